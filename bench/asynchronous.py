@@ -17,7 +17,7 @@ from fsdpx.comm import Communicator
 
 __all__ = ["main", "tables"]
 
-STRATEGIES = ("ddp", "async", "gossip", "easgd")
+STRATEGIES = ("ddp", "async", "gossip")
 SLOWER, WIDTH, SAMPLES = 5, 256, 32
 
 

@@ -126,37 +126,13 @@ def staging(quick: bool) -> dict[str, Any]:
     return rates
 
 
-def attending(quick: bool) -> dict[str, Any]:
-    """Milliseconds of GPT-2's attention with its backward in bf16, by cuDNN and by the kernels in CUDA C."""
-    import cupy
-
-    from fsdpx.array import kernels
-    from fsdpx.cuda import attention
-
-    shape = (2 if quick else ROWS, TIME, 3, HEADS, WIDTH // HEADS)
-    q, k, v = cupy.random.standard_normal(shape).astype("bfloat16").transpose(2, 0, 3, 1, 4)
-    how = True, q.shape[3] ** -0.5
-
-    def once() -> None:
-        o, lse = kernels.attention(cupy, q, k, v, *how)
-        kernels.attention_backward(cupy, q, k, v, o, lse, o, *how)
-
-    found: dict[str, Any] = {"library": attention.library().words}
-    for name, few in (("cudnn", attention.FEW), ("kernels", TIME + 1)):
-        attention.FEW = few
-        taken = attention.fused("attention", (q, k, v, *how)) is not None
-        if taken == (name == "cudnn"):
-            found[name] = 1e3 * timed(once, cupy.cuda.Device().synchronize, 3, 10)
-    return found
-
-
 def batch() -> tuple[np.ndarray, np.ndarray]:
     text = np.random.default_rng(0).integers(0, VOCAB, (ROWS, TIME + 1))
     return text[:, :-1].copy(), text[:, 1:].copy()
 
 
-def gpt(quick: bool, graphs: bool = False) -> dict[str, Any]:
-    """In fsdpx. graphs: forward and backward are replayed as CUDA graphs."""
+def gpt(quick: bool) -> dict[str, Any]:
+    """In fsdpx."""
     import cupy
 
     from fsdpx import nn, optim
@@ -164,12 +140,12 @@ def gpt(quick: bool, graphs: bool = False) -> dict[str, Any]:
     before = cupy.cuda.runtime.memGetInfo()[0]
     model = nn.GPT(VOCAB, WIDTH, 2 if quick else LAYERS, HEADS, TIME)
     adam, loss = optim.AdamW(lr=1e-4), nn.CrossEntropy()
-    options = {"strategy": "ddp", "precision": "bf16", "device": "cuda", "cuda_graphs": graphs}
+    options = {"strategy": "ddp", "precision": "bf16", "device": "cuda"}
     trainer = model.as_distributed(loss=loss, optimizer=adam, **options)
     x, y = (cupy.asarray(a) for a in batch())
     losses: list[float] = []
     seconds = timed(lambda: losses.append(trainer.step(x, y)), cupy.cuda.Device().synchronize, 3, 3 if quick else 10)
-    held = before - cupy.cuda.runtime.memGetInfo()[0]  # graphs have memory of their own
+    held = before - cupy.cuda.runtime.memGetInfo()[0]
     return {"tokens": ROWS * TIME / seconds, "memory": held, "losses": [losses[0], losses[-1]]}
 
 
@@ -200,9 +176,7 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "products": products,
     "kernels": passes,
     "staging": staging,
-    "attention": attending,
     "fsdpx": gpt,
-    "fsdpx, graphs": lambda quick: gpt(quick, graphs=True),
     "PyTorch": lambda quick: in_torch(quick, compiled=False),
     "PyTorch, compiled": lambda quick: in_torch(quick, compiled=True),
 }
@@ -224,7 +198,7 @@ def measure(options: argparse.Namespace) -> int:
     found = {name: part(name, options.quick) for name in PARTS}
     peak = found["products"].get("peak")
     rows = []
-    for name in ("fsdpx", "fsdpx, graphs", "PyTorch", "PyTorch, compiled"):
+    for name in ("fsdpx", "PyTorch", "PyTorch, compiled"):
         one = found[name]
         if "tokens" not in one:
             rows.append([name, one["failed"], "", ""])
@@ -233,7 +207,6 @@ def measure(options: argparse.Namespace) -> int:
         rows.append([name, f"{one['tokens']:,.0f}", share, f"{one['memory'] / 2**30:.1f}"])
     print(lines(["GPT-2 124M, bf16", "tokens/s", "of peak", "GiB"], rows))
     print(f"peak of products: {peak} TFLOP/s; GB/s: kernels {found['kernels']}, through the host {found['staging']}")
-    print(f"attention, ms: {found['attention']}")
     save("gpu", options, {**device(), "parts": found})
     return 0
 

@@ -47,23 +47,12 @@ def _of_backward(dx: Any, weight: Any, bias: Any, dy: Any, x: Any, by: Any) -> l
     return [(dx, dy, by), *_of_gradients(weight, bias, dy, x)]
 
 
-def _of_line(out: Any, x: Any, weights: Any, biases: Any) -> list[Product]:
-    return [(y, given, weight.T) for y, given, weight in zip(out, [x, *out[:-1]], weights, strict=True)]
-
-
-def _of_line_backward(dx: Any, x: Any, out: Any, dy: Any, weights: Any, biases: Any, dweights: Any, *_: Any) -> Any:
-    each = zip([x, *out[:-1]], weights, dweights, strict=True)
-    return [product for given, w, dw in each for product in ((dx[0], dy, w), (dw, dy.T, given))]
-
-
 PRODUCTS = {
     "gemm": _of_gemm,
     "product": _of_gemm,
     "affine": _of_affine,
     "linear_gradients": _of_gradients,
     "linear_backward": _of_backward,
-    "line": _of_line,
-    "line_backward": _of_line_backward,
 }
 """The functions of `fsdpx.array.blas` that multiply, `product` 16-bit numbers, and the products in their arguments."""
 

@@ -42,12 +42,9 @@ def variants(steps: int, adam: float, sgd: float) -> dict[str, Callable[[], dict
         "plain": lambda: {"optimizer": adamw, "codec": "plain"},
         "bf16": lambda: {"optimizer": adamw, "codec": "bf16"},
         "int8": lambda: {"optimizer": adamw, "codec": "int8"},
-        "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=rate(adam), warmup_steps=warmup)},
         "plain sgd": lambda: {"optimizer": momentum, "codec": "plain"},
         "powersgd 4": lambda: {"optimizer": momentum, "codec": fsdpx.PowerSGD(4)},
-        "sign": lambda: {"optimizer": none, "codec": "sign"},
         "top 1 %": lambda: {"optimizer": none, "codec": fsdpx.TopK(0.01, warmup=warmup)},
-        "random 10 %": lambda: {"optimizer": none, "codec": fsdpx.RandomK(0.1)},
     }
 
 

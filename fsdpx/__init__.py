@@ -17,12 +17,12 @@ from fsdpx.version import __version__
 if TYPE_CHECKING:
     from fsdpx import data, errors, models, nn, optim, testing
     from fsdpx.checkpoint.weights import WeightsReport
-    from fsdpx.codecs import Between, Cast, Codec, Int8, OneBit, Plain, PowerSGD, RandomK, Sign, TopK
+    from fsdpx.codecs import Between, Cast, Codec, Int8, Plain, PowerSGD, TopK
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
     from fsdpx.comm.fake import FakeCommunicator
     from fsdpx.comm.mesh import Mesh
     from fsdpx.comm.threads import spawn
-    from fsdpx.config import EASGD, Async, Gossip, Offload, Precision, Sharding
+    from fsdpx.config import Async, Gossip, Offload, Precision, Sharding
     from fsdpx.elastic.options import Elastic
     from fsdpx.elastic.trainer import ElasticTrainer
     from fsdpx.facade.adapters import load_adapter, merged_parameters, save_adapter
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 _FLOORS = ("data", "errors", "launch", "models", "nn", "optim", "testing")
 _NAMES = {
     "fsdpx.checkpoint.weights": ("WeightsReport",),
-    "fsdpx.codecs": ("Between", "Cast", "Codec", "Int8", "OneBit", "Plain", "PowerSGD", "RandomK", "Sign", "TopK"),
+    "fsdpx.codecs": ("Between", "Cast", "Codec", "Int8", "Plain", "PowerSGD", "TopK"),
     "fsdpx.comm.communicator": ("Communicator", "Handle", "ReduceOp"),
     "fsdpx.comm.fake": ("FakeCommunicator",),
     "fsdpx.comm.mesh": ("Mesh",),
     "fsdpx.comm.threads": ("spawn",),
-    "fsdpx.config": ("EASGD", "Async", "Gossip", "Offload", "Precision", "Sharding"),
+    "fsdpx.config": ("Async", "Gossip", "Offload", "Precision", "Sharding"),
     "fsdpx.elastic.options": ("Elastic",),
     "fsdpx.elastic.trainer": ("ElasticTrainer",),
     "fsdpx.facade.adapters": ("load_adapter", "merged_parameters", "save_adapter"),
@@ -83,7 +83,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = globals()[name] = getattr(import_module(_HOME[name]), name)
         return value
-    raise AttributeError(f"module 'fsdpx' has no attribute {name!r}")
+    from fsdpx.words import left
+
+    raise AttributeError(left(name) or f"module 'fsdpx' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -13,9 +13,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.words import meant
 
 __all__ = [
-    "APART", "EASGD", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
-    "byte_count", "half_name", "precision", "python_fields", "python_number",
-    "sharding",
+    "APART", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
+    "byte_count", "half_name", "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
@@ -146,7 +145,8 @@ class Gossip:
 
     def __post_init__(self) -> None:
         python_fields(self)
-        _check_every(self)
+        if type(self.every) is not int or self.every < 1:
+            raise ConfigError(f"Gossip(every={self.every!r}): a number of steps, 1 or more")
 
     @property
     def sharding(self) -> Sharding:
@@ -154,39 +154,8 @@ class Gossip:
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
-@dataclass(frozen=True)
-class EASGD:
-    """Each rank trains a model of its own, and a spring ties it to a centre in shards: every `every` steps
-    x -= a (x - c) and c += a (x - c) (elastic averaging: Zhang et al., NeurIPS'15).
-
-    Parameters
-    ----------
-    every : steps between two such moves
-    pull : a, above 0 and below 1; None: 0.9 / number of ranks
-    """
-
-    every: int = 10
-    pull: float | None = None
-
-    def __post_init__(self) -> None:
-        python_fields(self)
-        _check_every(self)
-        if self.pull is not None and not (_positive(self.pull) and self.pull < 1):
-            raise ConfigError(f"EASGD(pull={self.pull!r}): a number above 0 and below 1, or None for 0.9 / ranks")
-
-    @property
-    def sharding(self) -> Sharding:
-        """Where parameters and the state of the optimiser lie."""
-        return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
-
-
-def _check_every(choice: "Gossip | EASGD") -> None:
-    if type(choice.every) is not int or choice.every < 1:
-        raise ConfigError(f"{type(choice).__name__}(every={choice.every!r}): a number of steps, 1 or more")
-
-
-Apart = Async | Gossip | EASGD
-APART: dict[str, Apart] = {"async": Async(), "gossip": Gossip(), "easgd": EASGD()}
+Apart = Async | Gossip
+APART: dict[str, Apart] = {"async": Async(), "gossip": Gossip()}
 
 
 def apart(strategy: Any) -> Apart | None:

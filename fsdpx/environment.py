@@ -339,11 +339,6 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def cuda_ipc(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether arrays go from GPU to GPU between processes of a host (FSDPX_CUDA_IPC)."""
-    return bool(_switch(environ, "FSDPX_CUDA_IPC"))
-
-
 def gpu_aware_mpi(environ: Mapping[str, str] = os.environ) -> bool | None:
     """Whether arrays of a GPU are given to MPI (FSDPX_GPU_AWARE_MPI); None: where a probe shows that it takes them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()

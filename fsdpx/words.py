@@ -1,4 +1,5 @@
-"""Words of other libraries and what they are called here: one table for all errors about names that are unknown."""
+"""Words of other libraries, and of earlier versions of this one, and what to write instead: one table for all errors
+about names that are unknown."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -6,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["OTHERS", "demand_match", "meant"]
+__all__ = ["LEFT", "OTHERS", "demand_match", "left", "meant"]
 
 OTHERS: dict[str, str] = {
     "FULL_SHARD": 'strategy="fsdp"',
@@ -66,12 +67,33 @@ OTHERS: dict[str, str] = {
     "epochs": "trainer.fit(loader, epochs=...)",
 }  # fmt: skip
 """Word -> what to write here. Capitals, dashes and underscores do not count."""
+LEFT: dict[str, str] = {
+    "SOAP": "optim.Muon(...)",
+    "Prodigy": "optim.AdamW(lr=optim.schedules.WarmUp(...))",
+    "AdamWScheduleFree": "optim.AdamW(lr=optim.schedules.WarmUp(...)) and average=fsdpx.EMA()",
+    "OneBitAdam": 'optim.AdamW(...) and codec="int8"',
+    "OneBit": 'codec="int8"',
+    "AdamW8bit": 'optim.AdamW(...) and strategy="zero1", which divides its state',
+    "Adafactor": 'optim.AdamW(...) and strategy="zero1", which divides its state',
+    "sign": 'codec="int8"',
+    "RandomK": 'codec="topk"',
+    "EASGD": 'strategy="gossip", or "diloco"',
+    "ParquetDataset": "datasets.load_dataset of Hugging Face, which goes into DataLoader as it is",
+    "TarDataset": "any dataset with len() and [i], which goes into DataLoader as it is",
+    "Mixture": "datasets.interleave_datasets of Hugging Face, or a dataset of your own with len() and [i]",
+    "augment": "transform=, or the dataset's own [i]",
+    "cuda_graphs": "nothing; leave it out",
+}
+"""Name of an earlier version -> what to use instead."""
 _PLAIN = str.maketrans("", "", "-_ ")
+_LEFT = {word.lower().translate(_PLAIN): instead for word, instead in LEFT.items()}
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
 
 
 def meant(word: str, known: Iterable[str]) -> str:
     """What an unknown word may mean, as the end of a sentence: its name here, the nearest of `known`, or nothing."""
+    if gone := left(word):
+        return f"; {gone}"
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"
@@ -101,3 +123,9 @@ def demand_match(
             shown = ", ".join(map(repr, near[:6])) + (" ..." if len(near) > 6 else "")
             there = f"{'there are' if near is known else 'the nearest are'} {shown}" if known else "there is none"
             raise kind(f"{argument}: {pattern!r} matches no {what}; {there}")
+
+
+def left(word: str) -> str:
+    """What to say of a name that an earlier version had; "" of any other."""
+    instead = _LEFT.get(word.rpartition(".")[2].lower().translate(_PLAIN))
+    return "" if instead is None else f"{word} is no longer in fsdpx: use {instead}"

@@ -22,6 +22,7 @@ from fsdpx.errors import CheckpointError
 from fsdpx.optim.rounded import inside
 from fsdpx.state.rows import saved_format, saved_tensors
 from fsdpx.state.state import TrainState
+from fsdpx.words import left
 
 __all__ = ["damaged", "demand_data_here", "demand_fit", "demand_intact", "fill", "listed", "load", "weights_of"]
 
@@ -111,6 +112,7 @@ def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: st
         raise CheckpointError(
             f"{where}: the optimiser does not fit: {scalars.optimizer} with {_slots(scalars.slots)} in the checkpoint, "
             f"{type(inside(place.optimizer)).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
+            + (f". {gone}" if (gone := left(scalars.optimizer)) else "")
         )
     known = saved_tensors(place, scalars.replicas).items()
     rest = {n: (saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}

@@ -5,12 +5,10 @@ from fsdpx.codecs.codec import Calls, Codec, Moves, Recut
 from fsdpx.codecs.compressed import Compressed
 from fsdpx.codecs.int8 import Int8
 from fsdpx.codecs.named import codec
-from fsdpx.codecs.onebit import OneBit
 from fsdpx.codecs.plain import Plain
 from fsdpx.codecs.powersgd import PowerSGD
 from fsdpx.codecs.rules import Between, Choice, Codecs, Route
-from fsdpx.codecs.sign import Sign
-from fsdpx.codecs.sparse import RandomK, TopK
+from fsdpx.codecs.sparse import TopK
 
 __all__ = [
     "Between",
@@ -22,13 +20,10 @@ __all__ = [
     "Compressed",
     "Int8",
     "Moves",
-    "OneBit",
     "Plain",
     "PowerSGD",
-    "RandomK",
     "Recut",
     "Route",
-    "Sign",
     "TopK",
     "codec",
 ]

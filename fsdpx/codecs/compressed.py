@@ -67,10 +67,6 @@ class Compressed(Codec):
     def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
         """Unpack what `pack` made: write it to `out`, or add it to `out` if `add`."""
 
-    def pack_sum(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
-        """Pack a sum of what was packed before, on its way from its owner to all ranks."""
-        self.pack(xp, x, wire, lost, numbers)
-
     def prepare(self, grad: Array, memory: Memory, turn: int) -> Array:
         """What is packed of a gradient: what is kept of those before joins it, where it is kept."""
         if "error" not in memory:
@@ -131,7 +127,7 @@ class Compressed(Codec):
         pieces = pieces_of(wire, sizes)
         if _real(xp):
             lost = None if error is None else grad[mine]
-            self.pack_sum(xp, total, pieces[comm.rank], lost, self.numbers(turn, comm.rank, "all", 0, own))
+            self.pack(xp, total, pieces[comm.rank], lost, self.numbers(turn, comm.rank, "all", 0, own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)

@@ -8,14 +8,14 @@ from fsdpx.codecs.codec import Codec
 from fsdpx.codecs.int8 import Int8
 from fsdpx.codecs.plain import Plain
 from fsdpx.codecs.powersgd import PowerSGD
-from fsdpx.codecs.sign import Sign
-from fsdpx.codecs.sparse import RandomK, TopK
+from fsdpx.codecs.sparse import TopK
 from fsdpx.config import half_name
 from fsdpx.errors import ConfigError
+from fsdpx.words import meant
 
 __all__ = ["codec"]
 
-SIMPLE: dict[str, type[Codec]] = {"int8": Int8, "sign": Sign, "topk": TopK, "randomk": RandomK, "powersgd": PowerSGD}
+SIMPLE: dict[str, type[Codec]] = {"int8": Int8, "topk": TopK, "powersgd": PowerSGD}
 NAMES = ", ".join(["plain, ring, bf16, fp16", *SIMPLE])
 
 
@@ -30,7 +30,7 @@ def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str 
             return Cast(choice)
         if choice in SIMPLE:
             return SIMPLE[choice]()
-        raise ConfigError(f"unknown codec {choice!r}: choose one of {NAMES}, or pass a Codec")
+        raise ConfigError(f"unknown codec {choice!r}: choose one of {NAMES}, or pass a Codec{meant(choice, SIMPLE)}")
     if not isinstance(choice, Codec):
         raise ConfigError(f"codec={choice!r} is no Codec: pass {NAMES} or an object of a class of it")
     return choice

@@ -9,7 +9,6 @@ from typing import ClassVar
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.checks import copy
-from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.relay import in_chunks
 from fsdpx.comm.staging import staged
 
@@ -20,13 +19,10 @@ TIMEOUT = 1800.0
 
 
 class Carrier(Backend):
-    """library: what moves the bytes, in a word. timeout: seconds that a single wait may last. reached, notes: the ranks
-    whose GPUs share memory with this one's, and what carries the notes about it (`fsdpx.comm.ipc`)."""
+    """library: what moves the bytes, in a word. timeout: seconds that a single wait may last."""
 
     library: ClassVar[str]
     timeout: float
-    reached: frozenset[int] = frozenset()
-    notes: Communicator | None = None
 
     def wait_up_to(self, seconds: float) -> None:
         """From now on a single wait may last this many seconds."""

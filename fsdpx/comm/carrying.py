@@ -12,15 +12,10 @@ __all__ = ["Carrying", "inside"]
 
 
 class Carrying(Protocol):
-    """reached: the ranks whose GPUs share memory with this one's, so that messages go from GPU to GPU. notes: what
-    carries the notes of such messages, apart from all others."""
-
     rank: int
     size: int
     timeout: float
     progress: Progress
-    reached: frozenset[int]
-    notes: Any
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Send and receive arrays of the host; those between two ranks under one tag stay in order."""

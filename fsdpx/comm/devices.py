@@ -7,7 +7,7 @@ import platform
 from typing import NamedTuple
 
 from fsdpx import environment
-from fsdpx.comm import default, ipc
+from fsdpx.comm import default
 from fsdpx.comm.aware import settle
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.place import running_mpi
@@ -48,7 +48,6 @@ def take(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
     found = seats(world, device_map)
     devices.take(found[world.rank].gpu)
     settle(world)
-    ipc.settle(world)
     return found
 
 

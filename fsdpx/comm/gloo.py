@@ -180,15 +180,12 @@ class GlooCommunicator(Carrier):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         given = self.all_gather_plain((color, key))
         self._groups += 1
-        notes = None if self.notes is None else self.notes.split(color, key)
         if color is None:
             return None
         ranks = [rank for _, rank in sorted((key, rank) for rank, (wanted, key) in enumerate(given) if wanted == color)]
         group = object.__new__(type(self))
         name = f"{self._name}/{self._groups}.{color}"
         group._start(self.roll, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
-        group.notes = notes
-        group.reached = frozenset(number for number, rank in enumerate(ranks) if rank in self.reached)
         return group
 
     def close(self) -> None:

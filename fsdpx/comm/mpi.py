@@ -204,15 +204,11 @@ class MpiCommunicator(Carrier):
             part = self.raw.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
             raise self._translated(error, Call("split")) from error
-        notes = None if self.notes is None else self.notes.split(color, key)
         if color is None:
             return None
         group = object.__new__(type(self))
         group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
         group.takes_gpus = self.takes_gpus
-        above = MPI.Group.Translate_ranks(group.raw.Get_group(), None, self.raw.Get_group())
-        group.notes = notes
-        group.reached = frozenset(rank for rank, known in enumerate(above) if known in self.reached)
         return group
 
     def lost(self) -> tuple[int, ...]:
@@ -223,8 +219,6 @@ class MpiCommunicator(Carrier):
         """Free it, unless a rank is missing: then it stays as it is until the process ends."""
         if self.raw != MPI.COMM_NULL and not self.lost():
             self.raw.Free()
-            if self.notes is not None:
-                self.notes.close()
 
     def abort(self, code: int = 1) -> None:
         MpiWorld.abort(code)

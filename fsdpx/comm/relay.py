@@ -14,7 +14,6 @@ import numpy as np
 
 from fsdpx.comm.calls import Array, Call, Handle
 from fsdpx.comm.carrying import Carrying
-from fsdpx.comm.ipc import PeerExchange
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.steps import Steps, spin
 from fsdpx.comm.verbs import VERBS
@@ -41,8 +40,7 @@ def in_chunks(call: Call) -> bool:
 
 
 def relayed(comm: Carrying, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-    """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array, or of
-    memory of the GPU for each that is sent to a rank that reads it there."""
+    """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = side_of(arrays[0])
 
@@ -58,11 +56,8 @@ def relayed(comm: Carrying, call: Call, outgoing: Pairs, incoming: Pairs) -> Han
     def put(host: Array, gpu: Array) -> Handle:
         return side.copy(gpu, host)
 
-    near = [rank for rank in dict.fromkeys(rank for rank, _ in (*incoming, *outgoing)) if rank in comm.reached]
-    to, back = dict(outgoing), dict(incoming)
-    belts: list[Any] = [PeerExchange(comm.notes, call, rank, side, to.get(rank), back.get(rank)) for rank in near]
-    belts += [_Belt(array, partial(receive, rank), put) for rank, array in incoming if rank not in near]
-    belts += [_Belt(array, fetch, partial(send, rank)) for rank, array in outgoing if rank not in near]
+    belts = [_Belt(array, partial(receive, rank), put) for rank, array in incoming]
+    belts += [_Belt(array, fetch, partial(send, rank)) for rank, array in outgoing]
     return Steps(iter([_Belts(comm, call, belts)]), comm.progress)
 
 
@@ -96,7 +91,7 @@ class _Belt:
 class _Belts:
     """The handle of all arrays of a call: none of them waits for another."""
 
-    def __init__(self, comm: Carrying, call: Call, belts: list[Any]) -> None:
+    def __init__(self, comm: Carrying, call: Call, belts: list[_Belt]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
 
     def test(self) -> bool:

@@ -5,8 +5,6 @@ out^T = b^T a^T: the operands change places, and what lies by columns is marked 
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,40 +123,5 @@ def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool)
     handle = cupy().cuda.device.get_cublas_handle()
     shape = int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k
     rest = (*([count] if count > 1 else []), DOUBLE if number is np.float64 else WHOLE, DEFAULT)
-    stream = cupy().cuda.get_current_stream()
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
-    if stream.is_capturing():
-        call = _itself(stream, "cublasGemmStridedBatchedEx" if count > 1 else "cublasGemmEx")
     call(handle, *shape, alpha.ctypes.data, *one, *two, beta.ctypes.data, *three, *rest)
-
-
-INT, AT, STEP = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
-ARGUMENTS = {
-    "cublasSetStream_v2": (AT, AT),
-    "cublasGemmEx": (AT, *[INT] * 5, AT, *[AT, INT, INT] * 2, AT, AT, *[INT] * 4),
-    "cublasGemmStridedBatchedEx": (AT, *[INT] * 5, AT, *[AT, INT, INT, STEP] * 2, AT, AT, INT, INT, STEP, *[INT] * 3),
-}
-
-
-@cache
-def _library() -> Any:
-    """cuBLAS, which the module of CuPy is linked with."""
-    from cupy_backends.cuda.libs import cublas
-
-    return ctypes.CDLL(cublas.__file__)
-
-
-def _itself(stream: Any, name: str) -> Any:
-    """A function of cuBLAS on a stream that is captured: CuPy's refuse that (14.2), cuBLAS does not."""
-
-    def called(name: str, *given: Any) -> None:
-        function = getattr(_library(), name)
-        function.argtypes = ARGUMENTS[name]
-        if status := function(*given):
-            raise RuntimeError(f"{name} returned status {status}")
-
-    def call(handle: int, *given: Any) -> None:
-        called("cublasSetStream_v2", handle, stream.ptr)
-        called(name, handle, *given)
-
-    return call

@@ -374,31 +374,6 @@ KERNEL(lion)(real* p, const real* g, real* m, number n, real scale, real keep, r
     }
 }
 
-KERNEL(schedule_free)(real* p, const real* g, real* v, real* ahead, number n, real scale, real beta2, real share2, real eps, real decay, real share, real keep, real rate, real rate_ahead) {
-    EACH(i, n) {
-        real x = p[i], d = ahead[i], a = g[i] * scale;
-        real vi = v[i] * beta2 + (a * a) * share2;
-        v[i] = vi;
-        real u = a / (sqrt(vi) + eps);
-        if (decay != 0) u = u + x * decay;
-        p[i] = (x + d * share) - u * rate;
-        ahead[i] = (d - u * rate_ahead) * keep;
-    }
-}
-
-KERNEL(prodigy)(real* p, const real* g, real* m, real* v, real* s, real* away, number n, real scale, real share1, real beta2, real share2, real keep, real share, real eps, real decay, real rate) {
-    EACH(i, n) {
-        real a = g[i] * scale;
-        m[i] = m[i] + (a - m[i]) * share1;
-        v[i] = v[i] * beta2 + (a * a) * share2;
-        s[i] = s[i] * keep + a * share;
-        real u = m[i] / (sqrt(v[i]) + eps);
-        if (decay != 0) u = u + p[i] * decay;
-        p[i] = p[i] - u * rate;
-        away[i] = away[i] + u * rate;
-    }
-}
-
 KERNEL(moments)(real* m, real* v, const real* g, number n, real scale, real share1, real beta2, real share2) {
     EACH(i, n) {
         real a = g[i] * scale;

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.cuda.attention import fused
 from fsdpx.cuda.devices import cupy, is_on_gpu
 from fsdpx.cuda.gemm import batched
 from fsdpx.cuda.head_layout import merged, time_first
@@ -96,11 +95,8 @@ def form(roles: str) -> Callable[[Body], Body]:
 
 
 def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
-    """The form of kernel `name` for these arguments of it, called with the namespace before them: cuDNN's of attention
-    where that takes them. None: there is none for arrays of these formats, or the arrays are not contiguous, or
-    empty."""
-    if name.startswith("attention") and (by_cudnn := fused(name, arguments)) is not None:
-        return by_cudnn
+    """The form of kernel `name` for these arguments of it, called with the namespace before them. None: there is none
+    for arrays of these formats, or the arrays are not contiguous, or empty."""
     roles, body = FORMS.get(name, ((), None))
     if body is None:
         return None
@@ -375,7 +371,7 @@ def _scale(p: float) -> float:
 
 # -- updates of a shard ------------------------------------------------------------------------------------------------
 
-UPDATES = ("sgd", "momentum", "adam", "lion", "schedule_free", "prodigy", "moments", "direction", "follow")
+UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
 
 
 def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:

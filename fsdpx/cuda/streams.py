@@ -6,16 +6,12 @@ Memory is handed on, to MPI, to a layer or back to a pool, when the host has see
 knows no streams, as MPI, gets memory of the GPU after `synchronise`.
 
 Work that a thread of fsdpx issues while the rank computes is on the default stream too, which keeps both in order. A
-script that computes on a stream of its own says `progress="loop"`: then there is no such thread.
-
-Work captured for a graph is issued on a stream of its own, where nothing runs: the default stream cannot be captured,
-and as this one is non-blocking, other threads need not wait for it. The graph is then launched on the current stream,
-where it has its place between kernels like a kernel. Transfers, events and reads by the host stay outside."""
+script that computes on a stream of its own says `progress="loop"`: then there is no such thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,7 +19,7 @@ import numpy as np
 
 from fsdpx.cuda.devices import cupy, gpu_of, is_on_gpu, on
 
-__all__ = ["Landmark", "Side", "capture", "pinned", "side_of", "synchronise"]
+__all__ = ["Landmark", "Side", "pinned", "side_of", "synchronise"]
 
 TO_GPU, TO_HOST, BETWEEN_GPUS = 1, 2, 3  # cudaMemcpyKind
 
@@ -71,22 +67,6 @@ class Side:
         end = cupy().cuda.Event(disable_timing=True)
         end.record(self.stream)
         return Landmark(end)
-
-
-def capture(stream: Any, body: Callable[[], Any]) -> tuple[Any, Any]:
-    """A graph of what `body` issues, without running it, and what `body` returns. stream: one for captures alone.
-
-    An operation that CUDA refuses here, above all a read by the host, raises, as does an error of `body`; then no graph
-    is made."""
-    with stream:
-        stream.begin_capture()
-        try:
-            made = body()
-        except BaseException:
-            with suppress(Exception):  # says once more that this capture is void; the stream is free for the next one
-                stream.end_capture()
-            raise
-        return stream.end_capture(), made
 
 
 class Landmark:

@@ -11,7 +11,8 @@ __all__ = ["ArrayDataset", "Dataset", "collate"]
 
 
 class Dataset(Protocol):
-    """Samples by number. If it also has `take(indices) -> batch`, the loader reads whole batches with it."""
+    """Samples by number. If it also has `take(indices) -> batch`, the loader reads whole batches with it; if it has
+    `__getitems__(numbers) -> samples`, as datasets of PyTorch and Hugging Face do, with that."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...

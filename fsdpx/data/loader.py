@@ -1,13 +1,12 @@
 """The loader: this rank's part of every global batch, read ahead, with an exact position to resume from."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from fsdpx.data.augment import Augmentation, Draw
 from fsdpx.data.dataset import Dataset, collate, emptied
 from fsdpx.data.prefetch import Prefetch
 from fsdpx.data.sampler import DistributedSampler, Pass
@@ -34,9 +33,7 @@ class DataLoader:
     rank, size, shuffle, seed, drop_last, chunks : as in `DistributedSampler`
     sampler : instead of batch_size, comm and these six
     collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
-    augment : functions (batch, draw) -> batch that change samples at random, such as `[RandomFlip(), RandomCrop(4)]`;
-        what a sample gets depends on (seed, epoch, sample), not on ranks or on where an epoch was resumed
-    transform : batch -> batch, after augment; both run, as collate does, in the thread that reads
+    transform : batch -> batch; it runs, as collate does, in the thread that reads
     prefetch : batches read ahead by a thread, which makes no call to MPI; 0: no thread
     """
 
@@ -54,7 +51,6 @@ class DataLoader:
         chunks: int | None = None,
         sampler: DistributedSampler | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        augment: Augmentation | Sequence[Augmentation] = (),
         transform: Callable[[Any], Any] | None = None,
         prefetch: int = 2,
     ) -> None:
@@ -72,7 +68,6 @@ class DataLoader:
                 raise ConfigError(f"DataLoader: the sampler is of {sampler.n} samples, the dataset has {len(dataset)}")
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.collate, self.transform = collate, transform
-        self.augment = tuple(augment) if isinstance(augment, Sequence) else (augment,)
         self._running: weakref.WeakSet[_Iteration] = weakref.WeakSet()
 
     @property
@@ -127,17 +122,16 @@ class DataLoader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def read(self, indices: np.ndarray, epoch: int | None = None) -> Any:
-        """The batch of these samples `(k,)`, augmented as in `epoch` (None: the current one); k may be 0."""
-        take = getattr(self.dataset, "take", None)
+    def read(self, indices: np.ndarray) -> Any:
+        """The batch of these samples `(k,)`; k may be 0."""
+        several = getattr(self.dataset, "__getitems__", None)  # as PyTorch and Hugging Face have it
+        take = getattr(self.dataset, "take", None) if several is None else None
         if take is not None and self.collate is None:
             batch = take(indices)
         else:
-            stack = self.collate or collate
-            samples = [self.dataset[i] for i in indices.tolist()]
+            stack, numbers = self.collate or collate, indices.tolist()
+            samples = several(numbers) if several and numbers else [self.dataset[i] for i in numbers]
             batch = stack(samples) if samples else emptied(stack([self.dataset[0]]))
-        for n, change in enumerate(self.augment):
-            batch = change(batch, Draw(self.sampler.seed, self.epoch if epoch is None else epoch, str(n), indices))
         return self.transform(batch) if self.transform else batch
 
     def __repr__(self) -> str:
@@ -180,7 +174,7 @@ def _read(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, 
     sampler = loader.sampler
     for share in sampler.plan(epoch, position):
         try:
-            batch = loader.read(share.indices, epoch)
+            batch = loader.read(share.indices)
         except Exception as error:
             where = f"samples {position} to {share.after} of epoch {epoch}"
             error.add_note(f"[loader of rank {sampler.rank}] while reading the global batch of {where}")

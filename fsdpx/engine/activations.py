@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from fsdpx.array.arena import Arena
-from fsdpx.engine.lines import Line
 from fsdpx.program import SLOTS, Slot
 from fsdpx.state.spill import root_of
 
@@ -63,8 +62,6 @@ def roots(value: Any) -> Iterable[tuple[int, int]]:
     """(identity, bytes) of the memory behind every array in tuples, lists and dicts."""
     if isinstance(value, dict):
         value = tuple(value.values())
-    elif isinstance(value, Line):
-        value = (value.x, value.out)
     if isinstance(value, tuple | list):
         for one in value:
             yield from roots(one)

@@ -5,7 +5,6 @@ from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
-from fsdpx.engine.lines import Line, Stacks
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env
@@ -26,27 +25,17 @@ def forward(
     params: Arrays,
     values: dict[int, Any],
     keep: bool,
-    stacks: Stacks,
     constant: Container[int] = (),
 ) -> list[Any]:
     """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing.
 
-    stacks: of the parameters of lines; what a line needs stands at its first node. constant: values whose gradient is
-    not needed, and for which nothing is kept."""
+    constant: values whose gradient is not needed, and for which nothing is kept."""
     saved: list[Any] = []
-    while (i := len(saved)) < len(unit.nodes):
-        node = unit.nodes[i]
-        if (stop := unit.lines.get(i)) is not None:
-            line = stacks.forward(params, i, stop, values[node.inputs[0]])
-            if line is not None:
-                values[unit.nodes[stop - 1].output] = line.out[-1]
-                kept = keep and unit.nodes[stop - 1].output not in constant
-                saved += [line if kept else None, *[None] * (stop - i - 1)]
-                continue
+    for node, env, p in zip(unit.nodes, envs, params, strict=True):
         inputs = node.inputs
         x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
         try:
-            values[node.output], kept = node.layer.forward(envs[i], params[i], x)
+            values[node.output], kept = node.layer.forward(env, p, x)
         except Exception as error:
             _blame(error, "forward", node)
             raise
@@ -61,21 +50,11 @@ def backward(
     grads: Grads,
     saved: list[Any],
     dvalues: dict[int, Any],
-    stacks: Stacks,
     constant: Container[int],
 ) -> None:
     """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, without
     those of `constant`, values whose gradient is not needed."""
-    starts = {stop - 1: start for start, stop in unit.lines.items()}
-    i = len(unit.nodes)
-    while i > 0:
-        i -= 1
-        start = starts.get(i, i)
-        if isinstance(saved[start], Line):
-            leaf = unit.nodes[start].inputs[0] in constant  # the line's first layer comes by itself, as one at the data
-            if _line_backward(unit, params, grads, saved, dvalues, stacks, start, start + leaf):
-                i = start + leaf
-                continue
+    for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
         if dy is None:  # nothing that counts depends on this node
@@ -103,9 +82,6 @@ def backward_input(
 ) -> list[Any]:
     """The first half only; what `backward_params` needs, per node."""
     kept: list[Any] = [NOTHING] * len(unit.nodes)
-    for start, stop in unit.lines.items():
-        if isinstance(saved[start], Line):
-            saved[start:stop] = saved[start].saved()
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
@@ -133,31 +109,6 @@ def backward_params(unit: Unit, envs: Envs, grads: Grads, kept: Sequence[Any]) -
         except Exception as error:
             _blame(error, "the parameter gradients", node)
             raise
-
-
-def _line_backward(
-    unit: Unit,
-    params: Arrays,
-    grads: Grads,
-    saved: list[Any],
-    dvalues: dict[int, Any],
-    stacks: Stacks,
-    start: int,
-    first: int,
-) -> bool:
-    """Through a line down to node `first`, which leaves those nodes nothing to do; or give each what it needs to do it
-    itself."""
-    stop = unit.lines[start]
-    last, held = unit.nodes[stop - 1].output, saved[start]
-    rest = held.since(first - start)
-    dx = stacks.backward(params, grads, first, stop, rest, dvalues[last]) if last in dvalues else None
-    if dx is None:
-        saved[start:stop] = held.saved()
-        return False
-    del dvalues[last]
-    saved[start] = None if first == start else (held.x,)
-    _spread(unit.nodes[first].inputs, dx, dvalues, ())
-    return True
 
 
 def _blame(error: Exception, where: str, node: Node) -> None:

@@ -58,14 +58,13 @@ def _forward(
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.params(u, (*pages, *statistics))
     known, envs = run.units[u], run.worlds_at(batch)[1][u]
-    saved = run.computed(action, compute.forward)(known, envs, params, values, keep, views.stacks, run.stage.constant)
+    saved = compute.forward(known, envs, params, values, keep, run.stage.constant)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         whole = run.units[u]
         for node in whole.nodes:
-            if node.output in values:  # lines of layers keep theirs
-                what = f"the output of layer {node.path!r} in unit {whole.name!r}"
-                demand_finite(place, values[node.output], what, action)
+            what = f"the output of layer {node.path!r} in unit {whole.name!r}"
+            demand_finite(place, values[node.output], what, action)
     return outputs, saved
 
 
@@ -75,8 +74,7 @@ def recompute(run: ProgramRun, action: Action, taken: Values, read: Values, adde
         return (None,)
     unit, envs = run.units[u], run.worlds_at(batch, recomputing=True)[1][u]
     params, values = views.params(u, read), dict(taken[0])
-    made = run.computed(action, compute.forward)
-    return (made(unit, envs, params, values, True, views.stacks, run.stage.constant),)
+    return (compute.forward(unit, envs, params, values, True, run.stage.constant),)
 
 
 def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -90,8 +88,7 @@ def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added
     entries = _open(run, action, pages, gradients)
     params, grads, saved = views.params(u, read), views.grads(u, entries), taken[-1]
     envs, constant = run.worlds_at(batch)[1][u], run.stage.constant
-    known, both = run.units[u], run.computed(action, compute.backward)
-    both(known, envs, params, grads, saved, dvalues, views.stacks, constant)
+    compute.backward(run.units[u], envs, params, grads, saved, dvalues, constant)
     _close(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
@@ -103,8 +100,7 @@ def backward_input(run: ProgramRun, action: Action, taken: Values, read: Values,
         return (None, *added)
     inner, dvalues = _dvalues(run, unit, taken, added)
     known, envs, params = run.units[u], run.worlds_at(batch)[1][u], run.views.params(u, read)
-    half = run.computed(action, compute.backward_input)
-    kept = half(known, envs, params, taken[-1], dvalues, run.stage.constant)
+    kept = compute.backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
@@ -116,8 +112,7 @@ def backward_params(run: ProgramRun, action: Action, taken: Values, read: Values
         return _without_samples(gradients, ())
     entries = _open(run, action, pages, gradients)
     grads = run.views.grads(u, entries)
-    half = run.computed(action, compute.backward_params)
-    half(run.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
+    compute.backward_params(run.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
     _close(run, action, entries)
     return tuple(gradients)
 

@@ -79,8 +79,6 @@ class Engine:
                 self._sends.clear()
             if self._flying:
                 self._poke()
-            if executable.replay is not None:
-                executable.replay.end()
             return {slot: self._result(slot) for slot in executable.program.results}
 
     def _begin(self, executable: Executable, feed: Feed) -> ProgramRun:
@@ -102,12 +100,11 @@ class Engine:
         if self._worlds.seed != state.seed:  # the worlds of layers hold random numbers of the seed before
             self._worlds = Worlds(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
-        graphs = None if executable.replay is None else executable.replay.begin(views, feed)
         units: Sequence[Unit] = self.placement.layout.units
-        if self.recording is not None and graphs is None:
+        if self.recording is not None:
             units = self.recording.timed(units)
         fixed = self.placement, feed, work, views, worlds, units
-        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, self._issue, graphs)
+        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, self._issue)
 
     def _let_fly(self) -> None:
         """Transfers under way that lie in slots belong to a later program; the others are of a program that broke off,

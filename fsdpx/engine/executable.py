@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fsdpx.engine.operations import OPERATIONS
-from fsdpx.engine.replay import Replay
 from fsdpx.engine.run import Operation
 from fsdpx.engine.workspace import Workspace
 from fsdpx.program import SLOTS, VERBS, Action, Request, Slot, check, compile
@@ -13,10 +12,6 @@ from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
 __all__ = ["Executable", "ExecutableAction"]
-
-
-REPLAYED = ("step", "accumulate", "local", "push", "mix")
-"""Kinds of programs whose activations no caller holds when they end."""
 
 
 class ExecutableAction(NamedTuple):
@@ -34,8 +29,7 @@ class ExecutableAction(NamedTuple):
 
 
 class Executable:
-    """Proved and planned when it is made. givers: slot -> the action that fills it, as text. replay: CUDA
-    graphs of what it computes."""
+    """Proved and planned when it is made. givers: slot -> the action that fills it, as text."""
 
     def __init__(self, state: TrainState, request: Request) -> None:
         place, program = state.placement, compile(request)
@@ -43,7 +37,6 @@ class Executable:
         place.pipe.prove(request, place.stages)
         self.program = program
         self.workspace = Workspace(state, program)
-        self.replay = Replay() if place.options.cuda_graphs and program.kind in REPLAYED else None
         self.steps = [
             ExecutableAction(
                 OPERATIONS[a.op], a, f"{a} ({about(place, a, program.kind)})", s.takes, s.reads, s.adds,

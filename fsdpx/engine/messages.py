@@ -30,7 +30,7 @@ def send(run: ProgramRun, action: Action, taken: Values, read: Values, added: Va
             f"{action}: value {edge.value} is {value.dtype}{list(value.shape)}, rank {edge.receiver} of the pipe "
             f"expects {expected.dtype}{list(expected.shape)}: shapes of values may depend on shapes only"
         )
-    flat = run.leaving(xp.ascontiguousarray(value).reshape(-1))
+    flat = xp.ascontiguousarray(value).reshape(-1)
     handle = run.place.axes.pipe.send(flat, edge.receiver, _tag(run, action), what=_what(run.place, edge, action))
     run.issue(action, Transfer(handle, lambda: flat))  # which keeps the array until it is sent
     return ()

@@ -4,12 +4,11 @@ returns those that it gives and adds into, in the order of the table: first `giv
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fsdpx.array.kernels import square_sum, store
-from fsdpx.array.sums import PARTS, block_squares, exact_sum, padded
+from fsdpx.array.sums import block_squares, exact_sum, padded
 from fsdpx.codecs.compressed import pieces_of
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
@@ -19,7 +18,7 @@ from fsdpx.engine.results import GradientScale, Mean
 from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
-from fsdpx.optim.rounded import UNSCHEDULED, inside, scheduled
+from fsdpx.optim.rounded import UNSCHEDULED, scheduled
 from fsdpx.program import Action
 from fsdpx.state import eight
 from fsdpx.state.gradients import Reduction
@@ -196,24 +195,6 @@ def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
     return found
 
 
-def gauge(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """The sums over all parameters of all ranks that the optimiser needs before it updates them."""
-    place, optimizer, (scale,) = run.place, inside(run.place.optimizer), taken
-    count = len(run.stage.trained)
-    totals, slots = read[:count], read[count:]
-    columns: tuple[list[float], list[float]] = ([], [])
-    for n, at in [] if place.imaginary else _counted(run):
-        mine = {name: slots[n][name][at] for name in optimizer.gauged}
-        for column, sums in zip(columns, optimizer.terms(place.xp, totals[n][at], mine), strict=True):
-            column += sums
-    known = [one for s in ([] if place.imaginary else slots) for one in s["gauge"].reshape(-1, 3).tolist()]
-    here = [padded(column) for column in columns]
-    rows = place.everyone([*max(known, default=[0.0] * 3), *here[0], *here[1]], "GAUGE")
-    dot, size = (exact_sum([x for row in rows for x in row[3 + i * PARTS : 3 + (i + 1) * PARTS]]) for i in range(2))
-    found = optimizer.gauge(max(tuple(row[:3]) for row in rows), dot * scale.factor, size, scale.rate)
-    return replace(scale, gauge=found), found
-
-
 def commit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     assert run.feed.commit is not None
     run.feed.commit(*read)
@@ -258,7 +239,6 @@ OPERATIONS: dict[str, Operation] = {
     "TIE": tie,
     "SCALE": scale,
     "NORM": norm,
-    "GAUGE": gauge,
     "COMMIT": commit,
     "UPDATE": updating.update,
     "SHARE": updating.share,

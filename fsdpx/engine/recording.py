@@ -109,8 +109,7 @@ class Recording:
         self._before = []
 
     def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """The same units with layers that note when they run. A line of small layers runs one by one, to the same
-        bits."""
+        """The same units with layers that note when they run."""
         if len(self._units) < len(units):
             self._units = [replace(unit, nodes=tuple(map(self._noting, unit.nodes))) for unit in units]
         return self._units

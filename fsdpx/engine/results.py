@@ -32,14 +32,13 @@ class Mean:
 class GradientScale:
     """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if it was
     not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss
-    scale from the next step on. gauge: the sums over all parameters that the optimiser asked for."""
+    scale from the next step on."""
 
     factor: float
     norm: float
     skip: bool
     rate: float
     scaler: Scaler
-    gauge: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

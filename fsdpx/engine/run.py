@@ -9,7 +9,6 @@ from typing import Any
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import REPLICA
-from fsdpx.engine.replay import ProgramGraphs
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.errors import ConfigError
@@ -59,7 +58,7 @@ class ProgramRun:
     """place: what is fixed. feed: what this run was given. units: of the layout, as they run. ties: by their first
     page. step, scaler: number of updates
     made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, and the action that
-    began them; the run waits for them at its end. graphs: that this run captures or replays."""
+    began them; the run waits for them at its end."""
 
     place: Placement
     feed: Feed
@@ -71,15 +70,6 @@ class ProgramRun:
     step: int
     scaler: Scaler
     issue: Callable[[Action, Transfer], None]
-    graphs: ProgramGraphs | None = None
-
-    def computed(self, action: Action, body: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for a function of `fsdpx.engine.compute` in this action."""
-        return body if self.graphs is None else self.graphs.body(action, body)
-
-    def leaving(self, array: Any) -> Any:
-        """An array that is read at any time until the end of the run: a copy, if a graph may write over it."""
-        return array.copy() if self.graphs is not None and self.graphs.memory.owns(array) else array
 
     @property
     def stage(self) -> Stage:

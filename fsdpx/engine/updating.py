@@ -25,21 +25,17 @@ def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
         for axis, call, nbytes in run.place.parts_moved(p):
             run.place.axes.counters.add(axis, call, nbytes)
     if not scale.skip:
-        gauges = {"gauge": scale.gauge} if scale.gauge else {}
-        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor, **gauges)
+        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor)
     return (master, slots)
 
 
 def move(
-    run: ProgramRun, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float,
-    **gauges: Any,
-) -> None:  # fmt: skip
-    """Run the optimiser on elements of a page. gauges: the sums over all parameters that it asked for."""
+    run: ProgramRun, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float
+) -> None:
+    """Run the optimiser on elements of a page."""
     place = run.place
     with _left_alone(run, place.optimizer, segments, master, slots):
-        place.optimizer.update(
-            place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor, **gauges
-        )
+        place.optimizer.update(place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor)
 
 
 @contextmanager

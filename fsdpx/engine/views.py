@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdpx.engine.lines import Stacks
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
 from fsdpx.nn.gradients import Entries, GradientEntry, Gradients
@@ -22,7 +21,6 @@ class Views:
     def __init__(self, layout: Layout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
         self.generation, self.frozen = generation, frozen
         self._still = frozenset(n for p in layout.pages for n in (f.name for f in p.fields if f.source in frozen))
-        self.stacks = Stacks()
         self._leaves: dict[int, tuple[Any, list[Any]]] = {}
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
         self._entries: dict[tuple[int, int], tuple[Any, Entries]] = {}

@@ -35,7 +35,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "3d": {"mesh": Mesh(pipe=2, tensor=2), "strategy": "zero1", "sequence": "parallel"},
     "async": {"strategy": fsdpx.Async(staleness=4)},
     "gossip": {"strategy": "gossip"},
-    "easgd": {"strategy": fsdpx.EASGD(every=5)},
     "local_sgd": {"strategy": "local_sgd"},
     "diloco": {"strategy": fsdpx.Local(every=10)},
     "offload": {"offload": "a folder"},

@@ -73,7 +73,6 @@ def distribute(
     offload: Offload | None = None,
     trace: str | PathLike[str] | Trace | None = None,
     device_map: DeviceMap = None,
-    cuda_graphs: bool = False,
     **unknown: Never,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
@@ -86,7 +85,7 @@ def distribute(
     strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
         `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md);
         or ranks at their own speed (docs/asynchronous.md): "async" or `fsdpx.Async(...)`, "gossip" or
-        `fsdpx.Gossip(...)`, "easgd" or `fsdpx.EASGD(...)`
+        `fsdpx.Gossip(...)`
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
     backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
@@ -96,7 +95,7 @@ def distribute(
         but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
     group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: measured)
-    codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "sign", "topk", "randomk", "powersgd" or a
+    codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "topk", "powersgd" or a
         `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
         one of these: the first that fits counts (docs/compression.md)
     chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
@@ -120,7 +119,6 @@ def distribute(
     offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
     trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
     device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
-    cuda_graphs : with device="cuda", forward and backward of steps are captured once and replayed (docs/gpu.md)
 
     Returns
     -------
@@ -140,7 +138,7 @@ def distribute(
             recompute, average),
         Distribution(
             strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
-        ), Machinery(precision, device, check, tune, progress, trace, device_map, cuda_graphs),
+        ), Machinery(precision, device, check, tune, progress, trace, device_map),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 

@@ -17,15 +17,13 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import parallel
-from fsdpx.comm import aware, devices, ipc
+from fsdpx.comm import aware, devices
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.nccl import missing
 from fsdpx.comm.opening import backend_name, node_of
 from fsdpx.comm.relay import CHUNK
-from fsdpx.cuda import attention
 from fsdpx.cuda.devices import gpus as seen
-from fsdpx.cuda.devices import take as taken
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.launch import found
@@ -89,8 +87,6 @@ def diagnose(comm: Communicator) -> dict[str, Any]:
     awareness = _awareness(comm, seats is not None) if mpi else None
     sharing = [] if seats is None else devices.shared(seats)
     ways, warnings = ways_of(comm, facts, mpi, awareness, sharing), warnings_of(facts, mpi, sharing)
-    if seats is not None and comm.size > 1:
-        ways.append(_from_gpu_to_gpu(comm, seats))
     hosts = list(dict.fromkeys(one.host for one in facts))
     return {
         "healthy": not any(row["wrong_ranks"] for row in speed) and not (why_not and any(one.gpus for one in facts)),
@@ -103,7 +99,6 @@ def diagnose(comm: Communicator) -> dict[str, Any]:
         "cores": [list(one.cores) for one in facts],
         "threads": [one.threads for one in facts],
         "devices": why_not or [seat._asdict() for seat in seats or []],
-        "attention": None if seats is None else attention.library().words,
         "gpu_awareness": None if awareness is None else awareness._asdict(),
         "limits": [
             {"host": one.host, "shared_memory_free": one.free, "locked_memory": one.locked, "open_files": one.files,
@@ -239,17 +234,6 @@ def ways_of(
     return ways
 
 
-def _from_gpu_to_gpu(comm: Communicator, seats: Sequence[devices.Seat]) -> Way:
-    """Each rank takes its GPU and reads the others'. Collective."""
-    taken(seats[comm.rank].gpu)
-    found, asked = ipc.reach(comm), environment.cuda_ipc()
-    able = any(found.ranks)
-    notes = ("taken with FSDPX_CUDA_IPC=1",) if able and not asked else ()
-    return Way(
-        "CUDA IPC between processes of a host", "gpu", able, "; ".join((*found.evidence, *notes)), able and asked
-    )
-
-
 def _nccl(gpus: bool, mpi: bool, sharing: Sequence[Sequence[int]]) -> tuple[bool, str]:
     if not gpus:
         return False, "no GPU"
@@ -329,8 +313,6 @@ def _text(report: dict[str, Any]) -> str:
     if isinstance(report["devices"], str):
         rows.append(("GPUs", report["devices"]))
     rows += [("GPU", f"rank {r}: GPU {s['gpu']} ({s['bus']}) of {s['host']}") for r, s in _seats(report)]
-    if report["attention"] is not None:
-        rows.append(("attention", f"16-bit formats on GPUs: {report['attention']}"))
     for limits in report["limits"]:
         names = ("shared_memory_free", "locked_memory", "open_files")
         free, locked, files = ("no limit" if limits[name] is None else limits[name] for name in names)

@@ -9,8 +9,7 @@ from functools import cached_property
 from fsdpx.array.packed import Packing
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
-from fsdpx.nn.layer import Layer, Spec, dotted
-from fsdpx.nn.linear import Linear
+from fsdpx.nn.layer import Spec, dotted
 from fsdpx.nn.sort import Node, Sorted, specs_of
 from fsdpx.program import constants
 from fsdpx.words import demand_match
@@ -26,9 +25,6 @@ others of its page. Ranks of the tensor axis have different elements of a parame
 alike would not stay alike in the same page."""
 Kind = tuple[bool, bool, bool, str, int, bool]
 """What parameters of a page have in common, see `lay_out`."""
-
-LEAST, NARROW = 4, 128
-"""The fewest layers of a line and their largest width: products of wider layers take longer than Python's calls."""
 
 
 @dataclass(frozen=True)
@@ -72,35 +68,10 @@ class Unit:
     stage: int = 0
     trains: tuple[bool, ...] = ()
 
-    @cached_property
-    def lines(self) -> dict[int, int]:
-        """First node -> one past the last, of each line: a chain of small square Linear layers that run as one call."""
-        found, start = {}, 0
-        for i in range(1, len(self.nodes) + 1):
-            if i == len(self.nodes) or not self._follows(i):
-                if i - start >= LEAST:
-                    found[start] = i
-                start = i
-        return found
-
-    def _follows(self, i: int) -> bool:
-        before, node = self.nodes[i - 1], self.nodes[i]
-        alone = node.inputs == (before.output,) and before.output not in self.outputs
-        reads = sum(before.output in n.inputs for n in self.nodes)
-        alike = _small(before.layer) == _small(node.layer) != 0 and self.trains[i - 1] == self.trains[i]
-        return alone and reads == 1 and alike
-
     @property
     def name(self) -> str:
         first, last = self.nodes[0].path, self.nodes[-1].path
         return first if first == last else f"{first}..{last}"
-
-
-def _small(layer: Layer) -> int:
-    """The width of a Linear that can be part of a line, else 0."""
-    if type(layer) is not Linear or not layer.bias or layer.in_features != layer.out_features:
-        return 0
-    return layer.in_features if layer.in_features <= NARROW else 0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ class Lambda(Layer):
     """
 
     acts_on = "element"
-    replays = False  # functions of others
 
     def __init__(self, function: Function, derivative: Function | Sequence[Function]) -> None:
         self.function = function

@@ -156,11 +156,6 @@ class Layer(ABC):
     plan: Mapping[str, Any] = {}
     """Its own tensor plan: the name of a child -> the mark of it (`Column`, `Row`, `Vocab`)."""
 
-    replays: ClassVar[bool]
-    """Said by a class for `forward` and `backward` as it defines them: they do the same each time, as far as arrays and
-    shapes are the same, so what they launch on a GPU may be launched again without them (docs/gpu.md). Not so if they
-    count, change what the layer holds, or read a clock. Not inherited; the layers of fsdpx do, unless they say no."""
-
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""
 

@@ -112,7 +112,6 @@ class Averaged:
 
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
-        **gauges: Any,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`."""
         if not has_data(self, xp, p, g, slots, step, segments):
@@ -120,7 +119,7 @@ class Averaged:
         own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
             distance += p
-            self.inner.update(xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale, **gauges)
+            self.inner.update(xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
             distance -= p
             distance *= distance.dtype.type(self.how.keep(step))
 

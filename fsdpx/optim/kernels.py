@@ -18,9 +18,8 @@ from fsdpx.array.parallel import over
 from fsdpx.cuda.kernels import update
 from fsdpx.errors import ConfigError
 from fsdpx.optim import plain
-from fsdpx.optim.dynamic import buckets, table
 
-__all__ = ["adam", "adam8", "direction", "follow", "lion", "moments", "prodigy", "schedule_free", "sgd", "use"]
+__all__ = ["adam", "direction", "follow", "lion", "moments", "sgd", "use"]
 
 Version = Literal["default", "plain", "numba"]
 _version: ContextVar[Version] = ContextVar("version", default="default")
@@ -56,18 +55,13 @@ def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]
     if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
         return
     values = tuple(map(dtype.type, numbers))
-    if (compiled := _compilable(arrays, dtype)) is not None:
+    compilable = _version.get() != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays)
+    if compilable and (compiled := _compiled()) is not None:
         over(compiled[name], arrays, *values)
         return
     if xp.__name__ == "cupy" and _version.get() != "plain" and update(name, arrays, values):
         return
     plain.KERNELS[name](xp, arrays, values)
-
-
-def _compilable(arrays: tuple[Any, ...], dtype: Any) -> dict[str, Callable[..., None]] | None:
-    """The compiled kernels, if they take these arrays."""
-    compilable = _version.get() != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays)
-    return _compiled() if compilable else None
 
 
 def sgd(
@@ -95,69 +89,11 @@ def adam(
     _run("adam", xp, (p, g, m, v), (scale, l2, keep, 1.0 - beta1, beta2, 1.0 - beta2, unbias, eps, rate))
 
 
-def adam_of_mean(
-    xp: Any, p: Any, g: Any, m: Any, v: Any, *, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, step: int, frozen: int, bound: float, scale: float,
-) -> None:  # fmt: skip
-    """`adam`, decoupled, where g is the mean itself, which m becomes, v stays as it was at step `frozen`, and no
-    element moves by more than bound lr."""
-    unbias, grown = (1.0 - beta2**frozen) ** -0.5, 1.0 - beta1**step
-    _run("adam_of_mean", xp, (p, g, m, v), (scale, 1.0 - lr * weight_decay, unbias, eps, bound * grown, lr / grown))
-
-
-def adam8(
-    xp: Any, p: Any, g: Any, m: Any, v: Any, m_scale: Any, v_scale: Any, *, block: int, lr: float, beta1: float,
-    beta2: float, eps: float, weight_decay: float, step: int, scale: float,
-) -> None:  # fmt: skip
-    """`adam`, decoupled, with m and v as codes of dynamic numbers (`dynamic.table`) times the scale of their block of
-    `block` elements; the last block may be shorter."""
-    if p.size == 0 or getattr(xp, "holds_no_data", False):
-        return
-    unbias, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
-    numbers = (scale, 1.0 - lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, unbias, eps, rate)
-    values = tuple(map(p.dtype.type, numbers))
-    full = p.size // block
-    for rows, at in ((slice(0, full), slice(0, full * block)), (slice(full, None), slice(full * block, None))):
-        count = m_scale[rows].size
-        if count == 0:
-            continue
-        arrays = (*(a[at].reshape(count, -1) for a in (p, g, m, v)), m_scale[rows], v_scale[rows])
-        if (compiled := _compilable(arrays[:2], p.dtype)) is not None:
-            over(
-                compiled["adam8"], arrays, *(table(s)[0] for s in (True, False)), *map(buckets, (True, False)), *values
-            )
-        else:
-            plain.adam8(xp, arrays, values)
-
-
 def lion(
     xp: Any, p: Any, g: Any, m: Any, *, lr: float, beta1: float, beta2: float, weight_decay: float, scale: float
 ) -> None:
     """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g."""
     _run("lion", xp, (p, g, m), (scale, 1.0 - lr * weight_decay, 1.0 - beta1, 1.0 - beta2, lr))
-
-
-def schedule_free(
-    xp: Any, p: Any, g: Any, v: Any, ahead: Any, *, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, share: float, scale: float,
-) -> None:  # fmt: skip
-    """z = p + ahead; v = beta2 v + (1 - beta2) g^2; z -= lr u with u = g / (sqrt(v) + eps) + weight_decay p, then p
-    moves as far as (1 - beta1) z + beta1 x does, where x = (1 - share) x + share z (Defazio et al. 2024)."""
-    keep = 1.0 - share
-    rates = lr * (1.0 - beta1 * keep), lr * beta1
-    _run("schedule_free", xp, (p, g, v, ahead), (scale, beta2, 1.0 - beta2, eps, weight_decay, share, keep, *rates))
-
-
-def prodigy(
-    xp: Any, p: Any, g: Any, m: Any, v: Any, s: Any, away: Any, *, d: float, lr: float, beta1: float, beta2: float,
-    eps: float, weight: float, weight_decay: float, scale: float,
-) -> None:  # fmt: skip
-    """m, v: running means of d g and (d g)^2; s: of weight d^2 g, with a decay of sqrt(beta2); p -= lr d (m / (sqrt(v)
-    + d eps) + weight_decay p), and away moves as far the other way (Mishchenko & Defazio 2023, Algorithm 4)."""
-    decay, rate = beta2**0.5, lr * d
-    share = (1.0 - decay) * (weight * d)
-    numbers = (scale * d, 1.0 - beta1, beta2, 1.0 - beta2, decay, share, d * eps, weight_decay, rate)
-    _run("prodigy", xp, (p, g, m, v, s, away), numbers)
 
 
 def moments(xp: Any, m: Any, v: Any, g: Any, *, beta1: float, beta2: float, scale: float) -> None:

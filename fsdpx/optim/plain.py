@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.optim.dynamic import table
-
-__all__ = ["KERNELS", "adam8"]
+__all__ = ["KERNELS"]
 
 BLOCK = 1 << 16
 DEVICE_BLOCK = 1 << 24  # a launch costs more than a pass over 64 Ki elements
@@ -82,19 +80,6 @@ def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
 
 
 @blocked
-def adam_of_mean(xp, a, b, p, g, m, v, scale, keep, unbias, eps, most, rate):
-    xp.multiply(g, scale, out=m)
-    xp.sqrt(v, out=b)
-    b *= unbias
-    b += eps
-    xp.divide(m, b, out=a)
-    xp.clip(a, -most, most, out=a)
-    a *= rate
-    p *= keep
-    p -= a
-
-
-@blocked
 def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
     _gradient(xp, a, b, p, g, scale, l2)
     _toward(xp, m, a, b, share1)
@@ -109,34 +94,6 @@ def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, e
     p -= a
 
 
-def adam8(xp: Any, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    """Rows of (blocks, elements), some at a time."""
-    scale, keep, share1, beta2, share2, unbias, eps, rate = numbers
-    signed, edges, unsigned, bounds = (xp.asarray(array) for sign in (True, False) for array in table(sign))
-    step = max((BLOCK if xp is np else DEVICE_BLOCK) // arrays[0].shape[1], 1)
-    with np.errstate(all="ignore"):
-        for start in range(0, arrays[0].shape[0], step):
-            p, g, m, v, m_scale, v_scale = (array[start : start + step] for array in arrays)
-            a = g * scale
-            new_m = signed[m] * m_scale.astype(p.dtype)[:, None]
-            _toward(xp, new_m, a, xp.empty_like(a), share1)
-            new_v = unsigned[v] * v_scale.astype(p.dtype)[:, None]
-            _square_toward(xp, new_v, a, xp.empty_like(a), beta2, share2)
-            p *= keep
-            p -= new_m / (xp.sqrt(new_v) * unbias + eps) * rate
-            _encode(xp, new_m, edges, m, m_scale)
-            _encode(xp, new_v, bounds, v, v_scale)
-            v += (v == 0) & (new_v > 0)
-
-
-def _encode(xp: Any, x: Any, edges: Any, codes: Any, scales: Any) -> None:
-    """The codes of x in rows, and the largest of each."""
-    scales[...] = abs(x).max(axis=1)
-    top = scales.astype(x.dtype)[:, None]
-    y = xp.where(top > 0, x / top, x)
-    codes[...] = xp.searchsorted(edges, y.reshape(-1).astype(edges.dtype)).reshape(y.shape)
-
-
 @blocked
 def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
     xp.multiply(g, scale, out=a)
@@ -149,44 +106,6 @@ def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
         p *= keep
     p -= b
     _toward(xp, m, a, b, share2)
-
-
-@blocked
-def schedule_free(xp, a, b, p, g, v, ahead, scale, beta2, share2, eps, decay, share, keep, rate, rate_ahead):
-    xp.multiply(g, scale, out=a)
-    _square_toward(xp, v, a, b, beta2, share2)
-    xp.sqrt(v, out=b)
-    b += eps
-    a /= b
-    if decay != 0:
-        xp.multiply(p, decay, out=b)
-        a += b
-    xp.multiply(ahead, share, out=b)
-    p += b
-    xp.multiply(a, rate, out=b)
-    p -= b
-    a *= rate_ahead
-    ahead -= a
-    ahead *= keep
-
-
-@blocked
-def prodigy(xp, a, b, p, g, m, v, s, away, scale, share1, beta2, share2, keep, share, eps, decay, rate):
-    xp.multiply(g, scale, out=a)
-    _toward(xp, m, a, b, share1)
-    _square_toward(xp, v, a, b, beta2, share2)
-    a *= share
-    s *= keep
-    s += a
-    xp.sqrt(v, out=b)
-    b += eps
-    xp.divide(m, b, out=a)
-    if decay != 0:
-        xp.multiply(p, decay, out=b)
-        a += b
-    a *= rate
-    p -= a
-    away += a
 
 
 @blocked

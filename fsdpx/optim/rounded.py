@@ -55,13 +55,12 @@ class Rounded:
 
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
-        **gauges: Any,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
         if not has_data(self, xp, p, g, slots, step, segments):
             return
         if not isinstance(inside(self), Elementwise):
-            self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale, **gauges)
+            self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
             return
         for start, part in segments.blocks(BLOCK):
             at = slice(start, start + part.size)

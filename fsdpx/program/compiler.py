@@ -59,8 +59,8 @@ class Request:
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
     run forward again before their backward. commit: all ranks agree that a step has succeeded before it updates.
-    scales: the verbs that find the scale of all updates: SCALE, or NORM where the norm of all gradients is wanted; then
-    GAUGE, where the optimiser adds something up over all parameters. outer: replicas train by themselves, and what of
+    scales: the verbs that find the scale of all updates: SCALE, or NORM where the norm of all gradients is wanted.
+    outer: replicas train by themselves, and what of
     it this step does when they meet."""
 
     kind: str
@@ -254,7 +254,5 @@ def _results(request: Request) -> tuple[Slot, ...]:
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
     if request.outer is not None and request.outer.deltas:
         kinds = (*kinds, "share")
-    if KINDS[request.kind].updates and "GAUGE" in request.scales:
-        kinds = (*kinds, "gauge")
     slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
     return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

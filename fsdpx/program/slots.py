@@ -63,7 +63,6 @@ SLOTS: dict[str, SlotKind] = {
     "scale": SlotKind("scale", "control"),
     "trained": SlotKind("trained", "control"),  # by a replica, since each fragment was last sent
     "share": SlotKind("share", "control"),
-    "gauge": SlotKind("gauge", "control"),
     "agreed": SlotKind("agreed", "control"),
     "pushed": SlotKind("pushed", "control"),  # this rank's gradient of a page is where it is held
     # scratch

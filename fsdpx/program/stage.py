@@ -252,7 +252,6 @@ _OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | Non
     "changed": lambda a, s, n: _each(n for n, r in enumerate(s.records) if r.at == a.unit and r.kind in PAGED),
     "always": lambda a, s, n: [(a.unit, None)] if a.mb is None else [],
     "coded": lambda a, s, n: _each({a.unit} & s.coded),
-    "held": lambda a, s, n: _each(s.trained),
     "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
     "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward else [],

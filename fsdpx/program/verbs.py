@@ -134,8 +134,6 @@ VERBS: dict[str, Verb] = {
     "SCALE": Verb(takes=("weight:scored",), reads=("mean", "final:all"), gives=("scale",), lane="host", about=""),
     "NORM": Verb(takes=("loss:all", "weight:scored"), reads=("final:all",), gives=("mean", "scale"), about="",
                  lane="world", moves=(NUMBERS,)),
-    "GAUGE": Verb(takes=("scale",), reads=("final:all", "slots:held"), gives=("scale", "gauge"), about="",
-                  lane="world", moves=(NUMBERS,)),
     "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
     "UPDATE": Verb(takes=("final:page", "stored:changed"), reads=("scale", "shard:page", "slots:page"),
                    adds=("shard:page", "slots:page"), about="page",

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.comm.window import LINE, Window
-from fsdpx.config import EASGD, Async
+from fsdpx.config import Async
 from fsdpx.errors import ConfigError
-from fsdpx.layout.pages import cut
 from fsdpx.layout.ranges import Range
 from fsdpx.optim import Segments
 from fsdpx.optim.average import AVERAGE
@@ -42,7 +41,7 @@ class CommonMemory:
     """One rank's view of the window, in which each rank has a part of its own. Collective to make.
 
     Kinds of keys: "words" (counts, in front of each page), "master", "slot", "average", and where the choice needs them
-    "added" (the sum of gradients) and "centre"."""
+    "added" (the sum of gradients)."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement, world = placement, placement.axes.world
@@ -69,7 +68,7 @@ class CommonMemory:
     def rows(self) -> Iterator[LedgerRow]:
         """Rows of what lies in this rank's part and is in no other ledger row."""
         for item in self._items[self.rank].values():
-            if item.key.kind in ("added", "centre"):
+            if item.key.kind == "added":
                 yield LedgerRow(item.key, item.dtype, Range(0, item.elements), "private")
 
     def arrays(self) -> Iterator[tuple[Key, Any]]:
@@ -103,10 +102,6 @@ class CommonMemory:
             (self.rank + i) % self.size for i in range(self.size if isinstance(self.placement.apart, Async) else 1)
         ]
         return [(rank, _held(self.placement, page, rank)) for rank in turned]
-
-    def over_all(self, page: int) -> list[Span]:
-        """A page cut over all ranks, as the centre of models is."""
-        return _over_all(self.placement, page)
 
     def put_together(self, key: Key, spans: Sequence[Span], size: int) -> Any:
         """All `size` elements of a page, from the parts of the ranks that hold them."""
@@ -149,18 +144,12 @@ def _of_page(placement: Placement, p: int, rank: int) -> Iterator[tuple[Key, Any
     for name, kept in placement.kept.items():
         key = Key("average" if name == AVERAGE else "slot", p, name)
         yield key, placement.slot_format(name), sum(kept.count(s) for s in segments)
-    if isinstance(choice, EASGD):
-        yield Key("centre", p), master, _over_all(placement, p)[rank][1].size
 
 
 def _held(placement: Placement, page: int, rank: int) -> Range:
     """The elements of a page in the part of a rank: its shard where all update one model, else all of its own model."""
     here = placement.pages[page]
     return here.shards[rank] if isinstance(placement.apart, Async) else here.mine
-
-
-def _over_all(placement: Placement, page: int) -> list[Span]:
-    return list(enumerate(cut(placement.pages[page].page, placement.axes.world.size)))
 
 
 def _refuse(*asked: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.array.kernels import store
-from fsdpx.config import EASGD, Async, Gossip
+from fsdpx.config import Async, Gossip
 from fsdpx.errors import DataError
 from fsdpx.optim import Segments
 from fsdpx.state.common import CommonMemory
@@ -134,14 +134,10 @@ class Exchange:
 
     def mix(self, page: int, step: int) -> None:
         """Draw this rank's model and those of others near each other, after step number `step`."""
-        assert isinstance(self.choice, Gossip | EASGD)
-        if step % self.choice.every:
-            return
-        with self.window.turn("mix"):
-            if isinstance(self.choice, Gossip):
+        assert isinstance(self.choice, Gossip)
+        if step % self.choice.every == 0:
+            with self.window.turn("mix"):
                 self._average(page, step)
-            else:
-                self._to_centre(page, 0.9 / self.size if self.choice.pull is None else self.choice.pull)
 
     def _average(self, page: int, step: int) -> None:
         """With another rank, the same one for all pages of a step; the mean of all models stays what it is."""
@@ -155,17 +151,6 @@ class Exchange:
             one *= 0.5
             two[...] = one
         self._note("mix", 2 * one.size, one.dtype)
-
-    def _to_centre(self, page: int, pull: float) -> None:
-        mine, key = self.memory.own(Key("master", page)), Key("centre", page)
-        for rank, span in self.memory.over_all(page):
-            with self.memory.open(rank, key) as (centre,):
-                x = mine[span.start : span.stop]
-                apart = (x - centre) * x.dtype.type(pull)
-                x -= apart
-                centre += apart
-            if rank != self.rank:
-                self._note("mix", 2 * span.size, x.dtype)
 
     def tick(self) -> None:
         """This rank has made a step."""
@@ -181,9 +166,6 @@ class Exchange:
             if key.kind == "words":
                 self.memory.own(key)[...] = 0
                 self.memory.own(key)[UPDATES] = updates
-            if key.kind == "centre":
-                span = self.memory.over_all(_page(key))[self.rank][1]
-                self.memory.own(key)[...] = self.memory.own(Key("master", key.page))[span.start : span.stop]
 
     def lost(self) -> list[int]:
         """Other ranks that are known here to have died."""
@@ -208,12 +190,9 @@ class Exchange:
         )
 
     def whole(self, key: Key) -> Any:
-        """All elements of a page of what the ranks have in common: of its shards, of the centre, or the mean of all
-        models; and of the state of the optimiser. On this rank alone."""
+        """All elements of a page of what the ranks have in common: of its shards, or the mean of all models; and of the
+        state of the optimiser. On this rank alone."""
         here = self.placement.pages[_page(key)]
-        centre = Key("centre", key.page)
-        if isinstance(self.choice, EASGD) and key.kind == "master" and centre in self.memory.keys:
-            return self.memory.put_together(centre, self.memory.over_all(here.page.index), here.size)
         if isinstance(self.choice, Async):
             if self.together:
                 self._keep_pace()

@@ -43,7 +43,6 @@ KINDS = {
     "sum": Kind("gradients", saved=True, prefix="delta"),  # of these over replicas, until the outer step
     "parcel": Kind("gradients"),  # of a codec, while they are under way
     "added": Kind("gradients"),  # of a step of all ranks, added up in a window
-    "centre": Kind("parameters"),  # that elastic averaging ties the models of all ranks to
     "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
 }
 

@@ -49,7 +49,7 @@ class Options:
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that
     run forward again. offload: what lies on disk between uses. local: replicas train by themselves. apart:
-    ranks step at their own speed. cuda_graphs: forward and backward of steps are replayed as graphs."""
+    ranks step at their own speed."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -60,7 +60,6 @@ class Options:
     offload: Offload | None = None
     local: Local | None = None
     apart: Apart | None = None
-    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)

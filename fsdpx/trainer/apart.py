@@ -40,8 +40,6 @@ def _of_ranks(choice: Apart, mesh: Mesh, recipe: Recipe, layout: Layout, model: 
         yield "what several ranks change does not lie on one rank's disk; leave offload out"
     if training.chunks is not None:
         yield f"chunks={training.chunks} adds the gradients of all ranks along a tree; leave chunks out"
-    if hasattr(training.optimizer, "gauge"):
-        yield f"{type(training.optimizer).__name__} adds up over all ranks in every step; use optim.AdamW"
     if data.codec is not None:
         yield f"codec={data.codec!r} carries sums over ranks, and there are none; leave codec out"
     if training.clip_norm is not None and isinstance(choice, Async) and choice.staleness == 0:

@@ -17,7 +17,7 @@ from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.array.nf4 import NF4
 from fsdpx.array.packed import PackedInt8, Packing
-from fsdpx.codecs import Choice, Codec, Codecs, OneBit
+from fsdpx.codecs import Choice, Codec, Codecs
 from fsdpx.codecs import codec as codec_of
 from fsdpx.comm import devices
 from fsdpx.comm.clock import ranks_text
@@ -92,8 +92,7 @@ def session_of(
     if place.xp is np:
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
-    lines, packed = any(u.lines for u in place.layout.units), any(p.packing for p in place.layout.pages)
-    also = [name for name, wanted in (("line", lines), ("packed", packed)) if wanted]
+    also = ["packed"] if any(p.packing for p in place.layout.pages) else []
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     with slow(world, "compiling kernels"):
         warm(place.xp, planned.model, planned.loss, place.optimizer, dtypes, norm, also)
@@ -131,10 +130,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_local(local, training.chunks, training.average, distribution.offload, formats, ordered, training.optimizer)
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
-    own, outer = _own(training.optimizer), None if local is None else local.carried
-    choice = own if distribution.codec is None else distribution.codec
-    codecs = _codecs(choice, formats, tuning, training.chunks, outer)
-    _check_own(codecs, own, training.optimizer, axes)
+    outer = None if local is None else local.carried
+    codecs = _codecs(distribution.codec, formats, tuning, training.chunks, outer)
     check_packed(codecs, training.chunks, axes, formats)
     chunked = accumulation(training.chunks, axes, codecs.packs)
     layout = _layout(training, distribution, ordered, planned, axes, pipe, each_rank, formats, tuning, codecs)
@@ -147,7 +144,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     apart = config.apart(distribution.strategy)
     options = Options(
         training.seed, training.clip_norm, training.chunks, training.check_finite, words, recomputing, offload, local,
-        apart, machinery.cuda_graphs,
+        apart,
     )  # fmt: skip
     if apart is not None:
         check_apart(apart, axes.mesh, recipe, layout, formats, ordered, xp)
@@ -303,22 +300,6 @@ def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | No
                 "a fixed loss_scale, or precision='bf16'"
             )
     return found
-
-
-def _own(optimizer: Any) -> Codec | None:
-    """The codec that gives an optimiser the means that it takes instead of gradients, if it takes such."""
-    means: tuple[int, float] | None = getattr(optimizer, "means", None)
-    return None if means is None else OneBit(*means)
-
-
-def _check_own(codecs: Codecs, own: Codec | None, optimizer: Any, axes: Axes) -> None:
-    """The codec that makes the means must be the last on the way of every gradient."""
-    last = axes.summing[-1]
-    if own is not None and not all(getattr(route, last) == own for _, route in codecs.rules):
-        raise ConfigError(
-            f"{type(optimizer).__name__} takes what {own} makes of gradients, over {last}s, not [{codecs}]: leave "
-            "codec out, or choose fsdpx.Between of it for a mesh with both axes"
-        )
 
 
 def _check_whole_steps(place: Placement, microbatches: int) -> None:

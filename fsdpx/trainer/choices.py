@@ -27,7 +27,6 @@ from fsdpx.words import meant
 
 __all__ = [
     "agree",
-    "check_graphs",
     "check_local",
     "check_model",
     "check_numbers",
@@ -140,7 +139,6 @@ def check_local(
         ),
         (formats.master == "bf16", "16-bit masters", "outer steps are smaller than their last bit; precision='bf16'"),
         (average is not None, f"average={average!r}", "outer parameters are a mean already"),
-        (hasattr(optimizer, "gauge"), type(optimizer).__name__, "it adds up over all ranks in every step; use AdamW"),
         (offload is not None, "offload", "what replicas exchange must be in memory; leave offload out"),
         (
             collective is not None,
@@ -218,8 +216,7 @@ def check_packed(codecs: Codecs, chunks: int | None, axes: Axes, formats: Precis
         if not isinstance(codec, Compressed) or codec.block is None or GRAIN % codec.block:
             raise ConfigError(
                 f"chunks={chunks}: what {name} makes of an element depends on all that is carried with it, and so on "
-                "how many ranks there are; choose int8 or sign, or of each 1,024 elements fsdpx.TopK(block=1024) or "
-                "fsdpx.RandomK(block=1024)"
+                "how many ranks there are; choose int8, or of each 1,024 elements fsdpx.TopK(block=1024)"
             )
     if axes.replica.size > 1:
         raise ConfigError(
@@ -237,20 +234,6 @@ def check_whole(optimizer: Any, tensor: int) -> None:
 def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None:
     if offload is not None and offload.what == ("optimizer",) and not optimizer.slots and average is None:
         raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")
-
-
-def check_graphs(check_finite: bool, offload: Offload | None) -> None:
-    """ConfigError for options that do not go with CUDA graphs."""
-    if check_finite:
-        raise ConfigError(
-            "check_finite=True shows what each layer gives to the host, which no graph holds: leave out cuda_graphs, "
-            "or check_finite"
-        )
-    if offload is not None and "activations" in offload.what:
-        raise ConfigError(
-            "Offload(what='activations') keeps what layers gave while their graphs write over it: leave out "
-            "cuda_graphs, or activations"
-        )
 
 
 def left_wide(model: Sorted, layout: Layout, frozen_as: str | None) -> list[str]:

@@ -20,7 +20,7 @@ from fsdpx.observe.trace import Trace
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.absent import NoLoss, NoOptimizer
-from fsdpx.trainer.choices import check_graphs, check_numbers, check_options, check_parts
+from fsdpx.trainer.choices import check_numbers, check_options, check_parts
 
 __all__ = ["Distribution", "Machinery", "Recipe", "Training"]
 
@@ -96,15 +96,10 @@ class Machinery:
     progress: str | None = None
     trace: str | PathLike[str] | Trace | None = None
     device_map: DeviceMap = None
-    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         python_fields(self)
         self.traced()
-        if not isinstance(self.cuda_graphs, bool):
-            raise ConfigError(f"cuda_graphs={self.cuda_graphs!r}: True or False")
-        if self.cuda_graphs and self.device != "cuda":
-            raise ConfigError(f"cuda_graphs=True is of device='cuda', and device={self.device!r}")
         if self.device_map is not None and self.device != "cuda":
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
@@ -125,8 +120,6 @@ class Recipe:
     def __post_init__(self) -> None:
         t = self.training
         check_parts(t.model, t.loss, t.optimizer, self.distribution.mesh, t.frozen)
-        if self.machinery.cuda_graphs:
-            check_graphs(t.check_finite, self.distribution.offload)
 
     def on(self, mesh: Mesh) -> Recipe:
         """The same on another mesh."""
@@ -134,4 +127,4 @@ class Recipe:
 
     def without_data(self) -> Recipe:
         """The same for a rank that only knows shapes."""
-        return replace(self, machinery=replace(self.machinery, device="shape", device_map=None, cuda_graphs=False))
+        return replace(self, machinery=replace(self.machinery, device="shape", device_map=None))

@@ -9,7 +9,6 @@ from fsdpx import shapes as xp
 from fsdpx.array.random import Random
 from fsdpx.engine import compute
 from fsdpx.engine.activations import roots
-from fsdpx.engine.lines import Stacks
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import Action, Stage
@@ -107,7 +106,7 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
         {name: xp.ShapeArray(spread.shape(spec), placement.compute) for name, spec in node.layer.specs().items()}
         for node in one.nodes
     ]
-    saved = compute.forward(one, envs, params, values, True, Stacks(), stage.constant)
+    saved = compute.forward(one, envs, params, values, True, stage.constant)
     mine = {key for p in params for key, _ in roots(p)}
     whole, inputs = _total(roots(saved), mine), _total(roots(read), mine)
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}

@@ -22,7 +22,6 @@ from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.observe.trace import Tracer
-from fsdpx.optim.rounded import inside
 from fsdpx.program import KINDS, Program, Request, Slot, Stage, compile, one_by_one
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.clock import BATCHES
@@ -31,7 +30,6 @@ from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import TrainState
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
-from fsdpx.trainer.notices import line
 from fsdpx.trainer.outputs import whole_outputs
 from fsdpx.trainer.recompute import recomputed_units
 from fsdpx.trainer.twins import Twins
@@ -259,8 +257,6 @@ class Session:
             raise self.short(error, feed) from error
         if self.state.idle and IDLE not in self._noticed:
             self._tell_idle()
-        if executable.replay is not None:
-            self._tell_eager(executable.replay.reasons())
         return results
 
     def _executable(self, kind: str, feed: Feed, local: bool) -> Executable:
@@ -309,15 +305,6 @@ class Session:
                 stacklevel=3,
             )
 
-    def _tell_eager(self, found: Mapping[str, str]) -> None:
-        """Say once of each layer that no graph holds why, on the first rank that has it."""
-        axes = self.place.axes
-        fresh = {path: why for path, why in found.items() if path not in self._noticed}
-        self._noticed.update(fresh)
-        if axes.data.rank == axes.tensor.rank == 0:
-            for path, why in fresh.items():
-                line(f"fsdpx: cuda_graphs: layer {path!r} is computed without a graph: {why}")
-
     def updated(self, mean: Mean, scale: GradientScale) -> None:
         """An update has ended."""
         self.state.updated(scale.skip, scale.scaler, mean.shared)
@@ -342,7 +329,6 @@ class Session:
         if apart is not None and kind == "step":
             kind = "push" if isinstance(apart, Async) else "mix"
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic
-        gauged = hasattr(inside(place.optimizer), "gauge")
         return Request(
             kind,
             self._stage(),
@@ -357,7 +343,7 @@ class Session:
             order=place.pipe.order(microbatches, place.axes.pipe.rank) if steps else None,
             recompute=self._recompute(microbatches) if steps else frozenset(),
             commit=self.commit is not None,
-            scales=("NORM" if normed else "SCALE", *(["GAUGE"] if gauged else [])),
+            scales=("NORM" if normed else "SCALE",),
             outer=place.rounds.at(self.state.steps + 1) if place.rounds and KINDS[kind].updates else None,
         )
 

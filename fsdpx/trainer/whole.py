@@ -111,10 +111,7 @@ def put_averages(state: TrainState) -> Callable[[], None]:
     all ranks, once all of them have come to it."""
     found, place = average_of(state.placement.optimizer), state.placement
     if found is None:
-        raise ConfigError(
-            "with_='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999)), or train with an "
-            "optimiser that has one, optim.AdamWScheduleFree(...)"
-        )
+        raise ConfigError("with_='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
     if place.rounds is not None:
         raise ConfigError("with_='average': in local training each replica has another one; leave with_ out")
     slot, factor = found

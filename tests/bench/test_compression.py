@@ -16,20 +16,20 @@ def row(codec: str, gbit: float, seconds: float) -> dict[str, object]:
 def test_the_break_even_is_where_both_take_as_long() -> None:
     from compression import fitted, tables
 
-    times = {"plain": (0.5, 2.0), "int8": (0.7, 0.5), "bf16": (0.4, 1.0), "sign": (0.6, 2.5)}
+    times = {"plain": (0.5, 2.0), "int8": (0.7, 0.5), "bf16": (0.4, 1.0), "topk": (0.6, 2.5)}
     rows = [row(name, g, c + k / g) for name, (c, k) in times.items() for g in (1.0, 10.0)]
     rows += [{"codec": "top", "ranks": 2, "gbit": g, "failed": "MemoryError"} for g in (1.0, 10.0)]
     for name, wanted in times.items():
         assert fitted(rows, 2, name) == pytest.approx(wanted)
     ((name, text),) = tables({"rows": rows})
-    plain, int8, bf16, sign, top = text.splitlines()[1:]
+    plain, int8, bf16, largest, top = text.splitlines()[1:]
     assert name == "2 ranks"
     assert plain.split()[-2:] == ["1.00", "1.00"]
     assert int8.split()[-4:] == ["2.08", "0.93", "7.5", "Gbit/s"]
     assert bf16.endswith("always")
-    assert sign.endswith("never")
+    assert largest.endswith("never")
     assert top.endswith("MemoryError")
-    assert all(" bf16 " in line for line in (plain, int8, bf16, sign))
+    assert all(" bf16 " in line for line in (plain, int8, bf16, largest))
 
 
 def test_delayed_calls_take_as_long_as_their_bytes() -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from amount import in_full
 
-from fsdpx.codecs import Cast, Codec, Int8, Plain, PowerSGD, RandomK, Sign, TopK, codec
-from fsdpx.codecs.onebit import OneBit
+from fsdpx.codecs import Cast, Codec, Int8, Plain, PowerSGD, TopK, codec
 from fsdpx.comm import Communicator, Handle, spawn, split_evenly
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
@@ -71,20 +70,6 @@ class TestInt8InDoublePrecision(TestInt8):
     dtype = "float64"
 
 
-class TestSign(TestInt8):
-    error = 1  # every number may be as far off as the largest is large
-
-    def make(self) -> Codec:
-        return Sign()
-
-
-class TestOneBit(TestSign):
-    error = 1.1  # a tenth of a gradient is in the mean
-
-    def make(self) -> Codec:
-        return OneBit(0, 0.9)
-
-
 class TestTopK(CodecContract):
     error = 1  # what does not travel is missing
 
@@ -100,23 +85,6 @@ class TestTopKInBlocks(TestTopK):
 class TestAllOfTopK(CodecContract):
     def make(self) -> Codec:
         return TopK(1)
-
-
-class TestRandomK(CodecContract):
-    error = 1
-
-    def make(self) -> Codec:
-        return RandomK(0.1)
-
-
-class TestAllOfRandomK(CodecContract):
-    def make(self) -> Codec:
-        return RandomK(1.0, unbiased=True)
-
-
-class TestAllOfRandomKInBlocks(CodecContract):
-    def make(self) -> Codec:
-        return RandomK(1.0, unbiased=True, block=16)
 
 
 class TestPowerSGD(CodecContract):
@@ -193,9 +161,7 @@ def test_codecs_by_name() -> None:
     assert codec("ring", "float32", "float32").algorithm == "ring"
     assert codec("fp16", "float32", "float32").dtype == np.float16
     assert codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
-    assert isinstance(codec("sign", "float32", "float32"), Sign)
     assert codec("topk", "float32", "float32").fraction == 0.01
-    assert isinstance(codec("randomk", "float32", "float32"), RandomK)
     mine = Feedback("bf16")
     assert codec(mine, "float32", "float32") is mine
     assert dict(Plain().memory(3)) == {}
@@ -211,11 +177,10 @@ def test_bad_codecs_are_named(make: Any) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), True, "1"])
-@pytest.mark.parametrize("make", [TopK, RandomK])
-def test_a_share_outside_of_0_to_1_is_named(make: Any, fraction: Any) -> None:
-    words = f"{make.__name__}(fraction={fraction!r}): the share of elements that travel, in (0, 1]"
+def test_a_share_outside_of_0_to_1_is_named(fraction: Any) -> None:
+    words = f"TopK(fraction={fraction!r}): the share of elements that travel, in (0, 1]"
     with pytest.raises(ConfigError, match=re.escape(words)):
-        make(fraction)
+        TopK(fraction)
 
 
 @pytest.mark.parametrize(

@@ -11,26 +11,20 @@ from amount import in_full
 
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
-from fsdpx.codecs import Codec, Int8, RandomK, Sign, TopK
+from fsdpx.codecs import Codec, Int8, TopK
 from fsdpx.codecs.blocks import add_largest, chosen, take_largest
-from fsdpx.codecs.levels import BLOCK, SIGNS
-from fsdpx.codecs.onebit import OneBit
+from fsdpx.codecs.levels import BLOCK
 from fsdpx.codecs.quantise import add_quantised, quantise
-from fsdpx.codecs.signs import add_signs, signs
 from fsdpx.comm import Communicator, spawn, split_evenly
 from fsdpx.errors import ConfigError
 
 FEEDBACK: dict[str, Callable[[], Codec]] = {
     "int8": Int8,
-    "sign": Sign,
     "topk": lambda: TopK(0.05, warmup=2),
-    "randomk": lambda: RandomK(0.2),
     "topk in blocks": lambda: TopK(0.05, warmup=2, block=100),
-    "randomk in blocks": lambda: RandomK(0.2, block=64),
 }
 UNBIASED: dict[str, Callable[[], Codec]] = {
     "int8": lambda: Int8(unbiased=True),
-    "randomk": lambda: RandomK(0.3, unbiased=True),
 }
 each = pytest.mark.parametrize("name", FEEDBACK)
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -112,36 +106,6 @@ def test_whole_levels_arrive_exactly(size: int) -> None:
     assert not any(memory["error"].any() for _, memory in found)
 
 
-def test_numbers_of_one_size_arrive_exactly_by_their_signs() -> None:
-    """The limiting case of sign: where all of a block are as large, nothing is lost and nothing is kept."""
-
-    def level(rank: int, step: int) -> np.ndarray:
-        return np.random.default_rng([rank, step]).choice([-0.75, 0.75], 2 * SIGNS).astype(np.float32)
-
-    found = steps(Sign(), 2, 3, False, level)
-    for step in range(3):
-        np.testing.assert_array_equal(arrived(found, step, False), level(0, step) + level(1, step))
-    assert not any(memory["error"].any() for _, memory in found)
-
-
-@in_full
-@pytest.mark.parametrize("together", [False, True])
-def test_signs_alone_climb_where_signs_with_feedback_descend(together: bool) -> None:
-    """The counterexample of Karimireddy et al. (2019): x/4, whose gradient is seen as 4 with probability 1/4 and as -1
-    with 3/4. Most signs say up, the mean says down."""
-    count, size = 200, 2
-
-    def noisy(rank: int, step: int) -> np.ndarray:
-        return np.random.default_rng([rank, step]).choice([4, -1], N, p=[0.25, 0.75]).astype(np.float32)
-
-    reached = {}
-    for name, codec in {"alone": Sign(feedback=False), "feedback": Sign()}.items():
-        found = steps(codec, size, count, together, noisy)
-        reached[name] = -sum(arrived(found, step, together) for step in range(count)).mean() / count / size
-    assert reached["feedback"] == pytest.approx(-0.25, abs=0.05)
-    assert reached["alone"] > 0.5
-
-
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
 def test_what_waits_has_the_momentum_of_all_steps(masking: bool, together: bool) -> None:
@@ -158,27 +122,6 @@ def test_what_waits_has_the_momentum_of_all_steps(masking: bool, together: bool)
     assert np.allclose(sent + kept, given, atol=1e-4) is not masking
     whole = steps(TopK(1, momentum, masking=False), size, count, together)
     np.testing.assert_allclose(arrived(whole, count - 1, together), velocity.sum(0), atol=1e-5)
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_one_bit_sends_gradients_and_then_their_means(together: bool) -> None:
-    """In the warm-up gradients as they are; after it, what arrived and what is kept is the sum of all means."""
-    warmup, count, size = 3, 8, 3
-    found = steps(OneBit(warmup, 0.9), size, count, together)
-    mean, given, sent = np.zeros(N), np.zeros(N), np.zeros(N)
-    for step in range(count):
-        total = sum(gradient(rank, step).astype(np.float64) for rank in range(size))
-        mean = 0.9 * mean + 0.1 * total
-        if step < warmup:
-            np.testing.assert_allclose(arrived(found, step, together), total, atol=1e-6)
-        else:
-            given, sent = given + mean, sent + arrived(found, step, together)
-    kept = {name: sum(memory[name].astype(np.float64) for _, memory in found) for name in ("mean", "error")}
-    np.testing.assert_allclose(kept["mean"], mean, atol=1e-5)
-    np.testing.assert_allclose(sent + kept["error"], given, atol=1e-4)
-    assert np.abs(sent - given).max() > 0.01
-    assert OneBit(3).nbytes(1000, 2) == 4000
-    assert OneBit(3).nbytes(1000, 3) == Sign().nbytes(1000)
 
 
 def test_the_velocity_of_what_was_sent_begins_at_zero() -> None:
@@ -205,20 +148,8 @@ def test_a_warm_up_ends_at_the_fraction() -> None:
     assert [np.count_nonzero(out) for out in found[0][0]] == [195, 67, 23, 8, 8]
 
 
-def test_random_k_takes_one_of_each_stretch_and_the_same_on_all_ranks() -> None:
-    found = steps(RandomK(0.1), 3, 2, True, lambda rank, step: np.ones(N, np.float32))
-    first = np.flatnonzero(arrived(found, 0, True))
-    parts = [first[(first >= a) & (first < a + 259)] - a for a in (0, 259, 518)]
-    for part in parts:
-        assert np.all(np.arange(26) * 259 // 26 <= part)
-        assert np.all(part < np.arange(1, 27) * 259 // 26)
-    np.testing.assert_array_equal(arrived(found, 0, True)[first], 3)
-    assert set(first) != set(np.flatnonzero(arrived(found, 1, True)))
-
-
 def test_bytes_of_few_elements() -> None:
     assert [TopK(0.01).nbytes(n) for n in (0, 1, 100, 101)] == [0, 8, 8, 16]
-    assert [RandomK(0.01).nbytes(n) for n in (0, 1, 200, 201)] == [0, 8, 8, 16]
 
 
 @pytest.mark.parametrize("make", [*FEEDBACK.values(), *UNBIASED.values()])
@@ -257,28 +188,6 @@ def test_other_numbers_are_refused(name: str, dtype: str) -> None:
 
 def test_bytes_of_int8() -> None:
     assert [Int8().nbytes(n) for n in (0, 1, 4, 5, 256, 257, 1024)] == [0, 8, 8, 16, 264, 272, 1040]
-
-
-def test_bytes_of_sign() -> None:
-    assert [Sign().nbytes(n) for n in (0, 1, 32, 33, 1024, 1025, 8192)] == [0, 8, 8, 16, 136, 144, 1056]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("n", [1, 7, 1023, 1025, 3000])
-def test_both_forms_of_signs_give_the_same_bits(dtype: str, n: int) -> None:
-    x = spread(n, dtype)
-    forms = []
-    for mode in ("plain", "numba"):
-        bits, scales, lost = np.empty(-(-n // 8), np.uint8), np.empty(-(-n // SIGNS), np.float32), np.empty_like(x)
-        out = np.arange(n, dtype=dtype)
-        with kernels.use(mode):
-            signs(np, x, bits, scales, lost)
-            add_signs(np, bits, scales, out, True)
-        forms.append([bits, scales, lost, out])
-    for one, other in zip(*forms, strict=True):
-        np.testing.assert_array_equal(one, other)
-    blocks = [np.abs(x[a : a + SIGNS].astype(np.float64)).mean() for a in range(0, n, SIGNS)]
-    np.testing.assert_allclose(scales, blocks, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

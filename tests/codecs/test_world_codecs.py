@@ -19,12 +19,9 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "bf16": lambda: {"codec": "bf16"},
     "int8": lambda: {"codec": "int8"},
-    "sign": lambda: {"codec": "sign"},
     "topk": lambda: {"codec": fsdpx.TopK(0.1)},
     "topk in blocks": lambda: {"codec": fsdpx.TopK(0.1, momentum=0.9, block=256)},
-    "randomk": lambda: {"codec": fsdpx.RandomK(0.1)},
     "powersgd": lambda: {"codec": fsdpx.PowerSGD(2)},
-    "onebit": lambda: {"optimizer": optim.OneBitAdam(lr=1e-3, warmup_steps=1)},
     "chunks": lambda: {"codec": "int8", "chunks": 4},
 }
 

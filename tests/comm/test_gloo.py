@@ -147,7 +147,6 @@ def test_contract_and_training_without_mpi(ranks: int, tmp_path: Path) -> None:
     files = [
         "comm/test_gloo.py",
         "comm/test_node.py",
-        "cuda/test_ipc.py",
         "cuda/test_relay.py",
         "engine/test_world.py",
         "engine/test_world_axes.py",

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import functools
 import hashlib
 import itertools
-import mmap
-import operator
 import os
 import re
-import secrets
 import subprocess
 import tempfile
 import threading
@@ -21,7 +17,6 @@ import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
-import captures
 import ml_dtypes
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -52,12 +47,9 @@ class Device:
 
 
 class ndarray(NDArrayOperatorsMixin):  # noqa: N801
-    """Numbers on a GPU: `memory` is a NumPy array that only this file knows of; or a shape, with the rest as CuPy has
-    it."""
+    """Numbers on a GPU: `memory` is a NumPy array that only this file knows of."""
 
-    def __init__(self, memory: Any, gpu: Any = None, memptr: Any = None, strides: Any = None) -> None:
-        if memptr is not None:
-            memory, gpu = memptr.array(memory, gpu, strides), None
+    def __init__(self, memory: Any, gpu: Any = None) -> None:
         self.memory, self.gpu = memory, Device().id if gpu is None else gpu
 
     @property
@@ -73,7 +65,6 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         return {**self.memory.__array_interface__, "version": 3, "stream": None}
 
     def get(self) -> np.ndarray:
-        captures.refuse("a copy to the host")
         return self.memory.copy()
 
     def __array__(self, *_: Any, **__: Any) -> Any:
@@ -82,9 +73,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if out is not None:
             options["out"] = tuple(_bare(one) for one in out)
-        if captures.capturing() and ufunc.__name__ in captures.PRODUCTS:
-            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
-        result = _called(getattr(ufunc, method), map(_bare, inputs), options, out is not None or method == "at")
+        result = getattr(ufunc, method)(*map(_bare, inputs), **options)
         return out[0] if out is not None and len(out) == 1 else _wrapped(result)
 
     def __array_function__(self, function: Any, kinds: Any, arguments: Any, options: Any) -> Any:
@@ -92,26 +81,21 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assert getattr(value, "gpu", self.gpu) == self.gpu, "arrays of two GPUs"
-        _called(operator.setitem, (self.memory, _bare(key), _bare(value)), {}, True)
+        self.memory[_bare(key)] = _bare(value)
 
     def __getitem__(self, key: Any) -> Any:
-        if getattr(key, "dtype", None) == np.dtype(bool):
-            captures.refuse("a mask, whose sum the host waits for")
-        return _wrapped(_called(operator.getitem, (self.memory, _bare(key)), {}))
+        return _wrapped(self.memory[_bare(key)])
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def __float__(self) -> float:
-        captures.refuse("a number for the host")
         return float(self.memory)
 
     def __int__(self) -> int:
-        captures.refuse("a number for the host")
         return int(self.memory)
 
     def __bool__(self) -> bool:
-        captures.refuse("a number for the host")
         return bool(self.memory)
 
     def __getattr__(self, name: str) -> Any:
@@ -120,15 +104,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         found = getattr(self.memory, name)
         if not callable(found):
             return _wrapped(found)
-        return functools.partial(_calling(_Method(name), name == "fill"), self)
-
-
-class _Method:
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self, memory: np.ndarray, *given: Any, **options: Any) -> Any:
-        return getattr(memory, self.__name__)(*given, **options)
+        return _calling(found)
 
 
 ndarray.__module__ = "cupy"
@@ -148,7 +124,6 @@ class Event:
 
     @property
     def done(self) -> bool:
-        captures.refuse("a look at an event")
         self.looks += 1
         if self.stream is None or self.stream.stuck:
             return self.stream is None
@@ -188,7 +163,6 @@ class Stream:
                 self.ran += 1
 
     def record(self, event: Event) -> Event:
-        captures.refuse("an event")
         event.record(self)
         return event
 
@@ -197,84 +171,30 @@ class Stream:
         self.waited += 1
 
     def synchronize(self) -> None:
-        captures.refuse("a wait for the stream")
         self.run(self.issued)
 
-    def is_capturing(self) -> bool:
-        return self is captures._stream() and captures.capturing()
-
-    def begin_capture(self) -> None:
-        assert self.ptr != 0, "the default stream cannot be captured"
-        assert self.non_blocking, "a capture on a stream that blocks breaks down when another thread computes"
-        assert captures._stream() is self, "what is issued goes elsewhere"
-        captures.begin()
-
-    def end_capture(self) -> captures.Graph:
-        return captures.end()
-
     def __enter__(self) -> Stream:
-        self.inside.append(captures.current(self))
-        self.inside[-1].__enter__()
+        self.inside.append(_stream())
+        _at.stream = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.inside.pop().__exit__(None, None, None)
+        _at.stream = self.inside.pop()
 
 
 COMPUTE = Stream(ptr=0)
+
+
+def _stream() -> Stream:
+    """The one on which this thread issues."""
+    return getattr(_at, "stream", COMPUTE)
 
 
 def _memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
     assert kind in (1, 2, 3)
     assert stream != 0, "copies are beside what computes"
     assert nbytes > 0
-    captures.refuse("a copy of the host")
     Stream.known[stream].issue(lambda: ctypes.memmove(target, source, nbytes))
-
-
-class Memory(captures.Memory):
-    """An allocation of its own, which processes may share: a file in the memory of the host."""
-
-    def __init__(self, size: int) -> None:
-        self.name = f"/dev/shm/stand-in-{os.getpid()}-{secrets.token_hex(6)}"
-        with open(self.name, "wb") as file:
-            file.truncate(max(size, 1))
-        weakref.finalize(self, Path(self.name).unlink, missing_ok=True)
-        super().__init__(size, np.frombuffer(_mapped(self.name)[0], np.uint8))
-
-
-def _mapped(name: str) -> tuple[mmap.mmap, int]:
-    with open(name, "r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
-    return mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-
-
-_maps: list[mmap.mmap] = []  # what is open stays so
-
-
-def process() -> str:
-    """Which process this is: threads may say that they are one of their own."""
-    return f"{os.getpid()}.{getattr(_at, 'process', 0)}"
-
-
-def _export(address: int) -> bytes:
-    whole = captures.Memory.of(address)
-    if not isinstance(whole, Memory) or whole.ptr != address:
-        raise RuntimeError("cudaErrorInvalidValue: invalid argument")
-    return f"{whole.name} {process()}".encode().ljust(64, b"\0")
-
-
-def _open(handle: bytes, flags: int) -> int:
-    assert flags == 1
-    assert len(handle) == 64
-    name, owner = handle.rstrip(b"\0").decode().split()
-    if owner == process():
-        raise RuntimeError("cudaErrorInvalidContext: invalid device context")
-    if not Path(name).exists():
-        raise RuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
-    mapped, address = _mapped(name)
-    _maps.append(mapped)
-    return address
 
 
 def _memcpy(target: int, source: int, nbytes: int, kind: int) -> None:
@@ -309,24 +229,11 @@ def _as_strided(array: ndarray, shape: tuple[int, ...], strides: tuple[int, ...]
     return ndarray(np.lib.stride_tricks.as_strided(array.memory, shape, strides))
 
 
-def _calling(function: Any, into: bool = False) -> Any:
+def _calling(function: Any) -> Any:
     def call(*given: Any, **options: Any) -> Any:
-        return _wrapped(_called(function, _bare(given), {k: _bare(v) for k, v in options.items()}, into))
+        return _wrapped(function(*_bare(given), **{k: _bare(v) for k, v in options.items()}))
 
     return call
-
-
-def _called(function: Any, given: Any, options: dict[str, Any], into: bool = False) -> Any:
-    """Now, or in a graph. into: it changes what it is given."""
-    name = getattr(function, "__name__", "")
-    if captures.capturing():
-        if name in captures.WAITING:
-            captures.refuse(f"{name} waits for the GPU")
-        if name in captures.PRODUCTS:
-            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
-        return captures.recorded(function, given, options, into or "out" in options)
-    made = function(*given, **options)
-    return captures.placed(made) if name == "empty_like" else made
 
 
 class RawModule:
@@ -346,11 +253,7 @@ class RawModule:
         def launch(grid: tuple[int, ...], block: tuple[int, ...], given: tuple[Any, ...]) -> None:
             assert all(0 < n < 2**31 for n in grid), grid
             assert block[0] % 32 == 0, block
-            if captures.capturing():
-                held = [ndarray(captures.unowned(a.memory)) if isinstance(a, ndarray) else a for a in given]
-                captures.record(lambda: function(*(*grid, 1)[:2], *block, *map(_passed, held)))
-            else:
-                function(*(*grid, 1)[:2], *block, *map(_passed, given))
+            function(*(*grid, 1)[:2], *block, *map(_passed, given))
 
         return launch
 
@@ -417,48 +320,11 @@ def _columns(at: int, kind: Any, rows: int, columns: int, ld: int) -> np.ndarray
 
 def _gemm(*given: Any) -> None:
     """gemmEx: gemmStridedBatchedEx of one product."""
-    _gemms(*given[:10], 0, *given[10:13], 0, *given[13:17], 0, 1, *given[17:])
-
-
-def _gemms(*given: Any) -> None:
-    """gemmStridedBatchedEx."""
-    if captures.capturing():
-        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
-    _product(*given)
-
-
-class Cublas:
-    """The library itself, by ctypes. What it is given must be what its header says."""
-
-    stream = 0
-
-    def __init__(self) -> None:
-        def one(*given: Any) -> int:
-            return many(*given[:10], 0, *given[10:13], 0, *given[13:17], 0, 1, *given[17:])
-
-        def many(*given: Any) -> int:
-            assert self.stream == captures._stream().ptr, "cuBLAS is on another stream than what it multiplies"
-            _product(*given)
-            return 0
-
-        self.cublasGemmEx, self.cublasGemmStridedBatchedEx = map(_Function, (one, many))
-        self.cublasSetStream_v2 = _Function(self._set_stream)
-
-    def _set_stream(self, handle: int, stream: int) -> int:
-        self.stream = stream
-        return 0
-
-
-class _Function:
-    def __init__(self, body: Any) -> None:
-        self.body, self.argtypes = body, ()
-
-    def __call__(self, *given: Any) -> int:
-        passed = [kind(value).value for kind, value in zip(self.argtypes, given, strict=True)]
-        return int(self.body(*[0 if value is None else value for value in passed]))
+    _product(*given[:10], 0, *given[10:13], 0, *given[13:17], 0, 1, *given[17:])
 
 
 def _product(*given: Any) -> None:
+    """gemmStridedBatchedEx."""
     _, ta, tb, m, n, k, alpha, a, kind_a, lda, step_a, b, kind_b, ldb, step_b, *rest = given
     beta, c, kind_c, ldc, step_c, count, compute, _ = rest
     assert kind_a == kind_b
@@ -467,18 +333,9 @@ def _product(*given: Any) -> None:
     factors = [number.from_address(at).value for at in (alpha, beta)]
     kind, into = FORMATS[kind_a], FORMATS[kind_c]
     sizes = np.dtype(kind).itemsize, np.dtype(into).itemsize
-    held = [memory.buffer for one in (a, b, c) if (memory := captures.Memory.of(one))]
-
-    def run() -> None:
-        for i in range(count):
-            at = a + i * step_a * sizes[0], b + i * step_b * sizes[0], c + i * step_c * sizes[1]
-            by_columns(kind, into, (ta, tb, m, n, k), factors[0], at[0], lda, at[1], ldb, factors[1], at[2], ldc)
-        assert len(held) <= len(at)  # the addresses are there
-
-    if captures.capturing():
-        captures.record(run)
-    else:
-        run()
+    for i in range(count):
+        at = a + i * step_a * sizes[0], b + i * step_b * sizes[0], c + i * step_c * sizes[1]
+        by_columns(kind, into, (ta, tb, m, n, k), factors[0], at[0], lda, at[1], ldb, factors[1], at[2], ldc)
 
 
 class Cupy(types.ModuleType):
@@ -493,12 +350,9 @@ class Cupy(types.ModuleType):
         runtime = types.SimpleNamespace(
             getDeviceCount=self._count,
             deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0", memcpyAsync=_memcpy_async, memcpy=_memcpy,
-            ipcGetMemHandle=_export, ipcOpenMemHandle=_open,
         )  # fmt: skip
-        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event, Memory=Memory)
-        self.cuda.get_current_stream = lambda: captures._stream() or COMPUTE
-        for name in ("MemoryPointer", "MemoryPool", "UnownedMemory", "using_allocator"):
-            setattr(self.cuda, name, getattr(captures, name))
+        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event)
+        self.cuda.get_current_stream = _stream
         self.cuda.alloc_pinned_memory = _pinned
         self.RawModule = RawModule
         self.cuda.nccl = types.SimpleNamespace(available=False)
@@ -508,7 +362,7 @@ class Cupy(types.ModuleType):
     def modules(self) -> dict[str, types.ModuleType]:
         """What `import` finds of it, cuBLAS too."""
         libs, cublas = types.ModuleType("cupy_backends.cuda.libs"), types.ModuleType("cublas")
-        vars(cublas).update(gemmEx=_gemm, gemmStridedBatchedEx=_gemms)
+        vars(cublas).update(gemmEx=_gemm, gemmStridedBatchedEx=_product)
         vars(libs)["cublas"] = cublas
         above = {name: types.ModuleType(name) for name in ("cupy_backends", "cupy_backends.cuda")}
         return {"cupy": self, "cupy.cuda.nccl": self.cuda.nccl, **above, "cupy_backends.cuda.libs": libs}
@@ -521,7 +375,6 @@ class Cupy(types.ModuleType):
     def asarray(self, value: Any, dtype: Any = None) -> Any:
         if isinstance(value, ndarray):
             return value if dtype is None else value.astype(dtype)
-        captures.refuse("a copy of the host")
         return _wrapped(np.array(value, dtype))
 
     array = asarray

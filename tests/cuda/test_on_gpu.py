@@ -7,17 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cudnn import CASES, close
 from test_kernels import BOUNDS, CALLS, compare
 from trials import job
 
 from fsdpx import nn, optim, spawn
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
-from fsdpx.cuda.attention import fused, library
 from fsdpx.cuda.devices import gpus
 from fsdpx.cuda.gemm import gemm
-from fsdpx.cuda.graphs import GraphMemory
 from fsdpx.errors import ConfigError
 from fsdpx.optim import kernels as updates
 from fsdpx.optim import plain
@@ -43,28 +40,6 @@ def cupy() -> Any:
 def test_kernels_equal_the_host(cupy: Any, name: str, dtype: str) -> None:
     for arguments in CALLS[name]:
         compare(cupy, name, arguments, dtype)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_attention_by_cudnn_equals_the_host(cupy: Any, name: str) -> None:
-    if library().module is None:
-        pytest.skip(library().words)
-    arrays, how = CASES[name]
-    there, exact = [ndarray_of(cupy, a) for a in arrays], [a.astype(np.float64) for a in arrays]
-    assert fused("attention", (*there, *how)) is not None
-    o, lse = kernels.attention(cupy, *there, *how)
-    want = kernels.attention(np, *exact, *how)
-    close(o, want[0], 2e-2)
-    close(lse, want[1], 1e-3)
-    d = kernels.attention_backward(cupy, *there, o, lse, o, *how)
-    like = kernels.attention_backward(np, *exact, *want, want[0], *how)
-    for i in range(3):
-        close(d[i], like[i], 4e-2)
-
-
-def ndarray_of(cupy: Any, a: np.ndarray) -> Any:
-    """On the GPU, with time before heads in memory."""
-    return cupy.asarray(np.ascontiguousarray(a.swapaxes(1, 2))).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("start", [0, 3, 2**33 + 1])
@@ -110,41 +85,6 @@ def test_training_equals_the_host(precision: str, bound: float) -> None:
     want = spawn(lambda comm: train(comm, precision=precision), 1)[0]
     got = spawn(lambda comm: train(comm, precision=precision, device="cuda"), 1)[0]
     np.testing.assert_allclose(got, want, rtol=bound)
-
-
-@pytest.mark.parametrize("precision", ["float64", "float32", "bf16"])
-def test_training_by_graphs_has_the_bits_of_training_without(precision: str) -> None:
-    """With dropout one unit after the other is partly captured; without it all but the embedding."""
-    for dropout in (0.0, 0.1):
-        one, other = (
-            spawn(lambda comm, g=graphs, d=dropout: by_graphs(comm, d, g, precision=precision), 1)[0]
-            for graphs in (False, True)
-        )
-        assert one == other
-
-
-def by_graphs(comm: Any, dropout: float, graphs: bool, **options: Any) -> Any:
-    model = nn.GPT(61, 32, 2, 4, 16, dropout=dropout)
-    loss, adam = nn.CrossEntropy(), optim.AdamW(lr=1e-3)
-    given = {"group_bytes": 1, "microbatches": 2, "device": "cuda", "cuda_graphs": graphs, **options}
-    trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, **given)
-    texts = [np.random.default_rng(i).integers(0, 61, (4, 17)) for i in range(6)]
-    losses = [trainer.step(text[:, :-1], text[:, 1:]) for text in texts]
-    return losses, {name: np.asarray(a).tobytes() for name, a in trainer.parameters().items()}
-
-
-def test_a_graph_refuses_what_the_host_waits_for_and_goes_on(cupy: Any) -> None:
-    memory, x = GraphMemory(), cupy.arange(4, dtype="float64")
-    float((x * 2.0).sum())  # compiled before
-    with pytest.raises(Exception, match=r"(?i)captur"):
-        memory.captured(lambda: float(x.sum()))
-    graph, y = memory.captured(lambda: x * 2.0)
-    assert memory.owns(y)
-    kept = memory.lasting(y)
-    for first in (0.0, 5.0):
-        x[0] = first
-        graph.launch()
-        assert kept.get().tolist() == [2 * first, 2, 4, 6]
 
 
 PROGRAM = """

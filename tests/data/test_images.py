@@ -1,4 +1,4 @@
-"""Images in folders by class, and augmentations that know the sample and the epoch but no rank."""
+"""Images in folders by class."""
 
 import importlib
 from pathlib import Path
@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpx import spawn
-from fsdpx.data import ArrayDataset, DataLoader, Draw, ImageFolder, RandomCrop, RandomFlip
+from fsdpx.data import ImageFolder
 from fsdpx.errors import ConfigError, DataError
 
 
@@ -109,77 +108,3 @@ def test_without_pillow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(ConfigError, match=r"pip install 'fsdpx\[images\]'"):
         ImageFolder(tmp_path)
-
-
-def pictures(n: int = 23) -> ArrayDataset:
-    return ArrayDataset(np.random.default_rng(0).normal(size=(n, 2, 5, 6)), np.arange(n))
-
-
-def by_sample(size: int, epochs: int = 2, after: int = 0) -> dict[tuple[int, int], bytes]:
-    """(epoch, sample) -> the augmented sample, over all ranks. after: batches before a resume."""
-
-    def run(comm: Any) -> dict[tuple[int, int], bytes]:
-        loader = DataLoader(pictures(), 6, shuffle=True, seed=3, augment=[RandomFlip(), RandomCrop(2)])
-        if after:
-            first = iter(loader)
-            for _ in range(after):
-                next(first)
-            state = loader.state_dict()
-            loader = DataLoader(pictures(), 6, shuffle=True, seed=3, augment=[RandomFlip(), RandomCrop(2)])
-            loader.load_state_dict(state)
-        found = {}
-        for epoch in range(epochs):
-            for x, y in loader:
-                found |= {(epoch, int(i)): image.tobytes() for image, i in zip(x, y, strict=True)}
-        return found
-
-    return {key: value for part in spawn(run, size) for key, value in part.items()}
-
-
-def test_augmentation_does_not_see_ranks_or_resumes() -> None:
-    alone = by_sample(1)
-    assert len(alone) == 46
-    for size in (2, 3, 5):
-        assert by_sample(size) == alone
-    resumed = by_sample(2, after=2)
-    assert resumed.items() <= alone.items()
-    assert len(resumed) == 46 - 12
-
-
-def test_augmentation_changes_with_the_epoch_and_the_sample() -> None:
-    found = by_sample(1)
-    assert sum(found[0, i] != found[1, i] for i in range(23)) > 15
-    draw = Draw(0, 0, "0", np.arange(1000))
-    assert len(set(draw.uniform(1)[:, 0].tolist())) == 1000
-    assert (Draw(0, 0, "1", np.arange(3)).uniform(1) != draw.uniform(1)[:3]).all()
-
-
-def test_flips_and_crops_are_what_they_say() -> None:
-    x, draw = np.random.default_rng(1).normal(size=(400, 1, 4, 4)), Draw(0, 1, "0", np.arange(400))
-    before = x.copy()
-    flipped, label = RandomFlip(0.25)((x, "y"), draw)
-    np.testing.assert_array_equal(x, before)
-    mirrored = [np.array_equal(a, b[..., ::-1]) for a, b in zip(flipped, x, strict=True)]
-    assert label == "y"
-    assert all(m or np.array_equal(a, b) for m, a, b in zip(mirrored, flipped, x, strict=True))
-    assert 0.2 < np.mean(mirrored) < 0.3
-
-    moved, _ = RandomCrop(1)((x, 0), draw)
-    padded, seen = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1))), np.zeros((3, 3), int)
-    for one, whole in zip(moved, padded, strict=True):
-        seen += [[np.array_equal(one, whole[:, t : t + 4, s : s + 4]) for s in range(3)] for t in range(3)]
-    assert seen.sum() == 400
-    assert seen.min() > 25
-    assert RandomCrop(1)(x[:0], Draw(0, 0, "0", np.arange(0))).shape == (0, 1, 4, 4)
-
-
-def test_bad_augmentations() -> None:
-    with pytest.raises(ConfigError, match=r"RandomFlip\(p=2\): a number between 0 and 1"):
-        RandomFlip(2)
-    with pytest.raises(ConfigError, match=r"RandomCrop\(padding=0\): a whole number of pixels, 1 or more"):
-        RandomCrop(0)
-    loader = DataLoader(ArrayDataset(np.ones((3, 2))), 3, augment=RandomFlip(), prefetch=0)
-    with pytest.raises(
-        DataError, match=r"wants images \(samples, channels, height, width\) first in a batch, got \(3, 2\)"
-    ):
-        next(iter(loader))

@@ -1,15 +1,12 @@
-"""Tokens on disk, mixtures and tar files: the samples they promise, on any rank, and mistakes by name."""
+"""Tokens on disk: the samples they promise, on any rank, and mistakes by name."""
 
-import io
-import json
 import re
-import tarfile
 
 import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx.data import ArrayDataset, DataLoader, Mixture, TarDataset, TokenDataset
+from fsdpx.data import DataLoader, TokenDataset
 from fsdpx.errors import ConfigError, DataError
 
 
@@ -63,75 +60,29 @@ def test_tokens_that_cannot_be(tmp_path):
         TokenDataset(tmp_path / "b", 0)
 
 
-def test_a_mixture_holds_its_shares_everywhere():
-    sources = [ArrayDataset(np.arange(n) + base) for n, base in ((7, 0), (50, 100), (11, 200))]
-    mixed = Mixture(sources, [0.5, 0.3, 0.2], 200)
-    for end in range(1, 201):
-        counts = np.bincount(mixed.which[:end], minlength=3)
-        assert np.abs(counts - end * np.array([0.5, 0.3, 0.2])).max() < 1.01, end
-    first = [int(mixed[i][0]) for i in range(200) if mixed.which[i] == 0]
-    assert first == [n % 7 for n in range(100)]  # begins again
-    assert len(Mixture(sources, [0.5, 0.3, 0.2])) == 14  # until the first would
-    whole = Mixture(sources)
-    assert sorted(int(whole[i][0]) for i in range(len(whole))) == [*range(7), *range(100, 150), *range(200, 211)]
-    for weights in ([1.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]):
-        with pytest.raises(ConfigError, match="one positive weight for each is needed"):
-            Mixture(sources, weights)
+class Theirs:
+    """As a dataset of Hugging Face: `take` is of the first n samples, and several are read at once."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, i):
+        return {"x": np.full(2, float(i)), "y": i}
+
+    def __getitems__(self, numbers):
+        return [self[i] for i in numbers]
+
+    def take(self, n):
+        raise AssertionError
 
 
-def put(tar, name, raw):
-    member = tarfile.TarInfo(name)
-    member.size = len(raw)
-    tar.addfile(member, io.BytesIO(raw))
-
-
-def array(values):
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    for shard in range(2):
-        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
-            for n in range(3):
-                key = f"x/{3 * shard + n:04}"
-                put(tar, f"{key}.npy", array(np.full(2, 3.0 * shard + n)))
-                put(tar, f"{key}.cls", str(n).encode())
-                put(tar, f"{key}.meta.json", json.dumps({"n": n}).encode())
-    return tmp_path
-
-
-def test_samples_of_tar_files_are_read_where_they_lie(folder):
-    data = TarDataset(folder, ("npy", "cls"))
-    assert [(float(x[0]), y) for x, y in (data[i] for i in range(len(data)))] == [
-        (0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2),
-    ]  # fmt: skip
-    assert TarDataset(folder / "1.tar", ["meta.json"], decoders={"meta.json": json.loads})[2] == ({"n": 2},)
-
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_dataset_of_another_library_goes_in_as_it_is(size):
     def read(comm):
-        loader = DataLoader(data, 4, comm=comm, shuffle=True, seed=3)
-        return [float(n) for x, _ in loader for n in x[:, 0]]
+        with DataLoader(Theirs(), 3, comm=comm, transform=lambda batch: (batch["x"], batch["y"])) as loader:
+            return [(x[:, 0].tolist(), y.tolist()) for x, y in loader]
 
-    parts = fsdpx.spawn(read, 2)
-    assert sorted(parts[0] + parts[1]) == [0, 1, 2, 3, 4, 5]
-
-
-def test_tar_files_that_cannot_be(folder, tmp_path_factory):
-    with pytest.raises(DataError, match=r"0.tar: sample x/0000 has no txt; it has npy, cls, meta.json"):
-        TarDataset(folder, ["txt"])
-    with pytest.raises(ConfigError, match="field 'jpg' has no decoder; known are npy, json, txt, cls, bin"):
-        TarDataset(folder, ["jpg"])
-    with pytest.raises(DataError, match="does not exist"):
-        TarDataset(folder / "no", ["npy"])
-    empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(DataError, match=r"no \*.tar in"):
-        TarDataset(empty, ["npy"])
-    (empty / "a.tar").write_bytes(b"x" * 2000)
-    with pytest.raises(DataError, match=r"a\.tar: "):
-        TarDataset(empty, ["npy"])
-    with tarfile.open(empty / "a.tar", "w") as tar:
-        put(tar, "a.cls", b"many")
-    with pytest.raises(DataError, match=r"a.tar: a.cls cannot be read: invalid literal"):
-        TarDataset(empty, ["cls"])[0]
+    ranks = fsdpx.spawn(read, size)
+    found = [[y for part in ranks for y in part[step][1]] for step in range(3)]
+    assert found == [[0, 1, 2], [3, 4, 5], [6]]
+    assert all(x == y for part in ranks for x, y in part)

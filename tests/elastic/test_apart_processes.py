@@ -48,7 +48,7 @@ fsdpx.finalize()
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdpx.Async(staleness=3)", "'gossip'", "'easgd'"])
+@pytest.mark.parametrize("strategy", ["fsdpx.Async(staleness=3)", "'gossip'"])
 def test_a_rank_killed_with_a_lock_costs_the_others_nothing(tmp_path: Path, strategy: str) -> None:
     """They make all of their steps, the loss falls, they have one model in the end, and the job ends well."""
     done = job(tmp_path, PROGRAM, 3, strategy)

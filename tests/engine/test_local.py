@@ -205,7 +205,7 @@ def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
 KINDS = {
     "at once": (Local(every=4), None),
     "fragments": (Local(every=4, fragments=2, delay=3, mix=0.5), None),
-    "codec": (Local(every=4, delay=2, codec="int8"), optim.Adafactor()),
+    "codec": (Local(every=4, delay=2, codec="int8"), optim.LAMB()),
 }
 
 

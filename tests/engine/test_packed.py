@@ -292,21 +292,6 @@ def test_matrices_that_share_a_parameter_with_a_layer_that_cannot_stay_wide() ->
     assert fsdpx.spawn(run, 1, nn.Linear(6, 6)) == [{"0.weight", "2.weight"}]
 
 
-def test_a_line_of_small_layers_runs_one_by_one() -> None:
-    x = np.random.default_rng(0).normal(size=(12, 8)).astype("f4")
-
-    def run(comm: Communicator, frozen: Any, precision: Any) -> Any:
-        model = nn.Chain(*(nn.Linear(8, 8) for _ in range(6)))
-        trainer = distributed(comm, model, precision, frozen, loss=nn.MSE(), group_bytes=None)
-        assert any(unit.lines for unit in trainer.placement.layout.units)
-        return [trainer.step(x, x) for _ in range(3)], trainer.predict(x)
-
-    some = ["[1-4].weight"]
-    (want, y), (losses, other) = (fsdpx.spawn(run, 1, *p)[0] for p in ((some, "float32"), (some, INT8)))
-    np.testing.assert_allclose(losses, want, rtol=0.02)
-    np.testing.assert_allclose(other, y, atol=0.02)
-
-
 @pytest.mark.world
 @pytest.mark.mpi
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])

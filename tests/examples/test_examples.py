@@ -132,7 +132,7 @@ def test_a_sweep_trains_groups_of_ranks_side_by_side() -> None:
     assert "--groups 2 of 1 ranks" in start(1, "-m", "fsdpx.examples.sweep").stderr
 
 
-THEIR_OWN_WAY = {"async", "gossip", "easgd", "local_sgd", "diloco", "experts"}
+THEIR_OWN_WAY = {"async", "gossip", "local_sgd", "diloco", "experts"}
 """To other losses; one has a model of its own."""
 
 

@@ -24,12 +24,23 @@ GIVEN: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1)}
         ({"strategy": "ZeRO-3"}, 'here that is strategy="zero3"'),
         ({"strategy": "DDP"}, 'here that is strategy="ddp"'),
         ({"strategy": "ShardingStrategy.NO_SHARD"}, 'here that is strategy="ddp"'),
+        ({"strategy": "easgd"}, 'easgd is no longer in fsdpx: use strategy="gossip", or "diloco"'),
+        ({"codec": "randomk"}, 'unknown codec .*; randomk is no longer in fsdpx: use codec="topk"'),
+        ({"cuda_graphs": True}, "cuda_graphs is no longer in fsdpx: use nothing; leave it out"),
         ({"strategy": "hybird"}, r"did you mean 'hybrid'\?"),
     ],
 )
 def test_unknown_names_are_told_what_is_meant(given: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         fsdpx.distribute(MODEL, **{**GIVEN, **given})
+
+
+def test_names_of_an_earlier_version_say_what_to_use_instead() -> None:
+    with pytest.raises(AttributeError, match=r"^SOAP is no longer in fsdpx: use optim\.Muon\(\.\.\.\)$"):
+        optim.SOAP  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^RandomK is no longer in fsdpx: use codec=\"topk\"$"):
+        fsdpx.RandomK  # noqa: B018
+    assert not hasattr(optim, "Adagrad")
 
 
 def test_fit_knows_them_too() -> None:

@@ -39,45 +39,9 @@ class TestAdamW(OptimizerContract):
         return optim.AdamW(**options)
 
 
-class TestAdamW8bit(OptimizerContract):
-    grain = 1024
-
-    def make(self, **options):
-        return optim.AdamW8bit(**options)
-
-
-class TestAdafactor(OptimizerContract):
-    grain = 1024
-
-    def make(self, **options):
-        return optim.Adafactor(**options)
-
-
-class TestSOAP(OptimizerContract):
-    def make(self, **options):
-        return optim.SOAP(block=16, every=2, **options)
-
-
-class TestOneBitAdam(OptimizerContract):
-    def make(self, **options):
-        return optim.OneBitAdam(warmup_steps=2, **options)
-
-
-class TestProdigy(OptimizerContract):
-    """Without its gauge: d stays d0."""
-
-    def make(self, **options):
-        return optim.Prodigy(d0=0.1, **options)
-
-
 class TestLion(OptimizerContract):
     def make(self, **options):
         return optim.Lion(**options)
-
-
-class TestScheduleFree(OptimizerContract):
-    def make(self, **options):
-        return optim.AdamWScheduleFree(**options)
 
 
 class TestEMA(OptimizerContract):

@@ -33,8 +33,7 @@ def steps(optimizer: Rounded, p: Any, slots: Any, part: Segments, count: int, lr
         optimizer.update(np, p, g, slots, lr=lr, step=step, segments=part)
 
 
-INNER = [optim.AdamW(), optim.SGD(lr=0.1, momentum=0.9), optim.Lion(), optim.LAMB(), optim.AdamW8bit()]
-INNER += [optim.Adafactor()]
+INNER = [optim.AdamW(), optim.SGD(lr=0.1, momentum=0.9), optim.Lion(), optim.LAMB()]
 
 
 @pytest.mark.parametrize("inner", INNER)

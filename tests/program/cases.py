@@ -88,14 +88,13 @@ def golden() -> dict[str, Program]:
     steps = {f"{k}-{s}-{p}-{m}": compile(requests(k, STAGES[s], m, p)) for k, s, p, m in names}
     others = ("accumulate", "local", "update", "evaluate", "predict", "forward", "backward")
     normed = {f"{k}-tied-normed-1": compile(requests(k, TIED, 1, "fsdp", scales=("NORM",))) for k in ("step", "update")}
-    gauged = compile(requests("step", TIED, 1, "fsdp", scales=("SCALE", "GAUGE")))
     rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
     disk, names = replace(TIED, records=RECORDS), ("step", "update", "evaluate", "backward")
     offload = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in names}
     apart = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in (("push", "frozen"), ("mix", "tied"))}
     spilled = tuple(Slot("saved", unit) for unit in range(4))
     activations = {"step-chain-fsdp-spilled-2": compile(requests("step", replace(CHAIN, records=spilled), 2, "fsdp"))}
-    return steps | normed | rest | offload | activations | apart | rounds() | {"step-tied-gauged-1": gauged}
+    return steps | normed | rest | offload | activations | apart | rounds()
 
 
 def rounds() -> dict[str, Program]:

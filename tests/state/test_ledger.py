@@ -109,7 +109,7 @@ def test_every_kind_has_a_row_somewhere() -> None:
 
     def apart(comm: Communicator) -> set[str]:
         plain = nn.Chain(nn.Linear(6, 3))
-        strategies = fsdpx.Local(codec="int8", delay=2), fsdpx.Async(staleness=0), fsdpx.EASGD()
+        strategies = fsdpx.Local(codec="int8", delay=2), fsdpx.Async(staleness=0)
         options: Any = {"loss": nn.MSE(), "optimizer": optim.SGD(), "comm": comm}
         trainers = [plain.as_distributed(strategy=strategy, **options) for strategy in strategies]
         return {row.key.kind for trainer in trainers for row in trainer.engine.state.ledger}

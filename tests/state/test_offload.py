@@ -63,7 +63,7 @@ CASES: list[tuple[int, Any, dict[str, Any]]] = [
     (4, BOTH, {"strategy": "hybrid", "average": EMA(0.5), "clip_norm": 0.1}),
     (2, ALL, {"mesh": Mesh(pipe=2), "microbatches": 3, "schedule": "zb-h1"}),
     (2, ALL, {"strategy": "fsdp", "ahead": 0, "precision": "bf16", "recompute": "all"}),
-    (3, "optimizer", {"strategy": "zero2", "optimizer": optim.AdamW8bit(lr=1e-2)}),
+    (3, "optimizer", {"strategy": "zero2", "optimizer": optim.LAMB(lr=1e-2)}),
     (4, "gradients", {"strategy": "hybrid", "microbatches": 2, "clip_norm": 0.1}),
     (2, ALL, {"strategy": "fsdp", "ahead": 3, "microbatches": 2, "optimizer": optim.Muon()}),
 ]

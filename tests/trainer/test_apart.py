@@ -8,7 +8,7 @@ import pytest
 from amount import in_full
 
 import fsdpx
-from fsdpx import EASGD, Async, Gossip, Mesh, nn, optim, spawn
+from fsdpx import Async, Gossip, Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator, Died, FakeCommunicator
 from fsdpx.comm.communicator import Wrapper
 from fsdpx.errors import ConfigError, DataError
@@ -54,7 +54,7 @@ def replay(strategy: Any, seconds: tuple[float, ...], seed: int = 0, steps: int 
 
 
 @in_full
-@pytest.mark.parametrize("strategy", ["async", Async(staleness=2, by_staleness=True), "gossip", EASGD(every=1)])
+@pytest.mark.parametrize("strategy", ["async", Async(staleness=2, by_staleness=True), "gossip"])
 def test_virtual_time_gives_one_exact_trajectory(strategy: Any) -> None:
     (one,), first = replay(strategy, (1, 1.3, 2), seed=5)
     (two,), second = replay(strategy, (1, 1.3, 2), seed=5)
@@ -81,7 +81,7 @@ def until_slow(strategy: Any) -> tuple[list[int], int]:
     return [steps for steps, _ in found], found[2][1]
 
 
-@pytest.mark.parametrize("strategy", ["async", "gossip", "easgd"])
+@pytest.mark.parametrize("strategy", ["async", "gossip"])
 def test_a_slow_rank_does_not_slow_the_others(strategy: str) -> None:
     steps, stale = until_slow(strategy)
     assert steps[2] in (3, 4)
@@ -155,25 +155,6 @@ def test_gossip_keeps_the_mean_of_all_models() -> None:
         assert moved.min() > 0.4
 
 
-def test_easgd_draws_models_and_centre_together() -> None:
-    """x - c shrinks by 1 - 2a of what is between one rank and the centre, and their sum stays."""
-
-    def run(comm: Communicator) -> list[tuple[float, float]]:
-        strategy = EASGD(every=2, pull=0.25)
-        trainer = make(comm, strategy, optimizer=optim.SGD(lr=0.0), precision="float64", group_bytes=1 << 20)
-        ledger = trainer.engine.state.ledger
-        x, centre = ledger.array("master", 0), ledger.array("centre", 0)
-        start = x.copy()
-        x += 1
-        moved = []
-        for _ in range(4):
-            trainer.step(X, Y)
-            moved.append((float((x - start)[5]), float((centre - start)[5])))
-        return moved
-
-    np.testing.assert_allclose(spawn(run, 1)[0], [(1, 0), (0.75, 0.25), (0.75, 0.25), (0.625, 0.375)])
-
-
 @in_full
 def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tmp_path: Any) -> None:
     def run(comm: Communicator, name: str) -> None:
@@ -200,7 +181,7 @@ def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tm
         for one in (plain, trainer):
             one.close()
 
-    for name in ("async", "gossip", "easgd"):
+    for name in ("async", "gossip"):
         spawn(run, 2, name)
 
 
@@ -222,7 +203,7 @@ def test_fit_lets_ranks_have_different_numbers_of_batches() -> None:
     assert found[0][2] < found[0][1]
 
 
-@pytest.mark.parametrize("strategy", ["async", Async(staleness=2), "gossip", "easgd"])
+@pytest.mark.parametrize("strategy", ["async", Async(staleness=2), "gossip"])
 def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
     """They make all of their steps, and have one model in the end; what the dead one held is still there."""
 
@@ -284,7 +265,6 @@ def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(options: dict[str, 
     [
         ("async", r"strategy Async\(staleness=None, .*\): the pipe axis of 2 ranks keeps step; leave it out"),
         ("gossip", r"strategy Gossip\(every=1\): the pipe axis of 2 ranks keeps step; leave it out"),
-        ("easgd", r"strategy EASGD\(every=10, pull=None\): the pipe axis of 2 ranks keeps step; leave it out"),
     ],
 )
 def test_no_strategy_of_ranks_apart_serves_a_pipe(strategy: str, words: str) -> None:
@@ -301,7 +281,7 @@ class Without(Wrapper):
     window = Communicator.window
 
 
-@pytest.mark.parametrize("strategy", ["async", "gossip", "easgd"])
+@pytest.mark.parametrize("strategy", ["async", "gossip"])
 def test_ranks_without_one_sided_operations_are_told_on_all_ranks(strategy: str) -> None:
     def run(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match=r"a window on .*, which has no one-sided operations: use "):
@@ -316,7 +296,6 @@ def test_ranks_without_one_sided_operations_are_told_on_all_ranks(strategy: str)
         (lambda: Async(staleness=-1), r"Async\(staleness=-1\): a number of steps, 0 or more, or None for any number"),
         (lambda: Async(by_staleness=1), r"Async\(by_staleness=1\): choose True or False"),  # type: ignore[arg-type]
         (lambda: Gossip(every=0), r"Gossip\(every=0\): a number of steps, 1 or more"),
-        (lambda: EASGD(pull=1.5), r"EASGD\(pull=1.5\): a number above 0 and below 1, or None for 0.9 / ranks"),
         (
             lambda: make(FakeCommunicator(0, 2), "async"),
             r"a window on FakeCommunicator\(rank=0, size=2\), which has no",
@@ -358,7 +337,7 @@ def test_staleness_0_among_processes(world: Communicator) -> None:
 
 @pytest.mark.world
 @pytest.mark.mpi
-@pytest.mark.parametrize("strategy", ["async", Async(staleness=1), Gossip(), "easgd"])
+@pytest.mark.parametrize("strategy", ["async", Async(staleness=1), Gossip()])
 def test_ranks_make_different_numbers_of_steps_and_have_one_model(world: Communicator, strategy: Any) -> None:
     with make(world, strategy) as trainer:
         rows = mine(trainer)

@@ -56,10 +56,9 @@ def test_they_are_the_means_of_what_training_went_through(strategy: str, average
     spawn(run, 2)
 
 
-@pytest.mark.parametrize("optimizer", [optim.AdamW(lr=1e-2), optim.AdamWScheduleFree(lr=1e-2)])
-def test_evaluation_and_prediction_with_them(optimizer: Any) -> None:
+def test_evaluation_and_prediction_with_them() -> None:
     """As of a trainer that has them for parameters; training goes on as if nobody had looked."""
-    average = fsdpx.EMA(0.8) if isinstance(optimizer, optim.AdamW) else None
+    optimizer, average = optim.AdamW(lr=1e-2), fsdpx.EMA(0.8)
 
     def run(comm: Communicator) -> None:
         trainer, other = (make(comm, optimizer=optimizer, average=average) for _ in range(2))
@@ -81,9 +80,8 @@ def test_evaluation_and_prediction_with_them(optimizer: Any) -> None:
 
 @in_full
 @pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-true"])
-@pytest.mark.parametrize("optimizer", [optim.AdamW(lr=1e-2), optim.AdamWScheduleFree(lr=1e-2)])
-def test_with_chunks_they_have_the_same_bits_at_any_world_size(optimizer: Any, precision: str) -> None:
-    average = fsdpx.EMA(0.8) if isinstance(optimizer, optim.AdamW) else None
+def test_with_chunks_they_have_the_same_bits_at_any_world_size(precision: str) -> None:
+    optimizer, average = optim.AdamW(lr=1e-2), fsdpx.EMA(0.8)
 
     def run(comm: Communicator, mesh: Mesh | None) -> list[bytes]:
         trainer = make(comm, optimizer=optimizer, average=average, chunks=12, precision=precision, mesh=mesh)

@@ -4,9 +4,9 @@ from fsdpx.array.blas import halves, integers, packed
 from fsdpx.array.blas.choice import available, choose, chosen, pointer, threads
 from fsdpx.array.blas.libraries import present
 from fsdpx.array.blas.measure import measure, measure_halves
-from fsdpx.array.blas.products import affine, gemm, line, line_backward, linear_backward, linear_gradients
+from fsdpx.array.blas.products import affine, gemm, linear_backward, linear_gradients
 
 __all__ = [
-    "affine", "available", "choose", "chosen", "gemm", "halves", "integers", "line", "line_backward", "linear_backward",
+    "affine", "available", "choose", "chosen", "gemm", "halves", "integers", "linear_backward",
     "linear_gradients", "measure", "measure_halves", "packed", "pointer", "present", "threads",
 ]  # fmt: skip

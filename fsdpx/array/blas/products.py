@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from fsdpx.array import parallel
 from fsdpx.array.blas import choice
@@ -16,8 +15,7 @@ from fsdpx.array.kernels import addition
 from fsdpx.array.kernels.half import narrowed, widened
 
 __all__ = [
-    "affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "pieces", "round_off",
-    "small_product",
+    "affine", "gemm", "linear_backward", "linear_gradients", "pieces", "round_off", "small_product",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -90,40 +88,6 @@ def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, 
     linear_gradients(weight, bias, dy, x)
 
 
-def line(out: Array, x: Array, weights: Array, biases: Array) -> bool:
-    """out[i] = out[i - 1] @ weights[i].T + biases[i] with out[-1] = x, in one call; False if BLAS cannot compute it.
-
-    weights (layers, width, width), biases (layers, width), out (layers, rows, width)."""
-    if x.dtype.itemsize == 2:
-        at = small(x, weights[0])
-        return bool(at) and bool(COMPILED["small_line"](at, bits(out), bits(x), bits(_in_rows(weights, biases))))
-    at = ADDRESSES[x.dtype.char]
-    return bool(at) and not _cut(x, weights[0]) and bool(COMPILED["line"](at, out, x, weights, biases))
-
-
-def line_backward(
-    dx: Array, x: Array, out: Array, dy: Array, weights: Array, biases: Array, dweights: Array, dbiases: Array,
-    accumulate: bool,
-) -> bool:  # fmt: skip
-    """Gradients of `line`: that of x in dx[0] (dx: two arrays like x), those of parameters written or added.
-
-    False, without any effect, if BLAS cannot compute them."""
-    if x.dtype.itemsize == 2:
-        at, layers, sums = small(x, weights[0]), _in_rows(weights, biases), _in_rows(dweights, dbiases)
-        given = [bits(a) for a in (dx, x, out, dy, layers)]
-        return bool(at) and bool(COMPILED["small_line_backward"](at, *given, sums, accumulate))
-    at = ADDRESSES[x.dtype.char]
-    if not at or _cut(x, weights[0]):
-        return False
-    return bool(COMPILED["line_backward"](at, dx, x, out, dy, weights, biases, dweights, dbiases, accumulate))
-
-
-def _in_rows(weights: Array, biases: Array) -> Array:
-    """What lies in memory layer by layer, the matrix and then the bias, as a row for each."""
-    size = weights[0].size + biases[0].size
-    return as_strided(weights, (len(weights), size), (size * weights.itemsize, weights.itemsize))
-
-
 def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """out = a @ b + bias, or out += a @ b, of small bfloat16 matrices, into bfloat16 or float32; False if they are
     not that."""
@@ -147,10 +111,6 @@ def small(a: Array, b: Array) -> int:
 
 def bits(a: Array) -> Array:
     return a.view(np.uint16)
-
-
-def _cut(a: Array, b: Array) -> bool:
-    return choice.cut > 1 and _large(a, b)
 
 
 def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
@@ -213,11 +173,7 @@ ARGUMENTS = {
     "affine": "i C2 A2r A2r C1r",
     "linear_gradients": "i A2 C1 C2r A2r b b",
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
-    "line": "i C3 C2r A3r A2r",
-    "line_backward": "i C3 C2r C3r C2r A3r A2r A3 A2 b",
     "small_product": "i C2 C2hr C2hr C1hr b b b",
-    "small_line": "i C3h C2hr C2hr",
-    "small_line_backward": "i C3h C2hr C3hr C2hr C2hr C2s b",
 }
 """The argument types of the compiled functions, see `fixed`."""
 NO_BITS = np.empty(0, np.uint16)

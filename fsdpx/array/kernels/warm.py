@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
@@ -66,7 +65,6 @@ SAMPLES: dict[str, Sample] = {
         np, x, s[:2], s[:2], x, s, s.copy()
     ),
     "linear": lambda x, w, s: _linear(x, w, s),
-    "line": lambda x, w, s: _line(x),
     "max_pool2d": lambda x, w, s: kernels.max_pool2d(np, _image(x), WINDOW),
     "max_pool2d_backward": lambda x, w, s: _max_pool(x),
     "normal": lambda x, w, s: normal(0, "", 0, 6),
@@ -137,18 +135,6 @@ def _windows(x: Any) -> list[Any]:
 
 def _slope(x: Any, weight: Any, window: SlidingWindow) -> Any:
     return np.zeros((x.shape[0], weight.shape[0], *window.out(x.shape)), x.dtype)
-
-
-def _line(x: Any) -> None:
-    def stack(dtype: Any) -> tuple[Any, Any]:
-        page = np.zeros((2, 12), dtype)
-        step, item = page.strides
-        return as_strided(page, (2, 3, 3), (step, 3 * item, item)), page[:, 9:]
-
-    out, dx = np.empty((2, *x.shape), x.dtype), np.empty((2, *x.shape), x.dtype)
-    held, sums = stack(x.dtype), stack(np.float32 if x.dtype.itemsize == 2 else x.dtype)
-    blas.line(out, x, *held)
-    blas.line_backward(dx, x, out, x, *held, *sums, False)
 
 
 def _linear(x: Any, w: Any, s: Any) -> None:

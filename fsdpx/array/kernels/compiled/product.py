@@ -10,7 +10,7 @@ from fsdpx.array.kernels.compiled.rows import dot, in_line, prefetch
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.native.tools import extending, ir, jit, register_jitable, types
 
-__all__ = ["affine", "cblas", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "multiply"]
+__all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply"]
 
 intrinsic: Any = extending.intrinsic
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
@@ -121,43 +121,3 @@ def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias)
     if not multiply(at, dx, dy, weight, one, zero):
         return False
     return linear_gradients(at, dweight, dbias, dy, x, add_weight, add_bias)
-
-
-@register_jitable
-def _onward(at, out, x, weight, bias):
-    fits = multiply(at, out, x, weight.T, out.dtype.type(1), out.dtype.type(0))
-    for i in range(out.shape[0]):
-        for j in range(bias.size):
-            out[i, j] += bias[j]
-    return fits
-
-
-@jit
-def line(at, out, x, weights, biases):
-    """out[i] = out[i - 1] weights[i]^T + biases[i], out[-1] being x."""
-    widest()
-    fits = True
-    for i in range(out.shape[0]):
-        given = x if i == 0 else out[i - 1]
-        fits = fits and _onward(at, out[i], given, weights[i], biases[i])
-    return fits
-
-
-@register_jitable
-def _back(at, dx, dy, x, weight, dweight, dbias, accumulate):
-    one, zero = dx.dtype.type(1), dx.dtype.type(0)
-    fits = multiply(at, dx, dy, weight, one, zero)
-    fits = fits and multiply(at, dweight, dy.T, x, one, one if accumulate else zero)
-    column_sums(0, dbias.size, dy, dbias, accumulate)
-    return fits
-
-
-@jit
-def line_backward(at, dx, x, out, dy, weights, biases, dweights, dbiases, accumulate):
-    """Gradients of `line`, of at least two layers; that of x ends in dx[0]. dx: (2, rows, width), taken in turn."""
-    last, fits = out.shape[0] - 1, True
-    for i in range(last, -1, -1):  # one call in the code: each is compiled for itself
-        given = dy if i == last else dx[(i + 1) % 2]
-        before = x if i == 0 else out[i - 1]
-        fits = fits and _back(at, dx[i % 2], given, before, weights[i], dweights[i], dbiases[i], accumulate)
-    return fits
