@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -154,12 +155,16 @@ def test_over_mpi_and_gloo(world: Communicator, cupy: Cupy) -> None:
 
 
 def test_a_wait_in_vain_ends_with_the_name_of_the_call(cupy: Cupy) -> None:
+    told = threading.Event()
+
     def body(comm: Any) -> None:
         over = Threads(comm)
         over.wait_up_to(0.1)
         if comm.rank == 0:
             with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of 2 is not complete after 0.1 s: a peer "):
                 over.recv(cupy.zeros(100), 1, what="ACT1").wait()
+            told.set()
+        told.wait()  # a rank that has returned is told of at once
 
     spawn(body, 2)
 

@@ -164,7 +164,6 @@ def test_ranks_of_a_line_must_have_the_same_samples() -> None:
         ({"tensor_plan": {"0": nn.Column}}, "tensor_plan=.*: there is no tensor axis"),
         ({"stages": ["0", "2"]}, r"stages=\['0', '2'\]: there is no pipe axis"),
         ({"stages": [1, 1], "costs": {"*": 1.0}, "mesh": Mesh()}, "stages and costs: .* give only one"),
-        ({"stages": ["0", "2"], "mesh": Mesh()}, "2 stages are named, the pipe has 1|per_rank"),
         ({"recompute": "some"}, "recompute='some': choose 'all', 'attention', a number k"),
         ({"recompute": 0}, "recompute=0: choose"),
     ],
