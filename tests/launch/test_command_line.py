@@ -244,7 +244,10 @@ def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str
         (["show", "--mesh", "pipe=2", "--sequence", "ring"], "--sequence ring: the mesh has no tensor axis"),
         (["show", "--mesh", "pipe=2", "--recompute", "some"], "recompute='some': choose 'all', 'attention'"),
         (["show", "--mesh", "pipe=2", "--schedule", "mine"], "schedule='mine' is none of 'gpipe', '1f1b'"),
-        (["show", "--mesh", "pipe=4", "--schedule", "zbv"], "8 stages (schedule 'zbv' puts 2 on each of 4 ranks), but the model has only 7 layers"),
+        (
+            ["show", "--mesh", "pipe=4", "--schedule", "zbv"],
+            "puts 2 on each of 4 ranks), but the model has only 7 layers",
+        ),
         (
             ["show", "mlp", "--chunks", "3", "--batch", "256"],
             "--chunks 3: a global batch of 256 samples does not divide; ",
