@@ -4,6 +4,7 @@ Kept buffers live as long as the trainer. Lent buffers live for part of a progra
 runs, so they are packed into one slab in which buffers that are never alive together share bytes."""
 
 import mmap
+import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,11 @@ class WindowMemory(Protocol):
         """Give back what `share` gave."""
         ...
 
+    def abandon(self, arrays: list[Any]) -> None:
+        """Give back what `share` gave to an arena that was forgotten, on this rank alone, whichever thread finds that
+        and when: nothing is sent."""
+        ...
+
 
 class Arena:
     """Owner of the buffers of one rank. xp: the namespace that allocates (NumPy, CuPy, or shape-only).
@@ -121,7 +127,9 @@ class Arena:
         self.xp = xp
         self.memory = memory
         self.kept: dict[Hashable, Any] = {}
-        self.blocks: list[Any] = []  # of shared memory, in which kept buffers lie
+        self.blocks: list[Any] = []  # of shared memory: the slab, and those in which kept buffers lie
+        if memory is not None:
+            weakref.finalize(self, memory.abandon, self.blocks).atexit = False
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
@@ -173,7 +181,9 @@ class Arena:
             if self.memory is not None:
                 self.slab = self.memory.share(plan.nbytes + ALIGN)
             self.slab_shared = self.slab is not None
-            if self.slab is None:
+            if self.slab_shared:
+                self.blocks.append(self.slab)
+            else:
                 self.slab = self.xp.empty((plan.nbytes + ALIGN,), dtype="uint8")
             self.slab_nbytes = plan.nbytes
             self.generation += 1
@@ -182,6 +192,7 @@ class Arena:
         """Before there is a larger one."""
         old, self.slab = self.slab, None
         if self.slab_shared and self.memory is not None:
+            self.blocks[:] = [block for block in self.blocks if block is not old]
             self.memory.release(old)
 
     def close(self) -> None:

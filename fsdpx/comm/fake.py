@@ -88,3 +88,5 @@ class FakeNode(FakeCommunicator):
 
     def release(self, array: Any) -> None:
         """Nothing to free."""
+
+    abandon = release

@@ -6,6 +6,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class Host:
         self.rank, self.size = here.rank, here.size
         self.common: set[int] = set()  # windows of which all ranks of a group use the same part
         self.windows: dict[int, HostWindow] = {}
+        self.abandoned: list[Array] = []  # arrays in windows whose owner is no more
         self.persistent: ModuleType | None = None  # `fsdpx.comm.persistent`, once there is memory to share
         self._owners: dict[int, tuple[int, int]] = {}
         self._places: dict[int, tuple[Array, WindowAddress]] = {}
@@ -79,7 +81,7 @@ class Host:
         return number
 
     def release(self, array: Array) -> None:
-        """Free the window that `array` lies in. No view of it may be in use. Collective over the world."""
+        """Free this rank's side of the window that `array` lies in. No view of it may be in use. Nothing is sent."""
         place = self.find(array)
         assert place is not None, "only what was allocated is released"
         window = self.windows.pop(place.window)
@@ -89,6 +91,14 @@ class Host:
         self._places.clear()
         self._views.clear()
         window.free()
+
+    def release_abandoned(self) -> None:
+        """Free the windows of what was abandoned, unless they have been closed."""
+        with suppress(IndexError):  # none is left; another thread may have taken the last
+            while True:
+                array = self.abandoned.pop()
+                if self.find(array) is not None:
+                    self.release(array)
 
     def find(self, array: Array) -> WindowAddress | None:
         """Where an array lies, None if not in a window. The answer is kept for the same object."""
@@ -126,9 +136,8 @@ class Host:
 
     def close(self) -> None:
         """Free all windows."""
-        for window in self.windows.values():
-            window.free()
-        self.windows.clear()
+        while self.windows:  # some may go meanwhile, as the trainer that has forgotten them is collected
+            self.windows.popitem()[1].free()
         self._owners.clear()
         self._places.clear()
         self._views.clear()

@@ -3,10 +3,12 @@ their holder dies."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -34,7 +36,8 @@ FOLDER = "/dev/shm"
 
 class Mapping:
     """Memory with a part of each rank of `comm`, all of which run on this machine: a file in memory that all map.
-    Collective. It has no name any more once all have mapped it, so nothing is left behind however they end.
+    Collective. It has no name any more once all have mapped it, so nothing is left behind however they end; and a rank
+    that forgets it, without `close`, gives its own part in it back.
 
     at_once: the memory is taken now, with ConfigError on all ranks if there is too little; else as it is touched. Byte
     size + r of `file` is locked by rank r as long as it lives."""
@@ -42,18 +45,15 @@ class Mapping:
     def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
         sizes = comm.all_gather_plain(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
-        self.file, path = _shared_file(comm, starts[-1], at_once)
-        memory = mmap.mmap(self.file, starts[-1])
+        self.file, memory = _mapped(comm, starts[-1], at_once)
+        self._end = weakref.finalize(self, os.close, self.file)
+        self._end.atexit = False  # the system closes it
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
-        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, comm.size + comm.rank)
-        comm.all_gather_plain(None)  # all have it, and say that they live
-        if comm.rank == 0:
-            os.unlink(path)
 
     def close(self) -> None:
         """The memory is unmapped when the last view of it is gone."""
         self.parts = []
-        os.close(self.file)
+        self._end()
 
 
 class MappedWindow(SharedParts):
@@ -101,22 +101,42 @@ def _folder() -> str:
     return FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
 
 
-def _shared_file(comm: Communicator, nbytes: int, at_once: bool) -> tuple[int, str]:
-    """A new file, open on all ranks; ConfigError on all of them if there is no room."""
-    file, path, problem = -1, "", ""
+def _mapped(comm: Communicator, nbytes: int, at_once: bool) -> tuple[int, mmap.mmap]:
+    """A new file, open, locked and mapped on all ranks; ConfigError on all of them if one cannot do it."""
+    file, path, memory, problem = -1, "", None, ""
     folder = _folder()
-    if comm.rank == 0:
-        try:
+    try:
+        if comm.rank == 0:
             file, path = tempfile.mkstemp(prefix="fsdpx-", dir=folder)
             if at_once:
                 os.posix_fallocate(file, 0, nbytes)
             else:
                 os.truncate(file, nbytes)
-        except OSError as error:
-            problem = f"{nbytes} bytes of shared memory for a window: {folder}: {error.strerror}"
-            if path:
-                os.unlink(path)
-    path, problem = comm.all_gather_plain((path, problem))[0]
-    if problem:
-        raise ConfigError(f"{problem}; give it more room (containers: docker run --shm-size=4g)")
-    return (file if comm.rank == 0 else os.open(path, os.O_RDWR)), path
+    except OSError as error:
+        problem = _problem(error, nbytes, folder)
+    path, failed = comm.all_gather_plain((path, problem))[0]
+    try:
+        if not failed:
+            file = file if comm.rank == 0 else os.open(path, os.O_RDWR)
+            memory = mmap.mmap(file, nbytes)
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, comm.size + comm.rank)
+    except OSError as error:
+        problem = f"rank {comm.rank}: {_problem(error, nbytes, folder)}"
+    problems = [failed] if failed else comm.all_gather_plain(problem)  # all have it, and say that they live
+    if comm.rank == 0 and path:
+        os.unlink(path)
+    if memory is None or any(problems):
+        if file >= 0:
+            os.close(file)
+        raise ConfigError(next(filter(None, problems)))
+    return file, memory
+
+
+def _problem(error: OSError, nbytes: int, folder: str) -> str:
+    remedy = "give it more room (containers: docker run --shm-size=4g)"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = (
+            "close() trainers that are not used any more, or make them by `with model.as_distributed(...) as t:`; "
+            "or allow more files (ulimit -n)"
+        )
+    return f"{nbytes} bytes of shared memory for a window: {folder}: {error.strerror}; {remedy}"

@@ -124,6 +124,16 @@ class NodeCommunicator(Backend):
         """Give back what `share` or `share_one` gave. Collective like they are."""
         self.host.release(array)
 
+    def abandon(self, arrays: list[Array]) -> None:
+        """Give back what was forgotten with its owner: at once, or, if a transfer under way may still look there, when
+        memory is next asked for. Any thread may call it at any time, and nothing is sent."""
+        self.host.abandoned += arrays
+        self._release_abandoned()
+
+    def _release_abandoned(self) -> None:
+        if not self.progress.pending:
+            self.host.release_abandoned()
+
     # -- calls -----------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Handle:
@@ -308,6 +318,7 @@ class NodeCommunicator(Backend):
 
     def _prepare(self) -> None:
         """Sharing memory means that collectives should be fast: from now on those that repeat run as compiled code."""
+        self._release_abandoned()
         if self.compiles and self.persistent is None:
             from fsdpx.comm import persistent
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -79,6 +80,8 @@ class File:
         except OffloadError:
             os.close(self._fd)
             raise
+        self._end = weakref.finalize(self, os.close, self._fd)  # reads and writes under way hold this object
+        self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsdpx disk")
         all_run = threading.Barrier(THREADS)  # now, not in a step for which there may be just enough memory
@@ -141,7 +144,7 @@ class File:
     def close(self) -> None:
         """Return when nothing is under way any more; the file is gone then."""
         self._threads.shutdown()
-        os.close(self._fd)
+        self._end()
 
 
 def _reserve(fd: int, folder: Path, at: int, nbytes: int) -> int:

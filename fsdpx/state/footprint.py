@@ -73,8 +73,7 @@ def held(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     arena, total = state.arena, sum(state.nbytes().values())
     shared = [row for row in state.ledger if row.kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
-    blocks = sum(block.nbytes for block in arena.blocks) - common
-    own = max(blocks, 0) + (arena.slab_nbytes if arena.slab_shared else 0)
+    own = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = own * (ranks_here - 1) // ranks_here
     passing = sum(row.nbytes for row in state.ledger if row.passing)  # these lie where activations were
     private = max(total - share - own - passing, 0)

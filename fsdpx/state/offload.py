@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Disk:
     def __init__(self, rows: Sequence[LedgerRow], xp: Any, offload: Offload) -> None:
         self.xp, self.offload = xp, offload
         self.file: File | None = None
-        self._lock: int | None = None
+        self._unlock: Callable[[], object] | None = None
         self._records: dict[Slot, list[LedgerRow]] = {}
         for row in rows:
             if row.level == "disk":
@@ -53,7 +54,8 @@ class Disk:
     def open(self, owner: str) -> None:
         """Take the folder and as much of the disk as is needed; OffloadError if that cannot be."""
         folder = Path(self.offload.folder)
-        self._lock = taken(folder, owner)
+        self._unlock = unlock = weakref.finalize(self, os.close, taken(folder, owner))
+        unlock.atexit = False
         self.file = File(folder, self.nbytes, self.offload.direct)
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -136,9 +138,9 @@ class Disk:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
-        if self._lock is not None:
-            os.close(self._lock)
-        self.file = self._lock = None
+        if self._unlock is not None:
+            self._unlock()
+        self.file = None
 
 
 def open_disk(placement: Placement, rows: Sequence[LedgerRow]) -> Disk | None:
