@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from fsdpx.comm.agreement import Agreement
 from fsdpx.comm.communicator import Communicator
 
-__all__ = ["Default", "current", "other", "put", "use", "uses"]
+__all__ = ["Default", "current", "kind", "other", "put", "use", "uses"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ def uses(comm: Communicator) -> None:
 def other() -> tuple[int, int] | None:
     """This rank and the size of such a communicator, the first time that it is asked for."""
     return _other.pop() if _other else None
+
+
+def kind(comm: Any) -> str | None:
+    """What is given as `comm=`, for ranks to compare; None for nothing and for the default, which are the same."""
+    opened = current()
+    return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
 
 
 def current() -> Default | None:

@@ -129,7 +129,7 @@ def distribute(
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     choice = Elastic.of(elastic)
-    with with_arguments(backend=backend, elastic=elastic, check=check, tune=tune) as given:
+    with with_arguments(comm=defaults.kind(comm), backend=backend, elastic=elastic, check=check, tune=tune) as given:
         world: Any = _met(comm, backend, device, device_map, choice is not None, given)
     demand_known("distribute", unknown, signature(distribute).parameters)
     _check_elastic(choice, backend, precision, offload, strategy, trace)
@@ -207,9 +207,10 @@ def _met(
 
 
 def _before(comm: Any) -> Communicator | None:
-    """None where some of them may have died since."""
-    opened = defaults.current()
-    if comm is None and opened is not None:
+    """None where some of them may have died since. A communicator of as many ranks as were started has those of the
+    default one: they meet there, also if some of them give none."""
+    opened, size = defaults.current(), None if comm is None else getattr(comm, "size", None)
+    if opened is not None and (comm is None or size == opened.comm.size == environment.read().expected_size):
         comm = opened.comm
     known = hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter")
     return comm if known and not environment.read().ulfm else None

@@ -64,7 +64,7 @@ def init(
     """
     existing = defaults.current()
     if existing is None:
-        with with_arguments(backend=backend):
+        with with_arguments(comm=defaults.kind(comm), backend=backend):
             opened = _open(backend, comm, rank, size)
         opened.comm.leave = finalize
         defaults.put(opened)

@@ -7,7 +7,7 @@ import pytest
 
 import fsdpx
 from fsdpx import environment, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.comm import Communicator, default
 from fsdpx.comm.alike import with_arguments
 from fsdpx.comm.opening import carrier_of
 from fsdpx.errors import ConfigError
@@ -59,3 +59,24 @@ def test_variables_on_some_ranks_are_named(world: Communicator, monkeypatch: pyt
                 patch.setitem(os.environ, f"FSDPX_{name}", value)
             with pytest.raises(ConfigError, match=rf"ranks differ in FSDPX_{name} \(.*rank 1: {value}.*mpiexec -x"):
                 fsdpx.comm.world(comm=MPI.COMM_WORLD)
+
+
+@pytest.mark.world
+def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> None:
+    """Before there is a default communicator, and after."""
+    if world.size == 1 or "Gloo" in repr(carrier_of(world)):
+        pytest.skip("needs two ranks of MPI")
+    from mpi4py import MPI
+
+    given = {"comm": MPI.COMM_WORLD} if world.rank == 1 else {}
+    before = default.current()
+    default.put(None)
+    words = r"ranks differ in comm \(.*rank 1: 'Intracomm'.*\)\. Give all ranks the same"
+    with pytest.raises(ConfigError, match=words):
+        fsdpx.init(**given)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=words):
+            nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **given)
+        fsdpx.init()
+    fsdpx.finalize()
+    default.put(before)
