@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 __all__ = [
     "LARGEST_RECORD", "READABLE", "Untrusted", "append", "believed", "belongs", "create", "demand_private", "folder",
     "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "read", "read_json", "refused", "remove",
-    "sign", "typed", "write",
+    "sign", "typed", "unreadable", "write",
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
@@ -100,6 +100,11 @@ def believed(path: Path, most: int = LARGEST_RECORD) -> bytes | None:
     except OSError:
         pass
     return None
+
+
+def unreadable(error: Exception, path: str | os.PathLike[str]) -> str:
+    """What to say of a file that could not be read: its name, once, and why."""
+    return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
 def passed_over(error: Exception, path: Path | None = None) -> None:

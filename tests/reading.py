@@ -175,6 +175,52 @@ class Package:
                 found.append(f"{file}:{node.lineno} {what}")
         return found
 
+    def opened(self, file: str) -> dict[str, str]:
+        """Where a file opens files by itself, "observe/page.py page open": the line of the first. What is read from a
+        file that `files.open_file` has opened, `with open_file(path) as name: np.load(name)`, is none of these."""
+        nodes, found = self.nodes(file), dict[str, str]()
+        items = [item for n in nodes if isinstance(n, ast.With) for item in n.items]
+        safe = set[str]()
+        for item in items:
+            call = item.context_expr
+            if isinstance(call, ast.Call) and (_called(call) == "open_file" or _takes(call, safe)):
+                safe.add(getattr(item.optional_vars, "id", ""))
+        inside: dict[int, str] = {}
+        for node in nodes:  # from the outside in
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside |= {id(inner): node.name for inner in ast.walk(node)}
+        for node in nodes:
+            if isinstance(node, ast.Call) and _opens(node) and not _takes(node, safe):
+                where = f"{file} {inside.get(id(node), 'module')} {_called(node)}"
+                found.setdefault(where, f"{where}, line {node.lineno}")
+        return found
+
+
+OPENERS = (
+    "read_text", "read_bytes", "write_text", "write_bytes", "touch", "memmap", "fromfile", "tofile", "loadtxt",
+    "genfromtxt", "open_memmap", "FileHandler", "mkfifo", "mkstemp", "NamedTemporaryFile",
+)  # fmt: skip
+"""Functions that open a file, by whatever they are called of."""
+LOADED = ("np", "numpy", "json", "pickle", "tomllib")
+OPENED = ("os", "io", "gzip", "bz2", "lzma", "tarfile", "zipfile", "codecs")
+
+
+def _takes(node: ast.Call, names: set[str]) -> bool:
+    """Whether one of the names is an argument of the call."""
+    return any(getattr(one, "id", None) in names for one in [*node.args, *(word.value for word in node.keywords)])
+
+
+def _opens(node: ast.Call) -> bool:
+    """Whether a call opens a file. `open` of an object is taken for a path's if it has a mode or nothing in it."""
+    name, function = _called(node), node.func
+    if not isinstance(function, ast.Attribute):
+        return name == "open" or name in OPENERS
+    of = getattr(function.value, "id", "")
+    if name == "open":
+        path = not node.args or _text(node.args[0]) is not None
+        return path or of in OPENED or getattr(function.value, "attr", "") == "_image"
+    return name in OPENERS or (name == "load" and of in LOADED) or (name == "save" and of in LOADED[:2])
+
 
 READERS = ("environ", "environb", "getenv", "getenvb")
 

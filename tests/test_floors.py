@@ -44,6 +44,42 @@ NARROWER = {
 
 WIDER = {"examples": {"testing"}}
 
+OPENED_ELSEWHERE = {
+    "the kernel's own files, such as those of /proc": (
+        "comm/aware.py library_path read_text", "comm/clock.py began open", "comm/mapped.py memory_here read_text",
+        "comm/roll.py _has_ended read_text", "comm/start.py _job read_bytes", "comm/start.py _job read_text",
+        "launch/left.py _mapped read_text", "native/processor.py cpuinfo read_text",
+        "state/footprint.py _control_groups read_text", "state/footprint.py _kilobytes read_text",
+        "state/footprint.py memory_limits read_text", "watch/leaving.py state_of read_text",
+        "__main__.py main open",
+    ),
+    "sources of this package, and of modules that are imported anyway": (
+        "codecs/compiled.py module read_bytes", "cuda/kernels.py module read_text",
+        "native/image.py _digest read_bytes", "native/image.py _with_constants read_bytes",
+        "native/twice.py _is_code read_text", "native/twice.py _reread read_text",
+        "optim/compiled.py module read_bytes", "examples/finetune.py pretrained read_text",
+    ),
+    "what this job has just made, under a random name or in its private folder": (
+        "comm/mapped.py _shared_file mkstemp", "comm/mapped.py _shared_file open", "state/disk.py _unnamed mkstemp",
+        "state/disk.py _unnamed open", "launch/notes.py hold_lifeline mkfifo", "launch/notes.py hold_lifeline open",
+        "launch/notes.py open_lifeline open", "examples/finetune.py conversations open",
+        "checkpoint/background.py _leave touch", "checkpoint/disk.py create open",
+    ),
+    "they look at the open file or folder themselves": (
+        "checkpoint/disk.py opened open", "checkpoint/disk.py sync_folder open", "comm/clock.py _names open",
+    ),
+    "output that the user names, which may well be a pipe, as /dev/stdout is": (
+        "launch/bench.py bench write_text", "launch/turns.py step write_text", "launch/turns.py unwritable open",
+    ),
+    "opened by its name after `files.open_file` has looked at it": ("trainer/log.py _open FileHandler",),
+    "the folder of a test": ("testing/chaos.py note open", "testing/chaos.py starts read_text"),
+    "no file at all": (
+        "data/shards.py module load", "engine/lines.py backward open", "nn/gradients.py __getitem__ open",
+        "nn/gradients.py complete open",
+    ),
+}  # fmt: skip
+"""Where files are opened past `fsdpx/files.py`, "file function call", by the reason why they may be."""
+
 SHARE, FIELDS, LINES = 0.18, 15, 50
 
 
@@ -103,6 +139,12 @@ def readers(package: Package) -> list[str]:
     return [where for where in found if not (where.startswith("launch/") and where.endswith(" whole"))]
 
 
+def openers(package: Package) -> dict[str, str]:
+    """Where files are opened past `fsdpx.files`."""
+    places = [package.opened(file) for file in package.sources if file != "files.py"]
+    return {where: line for found in places for where, line in found.items()}
+
+
 def none(wrong: list[str]) -> None:
     """All that is wrong is shown, one below the other."""
     if wrong:
@@ -149,6 +191,12 @@ def test_no_function_is_too_long() -> None:
 def test_one_file_reads_the_environment() -> None:
     assert PACKAGE.environment("environment.py")
     none(readers(PACKAGE))
+
+
+def test_files_that_others_may_have_written_are_opened_in_one_file() -> None:
+    found, allowed = openers(PACKAGE), [where for places in OPENED_ELSEWHERE.values() for where in places]
+    none([f"{line}: use fsdpx.files" for where, line in found.items() if where not in allowed])
+    none([f"{where} is allowed and gone" for where in allowed if where not in found])
 
 
 @pytest.mark.parametrize(
@@ -360,3 +408,26 @@ def test_functions_that_are_too_long_are_found() -> None:
 )
 def test_readers_of_the_environment_are_found(name: str, text: str, wrong: str | None) -> None:
     assert readers(made({name: text})) == ([wrong] if wrong else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("def read(path):\n return open(path)", "read open"),
+        ("import os\nx = os.open('a', os.O_RDONLY)", "module open"),
+        ("def read(path):\n return path.open()", "read open"),
+        ("def read(path):\n with path.open('w') as file: pass", "read open"),
+        ("x = Path('a').read_text()", "module read_text"),
+        ("class A:\n def save(self): self.path.write_bytes(b'')", "save write_bytes"),
+        ("import gzip\nwith gzip.open(path, 'rt') as file: pass", "module open"),
+        ("def outer(path):\n def inner(): return np.load(path)", "inner load"),
+        ("x = np.memmap(path)", "module memmap"),
+        ("from numpy import memmap\nx = memmap(path)", "module memmap"),
+        ("with open_file(path) as raw, gzip.open(raw) as file: json.load(file)", None),
+        ("with files.open_file(path) as f, tarfile.open(fileobj=f, mode='r:') as tar: pass", None),
+        ("x = window.open(rank, 0, 1)\ny = json.loads(text)\nz = trainer.load(path)", None),
+        ("x = files.read(path)", None),
+    ],
+)
+def test_what_opens_files_by_itself_is_found(text: str, wrong: str | None) -> None:
+    assert list(openers(made({"nn/layer.py": text}))) == ([f"nn/layer.py {wrong}"] if wrong else [])

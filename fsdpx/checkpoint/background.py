@@ -19,6 +19,7 @@ from fsdpx.checkpoint.manifest import SUMS
 from fsdpx.checkpoint.save import Prepared
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
+from fsdpx.files import read_json
 from fsdpx.state.state import TrainState
 
 __all__ = ["Background"]
@@ -98,7 +99,7 @@ class Background:
                 if self._stopped.is_set() or time.monotonic() > end:
                     return None
                 time.sleep(POLL)
-            sums = sums ^ np.array(json.loads(path.read_text()), np.uint64)
+            sums = sums ^ np.array(read_json(path, ours=False), np.uint64)
             path.unlink()
         return sums
 

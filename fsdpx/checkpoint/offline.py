@@ -24,6 +24,7 @@ from fsdpx.checkpoint.state import Scalars
 from fsdpx.checkpoint.write import write
 from fsdpx.checkpoint.written import read_note
 from fsdpx.errors import CheckpointError
+from fsdpx.files import open_file
 from fsdpx.nn.layer import Spec
 
 __all__ = ["Difference", "compare", "convert", "find", "state", "state_text", "verify"]
@@ -121,7 +122,8 @@ def _array(source: Source, name: str) -> np.ndarray:
     dtype = array_type(entry.code)
     if entry.elements == 0:
         return np.empty(0, dtype)
-    return np.memmap(source.folder / file, dtype, "r", entry.start, (entry.elements,))
+    with open_file(source.folder / file, ours=False) as opened:
+        return np.memmap(opened, dtype, "r", entry.start, (entry.elements,))
 
 
 def _largest(a: np.ndarray, b: np.ndarray) -> float:

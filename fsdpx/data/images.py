@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.files import open_file
 
 __all__ = ["ImageFolder"]
 
@@ -78,7 +79,7 @@ class ImageFolder:
 
     def _read(self, file: Path) -> np.ndarray:
         try:
-            with self._image.open(file) as opened:
+            with open_file(file, ours=False) as raw, self._image.open(raw) as opened:
                 kind = opened.mode
                 image = self._grey(opened) if kind.startswith("I;16") else opened.convert(self.mode)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's own errors are among these

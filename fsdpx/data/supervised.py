@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.files import open_file, parse_json, refused
+from fsdpx.files import open_file, parse_json, refused, unreadable
 
 __all__ = ["SupervisedDataset"]
 
@@ -137,7 +137,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 if data.strip():
                     yield f"{path}, line {n}", _object(path, data, n)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}" if error.strerror else str(error)) from error
+        raise DataError(unreadable(error, path)) from error
 
 
 def _object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from fsdpx.data.windows import maps, windows
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.files import open_file, unreadable
 
 __all__ = ["TextDataset", "stdlib_sources"]
 
@@ -117,13 +118,21 @@ def _find(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
     for root in roots:
         if not root.exists():
             raise DataError(f"TextDataset: {root} does not exist (looked from {Path.cwd()})")
-        files = [root] if root.is_file() else _walk(root, suffixes)
+        files = _walk(root, suffixes) if root.is_dir() else [_file(root)]
         fresh = [f for f in files if f.resolve() not in seen and os.path.getsize(f)]
         seen.update(f.resolve() for f in fresh)
         yield from fresh
     if not seen:
         kinds = ", ".join(suffixes)
         raise DataError(f"TextDataset: no text in {_names(roots)}: no file of {kinds} that is not empty")
+
+
+def _file(path: Path) -> Path:
+    try:
+        open_file(path, ours=False).close()
+    except OSError as error:
+        raise DataError(f"TextDataset: {unreadable(error, path)}") from error
+    return path
 
 
 def _names(roots: Sequence[Path]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdpx.data.windows import windows
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.files import open_file, unreadable
 
 __all__ = ["TokenDataset"]
 
@@ -30,12 +31,9 @@ class TokenDataset:
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
         self.path, self.seq_len = Path(path), seq_len
         try:
-            if self.path.suffix == ".npy":
-                self.tokens = np.load(self.path, mmap_mode="r")
-            else:
-                self.tokens = np.memmap(self.path, np.dtype(dtype), "r")
+            self.tokens = _mapped(self.path, np.dtype(dtype))
         except (OSError, ValueError) as error:
-            raise DataError(f"TokenDataset: {path}: {getattr(error, 'strerror', None) or error}") from error
+            raise DataError(f"TokenDataset: {unreadable(error, path)}") from error
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
             shape = f"{self.tokens.dtype}{list(self.tokens.shape)}"
             raise DataError(f"TokenDataset: {path} has {shape}: token numbers in one row are needed")
@@ -66,3 +64,15 @@ class TokenDataset:
 
     def __repr__(self) -> str:
         return f"TokenDataset({self.path.name}, {len(self.tokens):,} tokens, seq_len={self.seq_len})"
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    with open_file(path, ours=False) as file:
+        if path.suffix != ".npy":
+            return np.memmap(file, dtype, "r")
+        form = np.lib.format
+        header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+        shape, by_column, dtype = header(file)
+        if dtype.hasobject:
+            raise ValueError("Python objects are in it, which are not read")
+        return np.memmap(file, dtype, "r", file.tell(), shape, "F" if by_column else "C")

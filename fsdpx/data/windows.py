@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.files import open_file
+
 __all__ = ["maps", "windows"]
 
 OPEN_FILES = 64
@@ -19,7 +21,8 @@ def maps() -> Callable[[Path], np.ndarray]:
 
 
 def _map(file: Path) -> np.ndarray:
-    return np.memmap(str(file), np.uint8, "r")  # a Path would be resolved, link by link
+    with open_file(file, ours=False) as opened:
+        return np.memmap(opened, np.uint8, "r")
 
 
 def windows(

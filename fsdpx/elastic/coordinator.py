@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -25,6 +24,7 @@ from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import let_go
 from fsdpx.elastic.seats import mesh_for
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
+from fsdpx.files import read
 from fsdpx.state.ledger import Key
 from fsdpx.state.tuning import tune_for
 from fsdpx.trainer.calls import different
@@ -207,7 +207,7 @@ class Coordinator:
         if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:
-            return max(int(Path(self.elastic.resize).read_text()), 1)
+            return max(int(read(self.elastic.resize, ours=False)), 1)
         except (OSError, ValueError):  # not there, or being written
             return self.ranks
 

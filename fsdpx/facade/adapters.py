@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx import files
 from fsdpx.checkpoint.agree import alone, place
 from fsdpx.checkpoint.format import code_of, lay
 from fsdpx.checkpoint.source import contents
@@ -137,12 +138,10 @@ def _write(
         "inference_mode": True, "init_lora_weights": True, "lora_dropout": next(iter(adapted.values())).dropout,
         "target_modules": sorted({_layer(name) for name in tensors}), "task_type": None,
     }  # fmt: skip
-    (path / CONFIG).write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
+    files.write(path / CONFIG, json.dumps(dict(sorted(config.items())), indent=2) + "\n", files.READABLE)
     plan = lay({name: (code_of(array.dtype), array.shape) for name, array in tensors.items()}, {"format": "pt"})
-    with (path / WEIGHTS).open("wb") as file:
-        file.write(plan.header)
-        for name in sorted(plan.tensors, key=lambda name: plan.tensors[name].start):
-            file.write(np.ascontiguousarray(tensors[name]).tobytes())
+    order = sorted(plan.tensors, key=lambda name: plan.tensors[name].start)
+    files.write(path / WEIGHTS, plan.header + b"".join(tensors[name].tobytes() for name in order), files.READABLE)
 
 
 def _layer(name: str) -> str:

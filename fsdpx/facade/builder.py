@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from fsdpx import codecs, config, data, nn, optim
@@ -17,6 +16,7 @@ from fsdpx.data.loader import DataLoader
 from fsdpx.elastic import options as elastic
 from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import distribute
+from fsdpx.files import read
 from fsdpx.nn import models
 from fsdpx.observe import trace
 from fsdpx.optim import schedules
@@ -66,9 +66,9 @@ class ModelBuilder:
     def read(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
         """From a run file. changes: `section.key=value`, each in place of what the file says."""
         try:
-            plan = tomllib.loads(Path(path).read_text())
+            plan = tomllib.loads(read(path, ours=False).decode())
         except OSError as error:
-            raise ConfigError(f"{path}: no run file can be read there: {error.strerror}") from error
+            raise ConfigError(f"{path}: no run file can be read there: {error.strerror or error}") from error
         except ValueError as error:
             raise ConfigError(f"{path}: this is not TOML: {error}") from error
         for change in changes:

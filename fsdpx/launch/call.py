@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdpx import environment
+from fsdpx import environment, files
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
 from fsdpx.launch.hosts import ranks_there
@@ -55,7 +55,7 @@ def launch(
         if not callable(what):
             _run(config, [str(what), *map(str, args)])
             return None
-        (folder / _CALL).write_bytes(_packed(what, args))
+        files.write(folder / _CALL, _packed(what, args))
         _run(config, ["-m", __name__, str(folder)])
         return _results(folder)
     finally:
@@ -101,6 +101,11 @@ def _dumped(value: Any, what: str) -> bytes:
         raise LaunchError(f"{what} cannot be given to other processes: {error}") from error
 
 
+def _unpacked(path: Path) -> Any:
+    with files.open_file(path) as file:
+        return pickle.load(file)
+
+
 def _results(folder: Path) -> list[Any]:
     """Results by rank; a further start may have had fewer ranks."""
     size = 1
@@ -109,7 +114,7 @@ def _results(folder: Path) -> list[Any]:
         left = folder / _RESULT.format(len(found))
         if not left.exists():
             raise LaunchError(f"rank {len(found)} left no result here: name a folder that all hosts share (folder=)")
-        size, result = pickle.loads(left.read_bytes())
+        size, result = _unpacked(left)
         found.append(result)
     return found
 
@@ -117,7 +122,7 @@ def _results(folder: Path) -> list[Any]:
 def main(folder: Path) -> None:
     """One rank."""
     try:
-        path, call = pickle.loads((folder / _CALL).read_bytes())
+        path, call = _unpacked(folder / _CALL)
     except FileNotFoundError:
         raise LaunchError(f"there is no {folder} here: name a folder that all hosts share (folder=)") from None
     sys.path += [place for place in path if place not in sys.path]
@@ -126,7 +131,7 @@ def main(folder: Path) -> None:
     result = function(comm, *args)
     name = getattr(function, "__qualname__", function)
     packed = _dumped((comm.size, result), f"rank {comm.rank}: what {name} returned")
-    (folder / _RESULT.format(comm.rank)).write_bytes(packed)
+    files.write(folder / _RESULT.format(comm.rank), packed)
 
 
 if __name__ == "__main__":

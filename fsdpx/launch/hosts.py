@@ -15,6 +15,8 @@ from fsdpx.launch.options import LaunchConfig
 
 __all__ = ["HostSlots", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts"]
 
+LARGEST = 10_000_000
+"""Bytes of a hostfile."""
 _LINE = re.compile(r"(?P<name>\w[\w.-]*)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
@@ -34,9 +36,9 @@ def read_hosts(path: Path) -> list[HostSlots]:
     A host on several lines has the sum of their slots, one for each line without a number, as in the node files of
     PBS."""
     try:
-        lines = path.read_text().splitlines()
+        lines = files.read(path, LARGEST, ours=False).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', error)}") from None
+        raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found: dict[str, HostSlots] = {}
     for number, text in enumerate(lines, 1):
         line = text.partition("#")[0].strip()

@@ -22,6 +22,7 @@ from fsdpx.checkpoint.source import Source
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
 from fsdpx.files import Untrusted, open_file, passed_over, read
+from fsdpx.files import create as new_file
 from fsdpx.models.beside import LARGEST
 from fsdpx.models.reading import CONFIG, Stored
 from fsdpx.models.turned import Turned, turned
@@ -85,7 +86,7 @@ def _plan(source: Source, names: set[str], dtype: str | None) -> FileLayout:
     if not (source.folder / INDEX).is_file():
         return FileLayout(files)
     same = files == source.files
-    return FileLayout(files, {INDEX: (source.folder / INDEX).read_bytes() if same else index_of(files)})
+    return FileLayout(files, {INDEX: read(source.folder / INDEX, LARGEST, ours=False) if same else index_of(files)})
 
 
 def _pieces(state: TrainState, stored: dict[str, Stored]) -> Iterator[Held | Turned]:
@@ -155,7 +156,7 @@ def _copy(file: Path, target: Path) -> None:
     try:
         with open_file(real, LARGEST_BESIDE, ours=False) as found:
             mode = os.fstat(found.fileno()).st_mode & 0o666
-            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as into:
+            with os.fdopen(new_file(target, mode), "wb") as into:
                 shutil.copyfileobj(found, into)
     except Untrusted as error:
         passed_over(error)

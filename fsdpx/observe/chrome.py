@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from fsdpx import files
 from fsdpx.engine.recording import Turn
 from fsdpx.errors import ConfigError
 from fsdpx.observe.clocks import Reading, offset_at
@@ -200,12 +201,12 @@ def read(folder: Path) -> list[RankTrace]:
 
 def _read(path: Path) -> RankTrace:
     try:
-        with gzip.open(path, "rt") as file:
+        with files.open_file(path, ours=False) as raw, gzip.open(raw, "rt") as file:
             found = json.load(file)
         header = dict(found["fsdpx"])
         header["clock"] = [Reading(*reading) for reading in header["clock"]]
         return RankTrace(TraceHeader(**header), found["traceEvents"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
 
 
@@ -239,7 +240,5 @@ def _on_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
 
 
 def _save(path: Path, content: JSON) -> None:
-    partial = path.with_name(f".{path.name}")
-    with gzip.open(partial, "wt", compresslevel=5) as file:
-        json.dump(content, file, separators=(",", ":"))
-    partial.replace(path)
+    text = json.dumps(content, separators=(",", ":"))
+    files.write(path, gzip.compress(text.encode(), compresslevel=5), files.READABLE)

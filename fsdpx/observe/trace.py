@@ -13,6 +13,7 @@ from fsdpx.checkpoint.agree import together
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.recording import Recording, Turn
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.files import write as write_file
 from fsdpx.observe.chrome import TraceHeader, name_of, write
 from fsdpx.observe.clocks import synchronise
 from fsdpx.observe.events import TracePlace
@@ -69,7 +70,7 @@ class Tracer:
         """A folder that cannot be written is found before training, not after it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         mine = self.folder / name_of(self._axes.world.rank)
-        mine.write_bytes(b"")
+        write_file(mine, b"")
         mine.unlink()
 
     def _together(self, do: Callable[[], object]) -> None:

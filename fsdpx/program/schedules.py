@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.files import read, unreadable
 from fsdpx.program.action import Action
 from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.validate import validate
@@ -20,6 +21,8 @@ __all__ = [
     "validate", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
+LARGEST = 100_000_000
+"""Bytes of a file of actions."""
 Actions = list[Action]
 ScheduleFunction = Callable[..., Any]
 """(ranks, microbatches, per_rank) -> PipelineSchedule, or for each rank a list of actions or their text."""
@@ -211,10 +214,16 @@ def schedule(
         return _from_function(SCHEDULES[choice], ranks, microbatches, per_rank)
     if not isinstance(choice, str | Path):
         raise ConfigError(f"schedule={choice!r}: a name, a function or the path of a text file is needed")
-    if not Path(choice).is_file():
+    try:
+        text = read(choice, LARGEST, ours=False).decode()
+    except FileNotFoundError:
         names = ", ".join(map(repr, SCHEDULES))
-        raise ConfigError(f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name")
-    lines = (line.split("#")[0].strip() for line in Path(choice).read_text(encoding="utf-8").splitlines())
+        raise ConfigError(
+            f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"schedule={str(choice)!r} cannot be read: {unreadable(error, choice)}") from error
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
     return _fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
 
 

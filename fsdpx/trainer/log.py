@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
+from fsdpx import files
 from fsdpx.checkpoint.commit import hold
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.observe.folder import rows_of
 from fsdpx.trainer.history import History
 from fsdpx.trainer.notices import LOGGER, say
 from fsdpx.trainer.progress import Rate
@@ -44,7 +46,7 @@ class Log:
         self._columns = (*own, *metrics)
         self._lock: int | None = None  # on rank 0: holds off other jobs
         self._rate = Rate()
-        self._files: tuple[TextIO, TextIO] | None = None
+        self._files: tuple[TextIO, ...] | None = None
         self._board: Any = None  # of tensorboardX
         self._text_log: logging.Handler | None = None
 
@@ -82,19 +84,24 @@ class Log:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = hold(self.folder / LOCK, f"{self.folder}: another job is writing its log there")
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
-        rows = list(_kept(lines, before)) if before and lines.exists() else []
-        with lines.open("w") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
-        with table.open("w", newline="") as out:
-            writer = csv.DictWriter(out, self._columns, restval="", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
+        found = rows_of(lines) if before and lines.exists() else ()
+        rows = [row for row in found if row.get("step", before + 1) <= before]
+        files.write(lines, "".join(json.dumps(row) + "\n" for row in rows), files.READABLE)
+        writer = csv.DictWriter(out := io.StringIO(newline=""), self._columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        files.write(table, out.getvalue(), files.READABLE)
+        if not before:
+            files.write(self.folder / "log.txt", "", files.READABLE)
 
     def _open(self, trainer: Any, history: History) -> None:
         """On the rank that writes; in elastic training it may be another one later."""
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
-        self._files = (table.open("a", newline="", buffering=1), lines.open("a", buffering=1))
-        self._text_log = logging.FileHandler(self.folder / "log.txt", mode="a" if history.before else "w")
+        self._files = tuple(os.fdopen(files.append(path), "a", 1, newline="") for path in (table, lines))
+        text = self.folder / "log.txt"
+        if text.exists():
+            files.open_file(text, ours=False).close()
+        self._text_log = logging.FileHandler(text)
         self._text_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         LOGGER.addHandler(self._text_log)
         if self._tensorboard is False:
@@ -119,14 +126,3 @@ class Log:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, history.steps)
-
-
-def _kept(lines: Path, before: int) -> Iterator[dict[str, Any]]:
-    """The rows of steps that count; the last line of a killed job may be cut."""
-    for line in lines.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and row.get("step", before + 1) <= before:
-            yield row
