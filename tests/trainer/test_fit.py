@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import threading
 from pathlib import Path
@@ -467,6 +468,23 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 
     (text,) = set(ranks(3, run))
     assert text.startswith(f"fit(log=...): log {tmp_path / 'log'}: rank 0: File exists (EEXIST)")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
+def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "other").write_text("another file")
+    for name in ("metrics.csv", "log.txt"):
+        os.mkfifo(tmp_path / "log" / name)
+    (tmp_path / "log/metrics.jsonl").symlink_to(tmp_path / "other")
+    log = logs.Log(tmp_path / "log", ())
+    log._begin(0)
+    trainer = type("T", (), {"rank": 0})
+    log._write(trainer, History([1.0]), {"loss": 1.0})
+    log.on_train_end(trainer, History())
+    assert rows_of(tmp_path / "log") == [{"step": 1, "epoch": 1, "loss": 1.0}]
+    assert (tmp_path / "other").read_text() == "another file"
+    assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "log").iterdir())
 
 
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
