@@ -73,10 +73,7 @@ OPENED_ELSEWHERE = {
     ),
     "opened by its name after `files.open_file` has looked at it": ("trainer/log.py _open FileHandler",),
     "the folder of a test": ("testing/chaos.py note open", "testing/chaos.py starts read_text"),
-    "no file at all": (
-        "data/shards.py module load", "engine/lines.py backward open", "nn/gradients.py __getitem__ open",
-        "nn/gradients.py complete open",
-    ),
+    "no file at all": ("nn/gradients.py __getitem__ open", "nn/gradients.py complete open"),
 }  # fmt: skip
 """Where files are opened past `fsdpx/files.py`, "file function call", by the reason why they may be."""
 
