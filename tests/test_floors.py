@@ -60,7 +60,7 @@ OPENED_ELSEWHERE = {
         "optim/compiled.py module read_bytes", "examples/finetune.py pretrained read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
-        "comm/mapped.py _shared_file mkstemp", "comm/mapped.py _shared_file open", "state/disk.py _unnamed mkstemp",
+        "comm/mapped.py _mapped mkstemp", "comm/mapped.py _mapped open", "state/disk.py _unnamed mkstemp",
         "state/disk.py _unnamed open", "launch/notes.py hold_lifeline mkfifo", "launch/notes.py hold_lifeline open",
         "launch/notes.py open_lifeline open", "examples/finetune.py conversations open",
         "checkpoint/background.py _leave touch", "checkpoint/disk.py create open",
