@@ -269,6 +269,21 @@ def _resolved(where: Store) -> Any:
     return min(found, key=lambda one: one[0] != socket.AF_INET)
 
 
+def _reach(where: Store, timeout: float) -> float:
+    """Wait until a process listens there; the seconds that are left. The store of torch.distributed itself would wait
+    for that twice as long as it is told."""
+    end = time.monotonic() + timeout
+    while True:
+        left = max(end - time.monotonic(), 1.0)
+        try:
+            socket.create_connection((where.address, where.port), left).close()
+            return left
+        except OSError as error:
+            if time.monotonic() > end:
+                raise OSError(f"no process has answered within {timeout:g} s: {error}") from error
+        time.sleep(_LOOK)
+
+
 def _listening(where: Store, everywhere: bool) -> socket.socket:
     """The socket at which rank 0 answers: on the address of MASTER_ADDR, or, where ranks prove themselves and that is
     none of this host's own, on all of them."""
@@ -305,8 +320,9 @@ def _store(dist: Any, where: Store, rank: int, size: int, timeout: float, proven
             return dist.PrefixStore("fsdpx", dist.FileStore(where.file, size))
         keeps = rank == 0 and not where.served
         listening = _listening(where, proven).detach() if keeps else None
+        left = timeout if keeps else _reach(where, timeout)
         made = dist.TCPStore(
-            where.address, where.port, None, keeps, timedelta(seconds=timeout),
+            where.address, where.port, None, keeps, timedelta(seconds=left),
             wait_for_workers=False, multi_tenant=True, master_listen_fd=listening,
         )  # fmt: skip
     except (RuntimeError, ValueError, OSError) as error:

@@ -227,7 +227,11 @@ def test_who_does_not_come_and_an_address_that_is_wrong_are_named(tmp_path: Path
         missing.stderr
     )
     nobody = job(tmp_path, 1, "import fsdpx; fsdpx.init()", by=("-c",), RANK="1", **here)
-    assert re.search(r"LaunchError: rank 1 of 3 cannot meet the others at MASTER_ADDR=127\.0\.0\.1", nobody.stderr)
+    assert re.search(
+        r"LaunchError: rank 1 of 3 cannot meet the others at MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=\d+ \(no process "
+        r"has answered within 1 s: \[Errno \d+\] Connection refused\): both name the host of rank 0",
+        nobody.stderr,
+    )
 
 
 def rolls(*ranks: tuple[Any, ...], timeout: float = 0.5) -> list[Any]:
