@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     if args.command == "info":
+        from fsdpx.comm.left import left
         from fsdpx.launch.info import info
-        from fsdpx.launch.left import left
 
         print(*left(), sep="\n") if args.left else print(info())
         return 0

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,6 +144,15 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         slurm_job=environ.get("SLURM_JOB_ID"),
         threads=_threads(environ),
     )
+
+
+def number(launcher: StartedBy, size: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Say to the script which rank this is, whichever launcher has started it: RANK, LOCAL_RANK, WORLD_SIZE. They stay
+    as they are where, with FSDPX_STORE, they would make this a rank without MPI."""
+    numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
+    found = {name: str(value) for name, value in numbers.items() if value is not None}
+    if _launcher({**environ, **found}) == _launcher(environ):
+        environ.update(found)
 
 
 def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

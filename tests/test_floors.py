@@ -48,7 +48,7 @@ OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
         "comm/aware.py library_path read_text", "comm/clock.py began open", "comm/mapped.py memory_here read_text",
         "comm/roll.py _has_ended read_text", "comm/start.py _job read_bytes", "comm/start.py _job read_text",
-        "launch/left.py _mapped read_text", "native/processor.py cpuinfo read_text",
+        "comm/left.py _mapped read_text", "native/processor.py cpuinfo read_text",
         "state/footprint.py _control_groups read_text", "state/footprint.py _kilobytes read_text",
         "state/footprint.py memory_limits read_text", "watch/leaving.py state_of read_text",
         "__main__.py main open",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fsdpx import environment, files
 from fsdpx.comm.clock import CAME, LATE, began, came
+from fsdpx.comm.left import remove_left
 from fsdpx.comm.place import running_mpi
 
 __all__ = ["PREFIX", "clear", "late", "lives", "owner", "together", "waiting"]
@@ -105,6 +106,7 @@ def _clock(folder: Path, settings: environment.Environment, job: str) -> subproc
     if not files.mark(folder / "clock"):
         return None
     clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), lambda left: not lives(left.name.removeprefix(PREFIX)))
+    remove_left()
     assert settings.launcher is not None
     known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
     words = [str(folder), *map(str, known), "keep" if settings.run else ""]

@@ -39,6 +39,7 @@ def main() -> None:
     if settings.run is None or settings.launcher is None or settings.launcher.rank is None:
         run()
         return
+    environment.number(settings.launcher, settings.expected_size)
     sys.meta_path.insert(0, _Start())
     begun = Note(settings.launcher.rank, os.getpid(), platform.node())
     hold_lifeline(settings.run, begun.rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpx.environment import Environment, StartedBy, Store, alone, check_alone, check_size, read
+from fsdpx.environment import Environment, StartedBy, Store, alone, check_alone, check_size, number, read
 from fsdpx.errors import LaunchError
 
 
@@ -34,6 +34,16 @@ def test_expected_size(environ, size):
     found = read(environ)
     assert found.expected_size == size
     assert (found.launcher is None) == (size is None)
+
+
+@pytest.mark.parametrize("more", [{}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {"FSDPX_STORE": "file"}])
+def test_a_script_may_read_its_rank_and_it_stays_a_rank_of_mpi(more):
+    environ = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", **more}
+    found = read(environ)
+    number(found.launcher, found.expected_size, environ)
+    named = {name: environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    assert set(named.values()) == {None} if "FSDPX_STORE" in more else list(named.values()) == ["3", "1", "4"]
+    assert read(environ) == found
 
 
 def test_a_launcher_that_says_only_which_rank_this_is():

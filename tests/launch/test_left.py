@@ -17,8 +17,8 @@ import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
 from fsdpx import files
+from fsdpx.comm.left import left, remove_left
 from fsdpx.comm.start import lives, owner
-from fsdpx.launch.left import left
 from fsdpx.launch.run import _temporary
 from fsdpx.watch.flight import FlightRecorder
 from fsdpx.watch.watchdog import _folder
@@ -117,13 +117,24 @@ def test_what_is_mpis_is_found_unless_it_is_in_use(tmp_path: Path) -> None:
     assert len(left(tmp_path, 0.0)) == 3
 
 
+def test_the_next_start_removes_what_is_mpichs_and_old_and_in_no_use(tmp_path: Path) -> None:
+    for name in ("mpich_shm_1f_0", "mpich_vci_1f_0", "mpich_shm_2f_0", "mpich_shm_3f_0", "sm_segment.n1.0.1"):
+        (tmp_path / name).write_bytes(bytes(4096))
+        os.utime(tmp_path / name, (0, 0))
+    long_ago = time.time() - 300  # a start may be given some minutes
+    os.utime(tmp_path / "mpich_shm_3f_0", (long_ago, long_ago))
+    with (tmp_path / "mpich_shm_2f_0").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        remove_left(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"mpich_shm_2f_0", "mpich_shm_3f_0", "sm_segment.n1.0.1"}
+
+
 def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(path: Path) -> bool:
         path.unlink()
         return True
 
     (tmp_path / "mpich_shm_1f_0").write_bytes(b"x")
-    monkeypatch.setattr("fsdpx.launch.left.belongs", late)
+    monkeypatch.setattr("fsdpx.comm.left.belongs", late)
     assert left(tmp_path, -10.0) == []
 
 

@@ -179,9 +179,10 @@ def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: 
 
 
 DEAF = """
-import pathlib, time
+import os, pathlib, time
 from mpi4py import MPI
-pathlib.Path(f"ready-{MPI.COMM_WORLD.rank}").touch()
+said = " ".join(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+pathlib.Path(f"ready-{MPI.COMM_WORLD.rank} {said}").touch()
 while True: time.sleep(1)
 """
 
@@ -196,6 +197,7 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
     while job.poll() is None and len(list(tmp_path.glob("ready-*"))) < 3:
         time.sleep(0.02)
     (notes,) = (path.parent for path in (tmp_path / "tmp").glob("fsdpx-run-*/start-0/rank-00000.json"))
+    assert {path.name for path in tmp_path.glob("ready-*")} == {f"ready-{rank} {rank} {rank} 3" for rank in range(3)}
     assert _listener(notes) is None
     os.kill(job.pid, signal.SIGTERM)
     _, err = job.communicate(timeout=60)
