@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -33,7 +34,7 @@ class Signature(str):
     words: memoryview
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)  # 0, 0.0 and False are three roots
 def signature(verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None) -> Signature:
     """The parts of a call that all ranks must have alike."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
@@ -54,6 +55,7 @@ class Agreement:
         self.board = Board(comm) if machine else None
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         self.turn = self.calls = 0
+        self.under_way: dict[int, Steps] = {}  # calls that go on by themselves, by number
 
     def settle(self, call: Signature) -> None:
         """Return when all ranks have come to this call; DesyncError on all of them if some have come to another."""
@@ -64,6 +66,11 @@ class Agreement:
             stage = self._compared(number, call)
             stage.wait()
             stage.test()
+        self.passed()
+
+    def passed(self) -> None:
+        """The next call may say what it is."""
+        self.under_way.pop(self.turn, None)
         self.turn += 1
 
     def _fast_path(self, number: int, call: Signature, board: Board) -> bool:
@@ -86,10 +93,13 @@ class Agreement:
             try:
                 begun = begin()
             finally:
-                self.turn += 1
+                self.passed()
             yield begun
 
-        return Steps(steps(), self.progress)
+        made = Steps(steps(), self.progress)
+        if self.turn <= number:
+            self.under_way[number] = made
+        return made
 
     def close(self) -> None:
         if self.board is not None:
@@ -127,7 +137,7 @@ class AgreementStage(ABC):
         if alike is False:
             self.asking = True
             self.error = self.agreement.difference(self.call)
-            self.agreement.turn += 1
+            self.agreement.passed()
             raise self.error
         return alike is True
 
@@ -157,7 +167,13 @@ class CallTurn(AgreementStage):
     """Complete when all calls before it have begun."""
 
     def alike(self) -> bool | None:
-        return True if self.agreement.turn == self.number else None
+        agreement, seen = self.agreement, -1
+        while seen < agreement.turn < self.number:  # nobody else may ever look at an earlier one
+            seen = agreement.turn
+            if (first := agreement.under_way.get(seen)) is not None:
+                with suppress(DesyncError):  # which `first` keeps for whoever waits for it
+                    first.test()
+        return True if agreement.turn >= self.number else None
 
 
 class InSum(AgreementStage):

@@ -26,6 +26,7 @@ from fsdpx.comm.checks import copy
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import LocalCommunicator
 from fsdpx.comm.messages import Pairs
+from fsdpx.comm.reduction import in_rank_order
 from fsdpx.comm.relay import of_gpu, relayed
 from fsdpx.comm.rendezvous import ThreadGroup, ThreadWorld
 from fsdpx.comm.roll import CHALLENGE, Roll, proof
@@ -316,6 +317,8 @@ _OF_BOOLS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 def _addable(array: Array, op: ReduceOp) -> Any:
     """Gloo's operation, or None where it does not add such numbers, or not in float32 in rank order."""
+    if in_rank_order(op, array.dtype):
+        return None
     if array.dtype.kind == "b":
         return _OF_BOOLS.get(op, _OPS[op])
     return _OPS[op] if array.dtype.name in ("float32", "float64", "int32", "int64", "uint8") else None

@@ -21,7 +21,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
 from fsdpx.comm.mapped import MappedWindow
 from fsdpx.comm.messages import Pairs
-from fsdpx.comm.reduction import is_half
+from fsdpx.comm.reduction import in_rank_order
 from fsdpx.comm.relay import of_gpu, relayed
 from fsdpx.comm.requests import Requests, mpi_op, translated, wire
 from fsdpx.comm.steps import Finish, Progress, spin
@@ -76,9 +76,9 @@ class MpiCommunicator(Carrier):
             raise self._translated(error, call) from error
 
     def _move(self, call: Call) -> Handle:
-        """16-bit floats are added by messages: MPI libraries do not add them, or not in order."""
+        """What must be combined in rank order goes by messages."""
         begin = _LIBRARY.get(call.verb)
-        if begin is None or (call.verb in _REDUCTIONS and is_half(call.arrays[0].dtype)):
+        if begin is None or (call.verb in _REDUCTIONS and in_rank_order(call.op, call.arrays[0].dtype)):
             return super().move(call)
         if self.takes_gpus and of_gpu(call.arrays):
             synchronise()

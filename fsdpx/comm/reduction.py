@@ -13,7 +13,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
-__all__ = ["combine", "compilable", "fold", "is_half", "kind_of", "objection"]
+__all__ = ["combine", "compilable", "fold", "in_rank_order", "is_half", "kind_of", "objection"]
 
 _KINDS = {
     "float64": "float", "float32": "float", "float16": "half", "bfloat16": "half", "complex64": "complex",
@@ -41,6 +41,12 @@ def kind_of(dtype: np.dtype) -> str:
 def is_half(dtype: np.dtype) -> bool:
     """Whether arrays of `dtype` are added in float32."""
     return kind_of(dtype) == "half"
+
+
+def in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
+    """Whether values are combined by us, rank after rank, as libraries differ in what they make of them: sums in 16
+    bits, and the largest and least of floats, among which a NaN of any rank must reach all."""
+    return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "float")
 
 
 def compilable(dtype: np.dtype, op: ReduceOp) -> bool:

@@ -21,6 +21,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.opening import carrier_of, node_of, world
 from fsdpx.comm.place import Place, place
+from fsdpx.comm.reduction import kind_of
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
 from fsdpx.trainer.calls import begin
 from fsdpx.watch.watchdog import note, unwatch, watch
@@ -283,13 +284,35 @@ def all_to_all(x: Any) -> Array:
 
 def send(x: Any, dest: int, tag: int = 0) -> None:
     """Send `x` to rank `dest`, which names the same `tag`, 0 to 16383; return when `x` may be changed again."""
-    default().send(_array(x).reshape(-1), dest, tag).wait()
+    comm, x = default(), _array(x).reshape(-1)
+    if carrier_of(comm) is not None:
+        comm.send(_header(x), dest, tag).wait()
+    comm.send(x, dest, tag).wait()
 
 
 def recv(out: Array, source: int, tag: int = 0) -> Array:
-    """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it."""
-    default().recv(_flat("out", out), source, tag).wait()
+    """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it.
+    DesyncError for a message of another size or dtype, which is then gone."""
+    comm, into = default(), _flat("out", out)
+    kind_of(into.dtype)
+    if carrier_of(comm) is not None:  # thread ranks compare what they give each other
+        head = np.empty(HEADER, np.uint8)
+        comm.recv(head, source, tag).wait()
+        if head.tobytes() != _header(into).tobytes():
+            name, size, itemsize = head.tobytes().decode().split()
+            comm.recv(np.empty(int(size) * int(itemsize), np.uint8), source, tag).wait()
+            here = f"{into.dtype.name}[{into.size}]"
+            raise DesyncError(f"recv from rank {source}, tag {tag}: it sends {name}[{size}], out is {here}")
+    comm.recv(into, source, tag).wait()
     return out
+
+
+HEADER = 32
+"""Bytes before a message between two ranks: its dtype, number of elements, and bytes of each."""
+
+
+def _header(x: Array) -> Array:
+    return np.frombuffer(f"{x.dtype.name} {x.size} {x.dtype.itemsize}".encode().ljust(HEADER), np.uint8)
 
 
 def _opened(verb: str) -> defaults.Default:
@@ -305,6 +328,8 @@ def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: 
     """The same, when all ranks have said that they call it alike: what is wrong with the call is then wrong on all."""
     opened = _opened(verb)
     _settle(opened, _signature(verb, x, op, root))
+    if root is not None and (isinstance(root, bool | np.bool_) or not hasattr(root, "__index__")):
+        raise ConfigError(f"{verb}(root={root!r}): the number of a rank is needed")
     return opened.comm
 
 

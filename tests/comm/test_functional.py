@@ -226,3 +226,40 @@ def test_columns_and_foreign_numbers_travel_like_others():
         body()
     else:
         on_ranks(3, body)
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["node", "messages"])
+def test_messages_of_other_sizes_nan_and_waits_in_any_order(backend):
+    """What ranks of MPI and Gloo did otherwise than ranks that are threads."""
+    if (environment.read().expected_size or 1) == 1:
+        return
+    functional.init(comm=carrier()) if backend == "messages" else functional.init("gloo" if OVER_GLOO else "node")
+    size, rank = functional.world_size(), functional.rank()
+    for n in (1, 3, 3000):
+        for owner in range(size):
+            for op, dtype in (("max", "f4"), ("min", "f8")):
+                x = np.full(n, np.nan if rank == owner else rank, dtype)
+                assert np.isnan(functional.all_reduce(x, op)).all(), (n, owner, op)
+                assert np.isnan(functional.reduce_scatter(np.stack([x] * size), op)).all(), (n, owner, op)
+    for order in (1, -1 if rank else 1):
+        some = [functional.all_reduce(np.full(3, float(n)), async_op=True) for n in range(20)]
+        assert [future.wait()[0] for future in some[::order]] == [size * n for n in range(20)][::order]
+    dropped = functional.all_reduce(np.ones(2), async_op=True)
+    last = functional.all_reduce(np.ones(3), async_op=True)
+    while not last.test():
+        pass
+    assert dropped.wait()[0] == size
+    if rank == 0:
+        for _ in range(2):
+            functional.send(np.array([1.0, 2.0]), 1, 3)
+    if rank == 1:
+        with pytest.raises(DesyncError, match=r"recv from rank 0, tag 3: it sends float64\[2\], out is float32\[4\]"):
+            functional.recv(np.zeros(4, "f4"), 0, 3)
+        assert functional.recv(np.zeros(2), 0, 3).tolist() == [1, 2]
+    with pytest.raises(ConfigError, match=r"broadcast\(root=0.0\): the number of a rank is needed"):
+        functional.broadcast(np.ones(2), 0.0)
+    with pytest.raises(DesyncError, match=r"root 0\.0"):
+        functional.broadcast(np.ones(2), 0.0 if rank else 0)
+    assert functional.broadcast(np.full(2, rank), np.int64(0)).tolist() == [0, 0]
