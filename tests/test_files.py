@@ -271,3 +271,11 @@ def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
             ValueError, match=r"^(it is no object of rank, status, host|rank is no int|host is no str)$"
         ):
             files.typed(wrong, kinds)
+
+
+def test_each_folder_has_a_warning_of_its_own_whatever_its_name(tmp_path: Path) -> None:
+    for name in ("a b", "a c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").symlink_to(tmp_path)
+        with pytest.warns(RuntimeWarning, match=f"{name}/x is a link"):
+            assert files.believed(tmp_path / name / "x") is None
