@@ -168,10 +168,10 @@ class CallTurn(AgreementStage):
 
     def alike(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # nobody else may ever look at an earlier one
+        while seen < agreement.turn < self.number:  # the caller may never look at an earlier one
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # which `first` keeps for whoever waits for it
+                with suppress(DesyncError):  # `first` keeps it for its own wait
                     first.test()
         return True if agreement.turn >= self.number else None
 

@@ -119,5 +119,5 @@ def test_a_rank_that_calls_something_else_ends_the_job_with_names(tmp_path):
     status, err, seconds = job(tmp_path, program, FSDPX_CHECK="1")
     assert status != 0
     assert seconds < 30  # it would wait for ever
-    assert "ranks 0, 1: all_reduce, dtype float64, elements 3" in err
-    assert "rank 2: broadcast, dtype float64, elements 3, root 0" in err
+    assert "ranks 0, 1: all_reduce, dtype float64, shape [3], op SUM" in err
+    assert "rank 2: broadcast, dtype float64, shape [3], root 0" in err
