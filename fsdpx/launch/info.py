@@ -7,6 +7,7 @@ from fsdpx.array import blas
 from fsdpx.comm.opening import backend_name
 from fsdpx.comm.place import place
 from fsdpx.launch import found
+from fsdpx.state.records import BUSY
 from fsdpx.state.tuning import stored
 from fsdpx.version import __version__
 
@@ -57,10 +58,12 @@ def _products(kind: str) -> str:
 def _tuned() -> list[tuple[str, str]]:
     """Measurements of earlier jobs on this machine."""
     rows: list[tuple[str, str]] = []
-    for key, tuning, date in stored():
-        when = f"{date[:16].replace('T', ' ')} UTC" if date else "at an unknown time"
+    for key, tuning, record in stored():
+        when = f"{record.date[:16].replace('T', ' ')} UTC" if record.date else "at an unknown time"
         rows.append((f"tuned, {key['ranks']} ranks, {key['backend']}", f"{tuning}; measured {when}"))
         rows += [(f"  {name}", text) for name, text in tuning.measured.items()]
+        if record.load >= BUSY:
+            rows.append(("  load", f"{record.load:.1f} per core: measured again when the machine is calm"))
     return rows or [("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read().cache}")]
 
 

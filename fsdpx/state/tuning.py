@@ -110,18 +110,14 @@ _remeasured: set[str] = set()
 """Kinds of jobs that this process has measured."""
 
 
-def stored() -> list[tuple[dict[str, Any], Tuning, str]]:
-    """What was measured on this machine: what it is for, the choices, and when it was. A busy machine is named in the
-    figures."""
+def stored() -> list[tuple[dict[str, Any], Tuning, records.Measurement]]:
+    """What was measured on this machine: what it is for, the choices, and the record, with when it was and how busy the
+    machine was."""
     here = (record for record in records.every("tuning") if record.key.get("machine") == platform.node())
     found = []
     for record in here:
         with suppress(ValueError):  # of another version, or damaged
-            tuning = _tuning(record.value)
-            if record.load >= records.BUSY:
-                words = f"{record.load:.1f} per core: measured again when the machine is calm"
-                tuning = replace(tuning, measured={**tuning.measured, "load": words})
-            found.append((record.key, tuning, record.date))
+            found.append((record.key, _tuning(record.value), record))
     return found
 
 
@@ -312,8 +308,8 @@ def _kept(key: dict[str, Any], times: bool = True) -> Tuning | None:
 def _like(key: dict[str, Any]) -> Tuning | None:
     """The last measurements of another kind of job on this machine, with these libraries: its products are as fast."""
     alike = [
-        (date, tuning)
-        for other, tuning, date in stored()
+        (record.date, tuning)
+        for other, tuning, record in stored()
         if all(other.get(name) == key[name] for name in ("processor", "libraries", "version"))
     ]
     if not alike:
