@@ -41,7 +41,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
 _SAFELY = _AT_ONCE | getattr(os, "O_BINARY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_SAID = re.compile(r": | (?:is|belongs|can|has|comes) ")
+_PATH_END = re.compile(r": | (?:is|belongs|can|has|comes) ")
 """Where the path ends in what is said of a file."""
 _warned: set[str] = set()
 _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)")
@@ -112,7 +112,7 @@ def unreadable(error: Exception, path: str | os.PathLike[str]) -> str:
 def passed_over(error: Exception, path: Path | None = None) -> None:
     """Warn, once per process and folder, that a file is not used. path: the file, where the error does not name it."""
     text = f"{error}" if path is None else f"{path}: {error}"
-    key = _SAID.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
+    key = _PATH_END.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
     if key not in _warned:
         _warned.add(key)
         warnings.warn(f"fsdpx: {text}; it is passed over", RuntimeWarning, stacklevel=3)
