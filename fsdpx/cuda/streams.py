@@ -21,7 +21,7 @@ from fsdpx.cuda.devices import cupy, gpu_of, is_on_gpu, on
 
 __all__ = ["Landmark", "Side", "pinned", "side_of", "synchronise"]
 
-TO_GPU, TO_HOST, BETWEEN_GPUS = 1, 2, 3  # cudaMemcpyKind
+TO_GPU, TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 def synchronise() -> None:
@@ -58,14 +58,6 @@ class Side:
             cupy().cuda.runtime.memcpyAsync(*ends, source.nbytes, TO_HOST if down else TO_GPU, self.stream.ptr)
             end = cupy().cuda.Event(disable_timing=True)
             end.record(self.stream)
-        return Landmark(end)
-
-    def across(self, address: int, array: Any, inward: bool) -> Landmark:
-        """Copy to an array from memory of a GPU, which another process may own; or from it, if not `inward`."""
-        ends = (int(array.data.ptr), address) if inward else (address, int(array.data.ptr))
-        cupy().cuda.runtime.memcpyAsync(*ends, array.nbytes, BETWEEN_GPUS, self.stream.ptr)
-        end = cupy().cuda.Event(disable_timing=True)
-        end.record(self.stream)
         return Landmark(end)
 
 

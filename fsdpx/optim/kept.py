@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.errors import ConfigError
 from fsdpx.optim.segments import Segment, Segments
 
 __all__ = ["Kept", "kept_of", "needs_whole", "places", "zeros"]
@@ -78,14 +77,3 @@ def zeros(xp: Any, optimizer: Any, segments: Segments, dtype: Any) -> dict[str, 
         name: xp.zeros(sum(kept.count(s) for s in segments.items), kept.format(dtype))
         for name, kept in kept_of(optimizer).items()
     }
-
-
-def check_edges(optimizer: Any, segments: Segments, block: int) -> None:
-    """ConfigError unless blocks of each parameter lie whole in this shard."""
-    for s in segments.items:
-        end = s.offset + s.stop - s.start
-        if s.offset % block or (end % block and end != s.size):
-            raise ConfigError(
-                f"{type(optimizer).__name__}: elements {s.offset} to {end} of {s.name!r} cut a block of {block}: "
-                "cut shards at multiples of it"
-            )

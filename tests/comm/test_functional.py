@@ -22,6 +22,11 @@ def _nothing_is_left_open():
     functional.finalize()
 
 
+def open_by(backend):
+    """The functional API over messages alone, or in windows too."""
+    functional.init(comm=carrier()) if backend == "messages" else functional.init("gloo" if OVER_GLOO else "node")
+
+
 def on_ranks(size, body):
     return spawn(lambda comm: body(), size, timeout=30)
 
@@ -195,7 +200,7 @@ def test_ranks_that_call_it_differently_are_named_and_go_on(backend):
     """The same calls have been made alike before: what was agreed on once is no reason to believe it again."""
     if (environment.read().expected_size or 1) == 1:
         return
-    functional.init(comm=carrier()) if backend == "messages" else functional.init("gloo" if OVER_GLOO else "node")
+    open_by(backend)
     size, last = functional.world_size(), functional.rank() == functional.world_size() - 1
     for one, other, words in DIFFERENT:
         functional.all_reduce(np.ones(3)), functional.all_reduce(np.ones(4))
@@ -235,7 +240,7 @@ def test_messages_of_other_sizes_nan_and_waits_in_any_order(backend):
     """What ranks of MPI and Gloo did otherwise than ranks that are threads."""
     if (environment.read().expected_size or 1) == 1:
         return
-    functional.init(comm=carrier()) if backend == "messages" else functional.init("gloo" if OVER_GLOO else "node")
+    open_by(backend)
     size, rank = functional.world_size(), functional.rank()
     for n in (1, 3, 3000):
         for owner in range(size):
