@@ -38,12 +38,12 @@ export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cores}}}
 
 # Slurm sends USR1 to this shell {notice} s before the time limit, and TERM when it cancels the job or needs its nodes.
 # The ranks save, and the job ends with 85. After USR1 it is queued again here, after TERM by Slurm if it is to be.
-{python} -m fsdpx {words} & job=$!
 requeue=
-trap 'requeue=yes; heard=yes; kill -USR1 $job' USR1
-trap 'heard=yes; kill -USR1 $job' TERM
+trap 'requeue=yes; heard=yes; kill -USR1 $!' USR1
+trap 'heard=yes; kill -USR1 $!' TERM
+{python} -m fsdpx {words} &
 heard=yes
-while [[ $heard ]]; do heard=; wait $job; status=$?; done  # a trap interrupts wait
+while [[ $heard ]]; do heard=; wait $!; status=$?; done  # a trap interrupts wait
 [[ $requeue ]] && (( status == 85 )) && scontrol requeue "$SLURM_JOB_ID"
 exit "$status"
 """

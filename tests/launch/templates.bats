@@ -19,7 +19,7 @@ stand_in() {
 # Start a batch script, and send it a signal when its ranks have begun.
 interrupt() {
   stand_in bin/scontrol 'echo "$@" > requeued'
-  stand_in bin/python 'trap "sleep 0.2; exit 85" USR1; touch begun; while :; do sleep 0.05; done'
+  stand_in bin/python 'trap "sleep 0.2; exit 85" USR1; touch begun; for i in {1..1000}; do sleep 0.05; done'
   bash "$LAUNCH/slurm/requeue.sbatch" train.py & job=$!
   until [[ -e begun ]]; do sleep 0.02; done
   kill "-$1" $job

@@ -84,8 +84,11 @@ def test_the_printed_batch_file_waits_as_the_template_does() -> None:
         return [line for line in text.splitlines() if re.match(r"requeue=|trap |heard=|while |\[\[ |exit ", line)]
 
     printed = batch("slurm", LaunchConfig(8, nodes=2), ["train.py"], NodeCores(8, "so it is said"))
-    assert waits(printed) == waits((LAUNCH / "slurm" / "requeue.sbatch").read_text())
+    template = (LAUNCH / "slurm" / "requeue.sbatch").read_text()
+    assert waits(printed) == waits(template)
     assert len(waits(printed)) == 7
+    for text in (printed, template):  # a signal that comes before its trap would end the shell and leave the ranks
+        assert text.index("trap 'heard=yes; kill -USR1 $!' TERM\n") < text.index(" &\n") < text.index("wait $!")
 
 
 def test_shellcheck_has_no_complaints(tmp_path: Path) -> None:
