@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.board import Board
-from fsdpx.comm.calls import Handle, ReduceOp
+from fsdpx.comm.board import LETTER, Board
+from fsdpx.comm.calls import Array, Handle, ReduceOp
 from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.guarded import different
 from fsdpx.comm.steps import Steps, spin
@@ -57,16 +57,25 @@ class Agreement:
         self.turn = self.calls = 0
         self.under_way: dict[int, Steps] = {}  # calls that go on by themselves, by number
 
-    def settle(self, call: Signature) -> None:
-        """Return when all ranks have come to this call; DesyncError on all of them if some have come to another."""
+    def settle(self, call: Signature, letter: Array = None) -> list[Array] | None:
+        """Return when all ranks have come to this call; DesyncError on all of them if some have come to another.
+
+        letter: what the call moves, if that is a contiguous array of the host. A few bytes go along inside a machine:
+        then the letters of all ranks are returned, by rank, to be read before the next call."""
         if self.turn != self.calls:
             CallTurn(self, self.calls, call).wait()
-        number = self._number()
-        if self.board is None or not self._fast_path(number, call, self.board):
+        number, board = self._number(), self.board
+        few = board is not None and letter is not None and letter.nbytes <= LETTER
+        if board is not None and few:
+            board.payload(board.rank, number + 1)[: letter.nbytes] = letter.reshape(-1).view(np.uint8)
+        if board is None or not self._fast_path(number, call, board):
             stage = self._compared(number, call)
             stage.wait()
             stage.test()
         self.passed()
+        if board is None or not few:
+            return None
+        return [board.payload(rank, number + 1)[: letter.nbytes].view(letter.dtype) for rank in range(board.size)]
 
     def passed(self) -> None:
         """The next call may say what it is."""

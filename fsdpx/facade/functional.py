@@ -21,7 +21,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.opening import carrier_of, node_of, world
 from fsdpx.comm.place import Place, place
-from fsdpx.comm.reduction import kind_of
+from fsdpx.comm.reduction import fold, kind_of, objection
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
 from fsdpx.trainer.calls import begin
 from fsdpx.watch.watchdog import note, unwatch, watch
@@ -190,16 +190,21 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     async_op : return a `Future` at once.
     """
     x = _array(x)
-    opened, call = _opened("all_reduce"), _signature("all_reduce", x, op)
+    opened, call, letters = _opened("all_reduce"), _signature("all_reduce", x, op), None
     if not async_op:
-        _settle(opened, call)
+        letters = _settle(opened, call, x)
+    how = ReduceOp.of(op)
+    if letters is not None and out is None and objection(how, x.dtype) is None:
+        out = np.empty(x.shape, x.dtype)
+        fold(letters, how, (out.reshape(-1),))
+        return out
     if out is None:
         out = x.copy()
     elif out is not x:
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
         out[...] = x
-    whole = Call("all_reduce", (_flat("out", out),), ReduceOp.of(op), shape=x.shape)
+    whole = Call("all_reduce", (_flat("out", out),), how, shape=x.shape)
     if not async_op:
         opened.comm.issue(whole).wait()
         return out
@@ -333,9 +338,10 @@ def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: 
     return opened.comm
 
 
-def _settle(opened: defaults.Default, call: Signature) -> None:
-    if opened.agreement is not None:
-        opened.agreement.settle(call)
+def _settle(opened: defaults.Default, call: Signature, letter: Array = None) -> list[Array] | None:
+    if opened.agreement is None:
+        return None
+    return opened.agreement.settle(call, letter if type(letter) is np.ndarray else None)
 
 
 def _begun(opened: defaults.Default, call: Signature, whole: Call) -> Handle:
