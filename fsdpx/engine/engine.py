@@ -21,6 +21,7 @@ from fsdpx.engine.run import ProgramRun, Worlds
 from fsdpx.engine.views import Views
 from fsdpx.errors import CommTimeout
 from fsdpx.layout.units import Unit
+from fsdpx.nn.layer import Env, Parameters
 from fsdpx.program import VERBS, Action, Program, Request, Slot
 from fsdpx.state.clock import PROGRESS, Clock
 from fsdpx.state.feed import Feed, Microbatch
@@ -46,7 +47,8 @@ class Engine:
 
     poker: moves transfers on during actions as well, not only between them. observers: called after every action, which
     they may break off by an exception. recording: keeps what happens when, if the trainer has one. ran, batch: the
-    last program, and the last batch that it ran on."""
+    last program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of small
+    batches that were predicted (`Direct`)."""
 
     def __init__(self, state: TrainState, poker: Poker | None = None, recorder: ActionRecorder | None = None) -> None:
         self.state, self.placement = state, state.placement
@@ -55,6 +57,7 @@ class Engine:
         self.recording: Recording | None = None
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
+        self.direct: dict[tuple[Any, ...], Callable[[Any], tuple[Any, ...] | None] | None] = {}
         self._poker, self.recorder = poker, recorder
         self._views: Views | None = None
         self._worlds = Worlds(state)
@@ -138,7 +141,7 @@ class Engine:
             for observe in self.observers:
                 observe(action)
         except Exception as error:
-            self._failed(error, words)
+            self.failed(error, words)
             raise
         end = perf_counter()
         if recorder is not None:
@@ -151,7 +154,8 @@ class Engine:
             self._poke()
             self.clock.ran(PROGRESS, end, end, perf_counter())
 
-    def _failed(self, error: Exception, words: str) -> None:
+    def failed(self, error: Exception, words: str) -> None:
+        """An action has raised this error: it becomes a part of it where that was."""
         if self.recorder is not None and isinstance(error, CommTimeout):
             self.recorder.timed_out()
         self.state.forget()
@@ -179,7 +183,7 @@ class Engine:
         try:
             return self._ready(self.state.store.pop(slot), slot)
         except Exception as error:
-            self._failed(error, self._givers[slot])
+            self.failed(error, self._givers[slot])
             raise
 
     def _read(self, slot: Slot) -> Any:
@@ -194,6 +198,19 @@ class Engine:
         if self.recorder is not None and value.handle is not DONE:
             self.recorder.waits(self._givers.get(slot, "an earlier program"))
         return value.wait()
+
+    # -- without a program ---------------------------------------------------------------------------------------------
+
+    @property
+    def observed(self) -> bool:
+        """Whether anything looks at actions, or is under way between them."""
+        return bool(self.observers or self._flying) or self.recording is not None or self.recorder is not None
+
+    def layers(self, unit: int, held: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Env], list[Parameters]]:
+        """What the layers of a unit see when samples are only looked at, after a program that did so. held: the values
+        of its pages and statistics."""
+        assert self._views is not None
+        return self._worlds.of(False, False, inputs)[1][unit], self._views.params(unit, held)
 
     # -- beside programs -----------------------------------------------------------------------------------------------
 
@@ -230,4 +247,5 @@ class Engine:
         """Let go of every buffer, of shared memory and of communicators made for this engine. Collective."""
         self.give_up()
         self._views = None
+        self.direct.clear()
         self.state.close()

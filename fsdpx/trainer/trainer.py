@@ -223,9 +223,12 @@ class Trainer:
 
     def predict(self, x: Any, with_: str = "parameters") -> Any:
         """The model's output on this rank's samples, without dropout; keeps nothing. with_: as in `evaluate`."""
-        session, feed = self._session, self._feed(x, None, "predict", training=False)
+        session = self._session
+        if with_ == "parameters" and (found := session.direct(x)) is not None:
+            return _one(found)
+        feed = self._feed(x, None, "predict", training=False)
         with self._with(with_), session.aside():
-            return _one(session.outputs(session.run("predict", feed), feed))
+            return _one(session.predict(x, feed))
 
     def generate(
         self,

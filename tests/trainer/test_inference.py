@@ -9,7 +9,8 @@ from models import mlp
 
 from fsdpx import EMA, Trainer, nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.engine.engine import Engine
+from fsdpx.errors import ConfigError, DataError, FsdpxError
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 
@@ -75,3 +76,58 @@ def test_an_error_of_one_rank_names_it_and_freezing_is_seen() -> None:
         trainer.predict(np.float32(1))
     trainer.step(X, X)
     assert (trainer.predict(X) != before).any()
+
+
+def test_small_batches_run_their_layers_alone_and_give_the_bits_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on; what changes parameters in any way is seen, and where more than layers has to run, the
+    program does."""
+    net = nn.Chain(nn.Linear(6, 8), nn.BatchNorm(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    rng, runs = np.random.default_rng(1), []
+    x, y = rng.standard_normal((4, 6), np.float32), rng.standard_normal((4, 2), np.float32)
+    run = Engine.run
+    monkeypatch.setattr(Engine, "run", lambda self, *rest: (runs.append(1), run(self, *rest))[1])
+    trainer = net.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), average=EMA(0.5))
+
+    def program(x: np.ndarray) -> np.ndarray:
+        trainer._session.engine.direct.clear()
+        return trainer.predict(x)
+
+    def alike(batch: np.ndarray) -> None:
+        whole = program(batch)
+        runs.clear()
+        np.testing.assert_array_equal(trainer.predict(batch), whole)
+        assert not runs
+
+    alike(x)
+    trainer.step(x, y)
+    alike(x)
+    values = {name: value + 1 for name, value in trainer.parameters().items()}
+    before = trainer.predict(x)
+    trainer.load_parameters(values)
+    assert (trainer.predict(x) != before).any()
+    alike(x)
+    trainer.accumulate(x, y)
+    alike(x)
+    trainer.update()
+    alike(x[:1])
+    alike(x[1:])
+    alike(x[:, ::-1])
+    assert (trainer.predict(x) != trainer.predict(x, with_="average")).any()
+    assert trainer.predict(x.astype("f8")).dtype == np.float32
+    bad = nn.Chain(nn.Embedding(3, 2)).as_distributed()
+    bad.predict(np.array([[1]]))
+    for _ in range(2):
+        with pytest.raises(FsdpxError, match="3"):
+            bad.predict(np.array([[3]]))
+    trainer.close()
+    with pytest.raises(ConfigError, match="closed"):
+        trainer.predict(x)
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"check_finite": True}])
+def test_where_more_than_layers_has_to_run_the_program_does(options: dict[str, Any]) -> None:
+    trainer = nn.Linear(3, 2).as_distributed(**options)
+    x = np.ones((1, 3), np.float32)
+    first = trainer.predict(x)
+    assert set(trainer._session.engine.direct.values()) <= {None}
+    np.testing.assert_array_equal(trainer.predict(x), first)
