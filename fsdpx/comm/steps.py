@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from threading import get_ident
 
 from fsdpx.comm.calls import DONE, Handle
 
-__all__ = ["NOT_ALONE", "PATIENT", "Finish", "Progress", "Steps", "progress_of", "spin"]
+__all__ = ["NOT_ALONE", "PATIENT", "Finish", "Progress", "Steps", "Wait", "progress_of", "spin", "waits"]
 
 PATIENT = 2048  # about a millisecond
 _SPINS_BEFORE_SLEEP = 4096  # some milliseconds: a rank that waits that long may sleep
@@ -107,22 +108,56 @@ class Finish:
             last()
 
 
+class Wait:
+    """A wait of `spin` that is no short one, for a watchdog to look at; as text, what it is for."""
+
+    __slots__ = ("_ready",)
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+
+    def __str__(self) -> str:
+        owner = getattr(self._ready, "__self__", None)
+        if type(owner).__str__ is not object.__str__ and owner is not None:
+            return str(owner)
+        inner = getattr(self._ready, "func", self._ready)  # of a `partial`
+        return str(inner.__qualname__).partition(".<locals>")[0]
+
+
+waits: dict[int, Wait] = {}
+"""The wait that each thread is in at this moment, by the number of the thread."""
+
+
 def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
     """Poll `ready` until it is true; False after `timeout` seconds. Yields the core when it takes long: after
     `patience` looks, by default those of `progress`."""
     spins, deadline, patience = 0, None, progress.patience if patience is None else patience
-    while not ready():
-        spins += 1
-        if progress.pending:
-            progress.poke()
-        if spins > patience + _SPINS_BEFORE_SLEEP:
-            time.sleep(_NAP)
-        elif spins > patience:
-            give_way()
-        if spins % _SPINS_PER_CLOCK == 0:
-            now = time.monotonic()
-            if deadline is None:
-                deadline = now + timeout
-            elif now > deadline:
-                return False
-    return True
+    thread, outer = 0, None
+    try:
+        while not ready():
+            spins += 1
+            if progress.pending:
+                progress.poke()
+            if spins > patience + _SPINS_BEFORE_SLEEP:
+                time.sleep(_NAP)
+            elif spins > patience:
+                give_way()
+            if spins % _SPINS_PER_CLOCK == 0:
+                now = time.monotonic()
+                if deadline is None:
+                    deadline, thread = now + timeout, get_ident()
+                    outer, waits[thread] = waits.get(thread), Wait(ready)
+                elif now > deadline:
+                    return False
+        return True
+    finally:
+        if deadline is not None:
+            _leave(thread, outer)
+
+
+def _leave(thread: int, outer: Wait | None) -> None:
+    """The wait of a thread is over; `outer` is the one inside of which it took place."""
+    if outer is None:
+        waits.pop(thread, None)
+    else:
+        waits[thread] = outer

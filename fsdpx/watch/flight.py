@@ -19,14 +19,14 @@ __all__ = ["LENGTH", "ActionRecord", "FlightRecord", "FlightRecorder", "label", 
 LENGTH = 512
 """Actions that are remembered."""
 
-_MAGIC = b"fsdpx f1"
+_MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # step, kind of program
-_BEAT = struct.Struct("<qq")  # looks of the watchdog, whether it waits in vain
-_NOTE = struct.Struct("<d240s")  # since when (perf_counter; 0: it does not wait), what for (else where it stands)
+_BEAT = struct.Struct("<d")  # when its watchdog last looked (perf_counter)
+_NOTE = struct.Struct("<dd3056s")  # since when it waits (0: it does not), when it last moved; what for, or its stack
 _CALL = struct.Struct("<q56s56s")  # calls that all ranks make, begun so far; the last one, the one before it
 _LEFT = struct.Struct("<qq")  # whether the script has come to its end, exit status
-_PROGRAM_AT, _BEAT_AT, _NOTE_AT, _CALL_AT, _LEFT_AT, _START = 128, 192, 256, 512, 640, 1024
+_PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
 _RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
 _END = struct.Struct("<d")
 _END_AT = 16
@@ -38,7 +38,11 @@ _SIZE = _START + LENGTH * _RECORD.size
 @lru_cache(maxsize=4096)
 def label(text: str, width: int = 112) -> bytes:
     """`text` as it is kept: cut to `width` bytes of UTF-8."""
-    return text.encode()[:width].decode(errors="ignore").encode()
+    return _cut(text, width)
+
+
+def _cut(text: str, width: int) -> bytes:
+    return text.encode(errors="replace")[:width].decode(errors="ignore").encode()
 
 
 class FlightRecorder:
@@ -47,7 +51,7 @@ class FlightRecorder:
     thread: the one that runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so
     far. calls: that all ranks make, begun so far."""
 
-    __slots__ = ("_at", "_before", "_buffer", "_path", "beats", "calls", "ended", "serial", "thread", "timed_out")
+    __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
 
     def __init__(
         self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
@@ -61,7 +65,7 @@ class FlightRecorder:
             self._buffer = mmap.mmap(file, _SIZE)
         finally:
             os.close(file)
-        self._at, self.serial, self.ended, self.thread, self.beats, self.calls = _START, 0, 0, 0, 0, 0
+        self._at, self.serial, self.ended, self.thread, self.calls = _START, 0, 0, 0, 0
         self._before = b""
         clock = time.time() - time.perf_counter()
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, label(host, 64))
@@ -96,15 +100,14 @@ class FlightRecorder:
         self.ended = self.serial
         _END.pack_into(self._buffer, self._at + _END_AT, now)
 
-    def beat(self, vain: bool) -> None:
-        """The watchdog of this rank lives. vain: the rank has waited too long."""
-        self.beats += 1
-        _BEAT.pack_into(self._buffer, _BEAT_AT, self.beats, vain)
+    def beat(self, now: float) -> None:
+        """The watchdog of this rank lives, at perf_counter() = now."""
+        _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
-    def note(self, since: float, what: str) -> None:
+    def note(self, since: float, what: str, moved: float = 0.0) -> None:
         """Note what this rank waits for at this moment, also outside of actions; since 0: it does not wait, and `what`
-        is where it stands."""
-        _NOTE.pack_into(self._buffer, _NOTE_AT, since, label(what, 240))
+        is the line of the script where it stands, and below it the stack. moved: when it last made progress."""
+        _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _cut(what, 3056))
 
     def remove(self) -> None:
         """A rank that ends well leaves no record; the last one removes the folder."""
@@ -129,10 +132,15 @@ class ActionRecord:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The content of a record. calls, call, before: of the calls that all ranks make, how many have begun, the last
-    one, and the one before it. left: the exit status, if the script has come to its end. entries: oldest first. since,
-    what: what the rank waits for, seconds since 1970 (since 0: for nothing, and `what` is where it stands). vain:
-    longer than it may."""
+    """The content of a record, with times in seconds since 1970, or 0.
+
+    beat : when the watchdog of the rank last looked
+    moved : when the rank last made progress, as far as its watchdog has seen
+    since : when the wait began that it is in; 0: it is in none
+    what : what it waits for, else the line of the script at which it stands, and below it the stack
+    calls, call, before : how many of the calls that all ranks make have begun, the last one, and the one before it
+    left : the exit status, if the script has come to its end
+    entries : its actions, oldest first"""
 
     rank: int
     ranks: int
@@ -140,8 +148,8 @@ class FlightRecord:
     host: str
     step: int
     program: str
-    beats: int
-    vain: bool
+    beat: float
+    moved: float
     since: float
     what: str
     calls: int
@@ -181,14 +189,13 @@ def read(path: Path, whole: bool = True) -> FlightRecord | None:
         return None
     _, rank, ranks, process, clock, host = _HEADER.unpack_from(data)
     step, kind = _PROGRAM.unpack_from(data, _PROGRAM_AT)
-    beats, vain = _BEAT.unpack_from(data, _BEAT_AT)
-    since, what = _NOTE.unpack_from(data, _NOTE_AT)
+    (beat,), (since, moved, what) = _BEAT.unpack_from(data, _BEAT_AT), _NOTE.unpack_from(data, _NOTE_AT)
+    beat, moved, since = (when and when + clock for when in (beat, moved, since))
     calls, call, before = _CALL.unpack_from(data, _CALL_AT)
     left, status = _LEFT.unpack_from(data, _LEFT_AT)
-    wall = (since + clock) if since else 0.0
     entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number)) if whole else ()
     return FlightRecord(
-        rank, ranks, process, _text(host), step, _text(kind), beats, bool(vain), wall, _text(what), calls, _text(call),
+        rank, ranks, process, _text(host), step, _text(kind), beat, moved, since, _text(what), calls, _text(call),
         _text(before), status if left else None, entries,
     )  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
 import secrets
 import signal
 import sys
@@ -14,29 +13,45 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from os import _exit  # the original, before leaving.py wraps it to report exits that others wait behind
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fsdpx import environment, files
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.start import clear
-from fsdpx.comm.steps import Progress, progress_of, spin
+from fsdpx.comm.steps import waits
+from fsdpx.watch import report
 from fsdpx.watch.flight import LENGTH, FlightRecord, FlightRecorder, log, read, read_all
-from fsdpx.watch.leaving import LATE, LEFT, all_gone, all_left, ended, leaving, missed, parted, state_of, status, stays
+from fsdpx.watch.leaving import (
+    EARLY,
+    LATE,
+    LEFT,
+    all_gone,
+    all_left,
+    ended,
+    leaving,
+    missed,
+    parted,
+    state_of,
+    status,
+    stays,
+)
+from fsdpx.watch.report import HUNG
 
-__all__ = ["HUNG", "Watchdog", "first_word", "note", "overdue", "report", "unwatch", "watch", "watch_axes"]
+__all__ = ["HUNG", "Watchdog", "note", "unwatch", "watch", "watch_axes"]
 
-HUNG = 124
-"""Exit status of a job that a watchdog ended, as of timeout(1)."""
 PATIENCE = 10.0
 """While a watchdog watches and other ranks move, a single wait may last this many times the timeout."""
-FIRST_WORD = 60.0
-"""Seconds of a wait after which rank 0 says who waits where, once; the job goes on."""
+SILENT = 0.5
+"""Seconds without a look, or four looks if those are more, after which a watchdog has stopped."""
+UNHEARD = 3.0
+"""Seconds after which another rank says why the job ends, if the one whose turn it was did not end it."""
+STACK = 12
+"""Lines of a stack that are kept."""
 _PREFIX = "fsdpx-flight-"
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
@@ -58,9 +73,9 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
     tokens, hosts = zip(*base.all_gather_plain((token, platform.node())), strict=True)  # always: all ranks do the same
     if watchdog is None:
         try:
-            watchdog = _watchdogs[base] = Watchdog(
-                base, _folder(tokens[0]), timeout, [r for r, host in enumerate(hosts) if host == hosts[base.rank]]
-            )
+            here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
+            number = list(dict.fromkeys(hosts)).index(hosts[base.rank])
+            watchdog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]), timeout, here, number)
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
     base.all_gather_plain(None)  # a rank that ended before others had records would pass for the last one
@@ -91,7 +106,6 @@ def unwatch(comm: Any) -> Watchdog | None:
     comm = _base(comm)
     watchdog = _watchdogs.pop(comm, None)
     if watchdog is not None:
-        (watchdog.folder / "alarm").unlink(missing_ok=True)
         watchdog.stop()
         watchdog.bury(comm.lost() if hasattr(comm, "lost") else ())
     return watchdog
@@ -101,37 +115,34 @@ class Watchdog:
     """One per rank and communicator. Looks at its rank and at the records of the others; makes no MPI call but abort.
 
     timeout: seconds without any progress of any rank of this host, after which a rank that waits does so in vain.
-    Progress is an action that begins or ends, a wait that ends, a transfer that takes its next step."""
+    Progress is an action that begins or ends, or a wait that begins or ends. Of the ranks that wait, the lowest one
+    says why the job ends; the others follow one after the other, in case it is not heard."""
 
-    def __init__(self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = ()) -> None:
-        """here: the ranks of this host."""
+    def __init__(
+        self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = (), number: int = 0
+    ) -> None:
+        """here: the ranks of this host, which is host `number` of those that the ranks are on."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         files.folder(folder)
-        self.record = FlightRecorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host, self.ask)
+        self.record = FlightRecorder(self._place(self.rank), comm.rank, comm.size, self.host, self.ask)
         self.record.thread = threading.get_ident()
         self._comm = weakref.ref(comm)
-        self._progress: Progress = progress_of(comm)
         self._every = min(1.0, self.timeout / 20)
-        self._stop = threading.Event()
-        self._asked = threading.Event()
-        self._seen: dict[int, tuple[int, float]] = {}
-        self._alarmed = 0.0  # when there was no alarm yet
+        self._stop, self._asked = threading.Event(), threading.Event()
+        self._here, self._number = [self._place(rank) for rank in here], number
         self._there: set[int] = set()  # ranks of this host that had a record at the last look
-        self._left = -math.inf  # when one of them had none any more
-        self._here = [self._place(rank, "flight") for rank in here]
-        weak = self._comm
-        stays(
-            self.record, self._leave, None if getattr(comm, "survives", False) else lambda code: _end_all(weak(), code)
-        )
+        self._fewer = -math.inf  # when one of them had none any more
+        self._found = math.inf  # when it was found that this rank waits in vain
+        weak, outlived = self._comm, getattr(comm, "survives", False)
+        stays(self.record, self._leave, None if outlived else lambda code: _end_all(weak(), code))
         threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """No rank waits for this one here any more: its files in the folder are removed."""
+        """No rank waits for this one here any more: its record is removed."""
         if not self._stop.is_set():
             self._stop.set()
             leaving(self.record)
-            self._forget(self.rank)
             self.record.remove()
 
     def _leave(self) -> None:
@@ -139,16 +150,16 @@ class Watchdog:
         find that they wait for a rank that has left."""
         self._stop.set()
         self.record.leave(status())
-        while getattr(self._comm(), "survives", False) and not all_gone(self._here):
+        while self._outlived() and not all_gone(self._here):
             time.sleep(0.02)  # MPI may finalize without waiting: ranks that miss this one have time to find it here
         if all_left(self._here):
             files.remove(self.folder)
 
     def bury(self, dead: Iterable[int]) -> None:
-        """Remove the files of dead ranks, and the folder with the last record; `fsdpx run` reads them first."""
+        """Remove the records of dead ranks, and the folder with the last one; `fsdpx run` reads them first."""
         if environment.read().run is None:
             for rank in dead:
-                self._forget(rank)
+                self._place(rank).unlink(missing_ok=True)
             with suppress(OSError):  # others are still there
                 self.folder.rmdir()
 
@@ -157,118 +168,108 @@ class Watchdog:
         self._asked.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
+    def _outlived(self) -> bool:
+        """Whether the other ranks live on when one dies."""
+        return bool(getattr(self._comm(), "survives", False))
+
+    def _place(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05}.flight"
+
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        token: Any = None
-        since, spoken = time.perf_counter(), 0.0
+        before: Any = None
+        since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._every):
             if self._comm() is None:
                 return  # no rank to wait for; the record stays, for this may be the end of a failed script
-            waiting = waiting_in(self.record.thread)
-            now = (self.record.serial, self.record.ended, waiting and waiting[0], _moving(self._progress))
-            if not _same(now, token):  # what is waited for is compared itself: a number of it could be used again
-                token, since = now, time.perf_counter()
-            still = time.perf_counter() - since
-            waited = still if waiting else 0.0
-            what = waiting[1] if waiting else _stands(self.record.thread, time.time() - still)
-            self.record.note(since if waiting else 0.0, what)
-            self.record.beat(self._asked.is_set() or waited >= self.timeout)
-            comm = self._comm()
-            if not self.folder.exists() and not getattr(comm, "survives", False):
+            wait, asked = waits.get(self.record.thread), self._asked.is_set()
+            progress = (self.record.serial, self.record.ended, wait)
+            if progress != before and not asked:  # who has asked says what it waited for last
+                before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
+                self._found = math.inf
+            now = time.perf_counter()
+            still = now - since
+            self.record.beat(now)
+            self.record.note(since if what else 0.0, what or self._stands(still), since)
+            if not self.folder.exists() and not self._outlived():
                 self._follow()
-            others = [place for place in self._here if place != self._place(self.rank, "flight")]
-            left = missed(self.record, waited, others, comm is not None and len(self._here) == comm.size)
-            if left is not None:
-                self._miss(left, waiting[1] if waiting else "")
-            if waited >= LATE and not getattr(comm, "survives", False) and (calls := parted(self._here)):
-                self._part(calls)
-            if self.rank == 0 and still >= FIRST_WORD < self.timeout:
+            if self.rank == 0 and still >= report.FIRST_WORD < self.timeout:
                 spoken = self._say(spoken)
-            if waited >= self.timeout or self._asked.is_set() or (self.folder / "alarm").exists():
-                with suppress(OSError):  # the folder goes when another rank has reported
-                    self._look()
-            else:
-                self._alarmed = time.monotonic()
+            if what and (still >= min(EARLY, self.timeout / 2) or asked):
+                self._judge(still, what)
+
+    def _stands(self, still: float) -> str:
+        """The line of the script at which this rank stands since `still` seconds, and its stack; "" if it moves."""
+        if still < 2 * self._every:
+            return ""
+        frame = sys._current_frames().get(self.record.thread)
+        stack = "".join(traceback.format_stack(frame)) if frame else "  the thread has ended"
+        return "\n".join([line_of_script(self.record.thread, time.time() - still), *stack.splitlines()[-STACK:]])
 
     def _say(self, last: float) -> float:
         """Say who waits where, if a wait that began after `last` lasts long; when that was said last."""
         now, heads = time.time(), [read(place, whole=False) for place in self._here]
-        if not overdue([flight for flight in heads if flight is not None], last, now):
+        if not report.overdue([flight for flight in heads if flight is not None], last, now):
             return last
         comm, flights = self._comm(), read_all(self.folder)
-        sys.stderr.write(first_word(flights, len(flights) if comm is None else comm.size, self.timeout, now, self.host))
-        sys.stderr.flush()
+        ranks = len(flights) if comm is None else comm.size
+        _tell(report.first_word(flights, ranks, self.timeout, now, self.host))
         return now
 
-    def _look(self) -> None:
-        """Some rank waits in vain, unless ranks still move. The lowest rank that lives reports; one report per job."""
-        flights = {r: f for r, f in read_all(self.folder).items() if f.host == self.host}
-        now = time.monotonic()
-        for rank, flight in flights.items():
-            if self._seen.get(rank, (-1, 0.0))[0] != flight.beats:
-                self._seen[rank] = (flight.beats, now)
-        alarm = self.folder / "alarm"
+    def _judge(self, waited: float, what: str) -> None:
+        """This rank waits since `waited` seconds for `what`: end a wait that nobody will."""
+        flights = {flight.rank: flight for place in self._here if (flight := read(place, whole=False)) is not None}
+        now, comm = time.perf_counter(), self._comm()
         if self._there - flights.keys():
-            self._left = now
+            self._fewer = now
         self._there = set(flights)
-        if now - self._left < self.timeout and not self._asked.is_set():
-            alarm.unlink(missing_ok=True)  # a rank has ended, or was killed here: others have yet to hear of it
+        others = [place for place in self._here if place != self._place(self.rank)]
+        gone = missed(self.record, waited, others, comm is not None and len(self._here) == comm.size)
+        if gone is not None and self._outlived() and not state_of(gone.process):
+            gone = None  # MPI tells who waits for it
+        calls = parted(self._here) if waited >= LATE and not self._outlived() else {}
+        hung = self._hangs(flights, waited)
+        if gone is None and not calls and not hung:
+            self._found = math.inf
             return
-        if not alarm.exists():
-            self._alarmed = now
-            if self._asked.is_set() or not self._others_move(flights):
-                files.mark(alarm)
+        self._found = min(self._found, now)
+        lower = sum(f.rank < self.rank and f.since > 0 and not self._silent(f) for f in flights.values())
+        if now - self._found < UNHEARD * min(lower if gone or calls else lower + self._number, 4):
             return
-        self._write_stack()
-        alarmed, patience = now - self._alarmed, max(6 * self._every, 0.8)
-        if alarmed < patience:
-            return  # until then all living ranks have seen it
-        awake = {r: f for r, f in flights.items() if r not in self._silent()}
-        if alarmed < 5 * patience and not all(self._place(rank, "stack").exists() for rank in awake):
-            return  # on a busy machine, not all have written where they stand
-        if not any(f.vain for f in awake.values()) or (self._others_move(flights) and not self._asked.is_set()):
-            alarm.unlink(missing_ok=True)  # late, but it came
-        elif self.rank == min(awake, default=self.rank) and (self._claim() or self._unheard(alarmed, patience)):
-            self._end()
+        if gone is not None:
+            self._miss(gone, what)
+        elif calls:
+            self._part(calls)
+        elif not self._evict(flights):
+            self._end(flights)
 
-    def _silent(self) -> set[int]:
-        """Ranks whose watchdogs have stopped."""
-        now = time.monotonic()
-        return {r for r, (_, when) in self._seen.items() if now - when >= max(4 * self._every, 0.5)}
+    def _silent(self, flight: FlightRecord) -> bool:
+        """Whether the watchdog of a rank has stopped."""
+        return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._every, SILENT)
 
-    def _others_move(self, flights: dict[int, FlightRecord]) -> bool:
-        """Whether any rank of this host did anything within the timeout."""
-        now = time.time()
-        for flight in flights.values():
-            last = flight.last
-            done = max(last.begin, last.end) if last else 0.0
-            if flight.rank != self.rank and now - max(done, flight.since) < self.timeout:
-                return True
-        return False
+    def _hangs(self, flights: dict[int, FlightRecord], waited: float) -> bool:
+        """Whether this rank, which waits since `waited` seconds, does so in vain: no rank of this host has moved."""
+        if self._asked.is_set():
+            return True
+        if waited < self.timeout or time.perf_counter() - self._fewer < self.timeout:
+            return False  # a rank has ended, or was killed here: others have yet to hear of it
+        late = [f for f in flights.values() if self._silent(f) and state_of(f.process) not in ("", "T")]
+        if late and waited < self.timeout + max(30 * self._every, 4.0):
+            return False  # on a busy machine, a watchdog may come late
+        return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
-    def _claim(self, what: str = "claimed") -> bool:
-        """Whether this rank is the first of its host to do it."""
-        with suppress(OSError):  # the folder is gone
-            return files.mark(self.folder / what)
-        return False
-
-    def _unheard(self, alarmed: float, patience: float) -> bool:
-        """Whether this rank reports though another has: on a host that cannot be heard, where hosts share the folder
-        and the network between them is cut."""
-        return alarmed > 7 * patience and self._claim(f"claimed-{self.host}")
+    # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _miss(self, left: FlightRecord, what: str) -> None:
         """A rank has ended that others wait for: the job ends, or, where others outlive it, the process does."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
-        if getattr(self._comm(), "survives", False):
-            if state_of(left.process) and self._claim(f"rank-{left.rank:05}.missed"):
-                sys.stderr.write(f"fsdpx watchdog: {ended(left)}, and {waits}: it counts as dead\n")
-                sys.stderr.flush()
-                os.kill(left.process, signal.SIGKILL)
-        elif self._claim():
+        if not self._outlived():
             code = left.left or LEFT
             self._abort(code, f"fsdpx watchdog: {ended(left)}, and {waits}: the job ends with status {code}\n")
+        else:
+            _tell(f"fsdpx watchdog: {ended(left)}, and {waits}: it counts as dead\n")
+            os.kill(left.process, signal.SIGKILL)
 
     def _follow(self) -> None:
         """Another rank of this host has ended the job and removed all records. Where no launcher ends this rank, and
@@ -278,70 +279,66 @@ class Watchdog:
 
     def _part(self, calls: dict[int, str]) -> None:
         """The ranks wait for each other in different calls, and none of them will come."""
-        if self._claim():
-            self._abort(
-                HUNG,
-                f"fsdpx watchdog: ranks wait for each other in different calls: {grouped(calls)}. All ranks make the "
-                f"same calls, in the same order: the job ends with status {HUNG}\n",
+        self._abort(
+            HUNG,
+            f"fsdpx watchdog: ranks wait for each other in different calls: {grouped(calls)}. All ranks make the "
+            f"same calls, in the same order: the job ends with status {HUNG}\n",
+        )
+
+    def _evict(self, flights: dict[int, FlightRecord]) -> bool:
+        """Where others outlive a rank, those of this host that do not come while others wait for them, stopped or at
+        something else, are killed, which the others then see. Whether any was."""
+        here = [f for f in flights.values() if state_of(f.process)]
+        absent = [f for f in here if self._silent(f) or not f.since]
+        if not absent or len(absent) == len(here) or not self._outlived():
+            return False
+        for flight in absent:
+            fate = report.fate(flight, self.host) if self._silent(flight) else "does something else"
+            whole = read(self._place(flight.rank)) or flight
+            _tell(
+                f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
+                f"dead. It was {whole.where(time.time())}\n"
             )
+            self._place(flight.rank).unlink(missing_ok=True)
+            os.kill(flight.process, signal.SIGKILL)
+        return True
+
+    def _end(self, flights: dict[int, FlightRecord]) -> None:
+        """Report, and end the job."""
+        silent, comm = {rank for rank, flight in flights.items() if self._silent(flight)}, self._comm()
+        whole = read_all(self.folder)
+        ranks = len(whole) if comm is None else comm.size
+        text = report.report(whole, ranks, silent, self.timeout, time.time(), self.host)
+        path = _keep(self.folder, text + "\n" + log(whole))
+        self._abort(HUNG, f"{text}The last {LENGTH} actions of each rank are in {path}\n")
 
     def _abort(self, code: int, text: str) -> None:
         """End the job."""
         sys.stdout.flush()
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        _tell(text)
         if environment.read().run is None:
             _discard(self.folder)
         time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
         _end_all(self._comm(), code)
         _exit(code)
 
-    def _write_stack(self) -> None:
-        frame = sys._current_frames().get(self.record.thread)
-        text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
-        files.write(self._place(self.rank, "stack"), text)  # the reporting rank reads all of it or nothing
 
-    def _place(self, rank: int, what: str) -> Path:
-        return self.folder / f"rank-{rank:05}.{what}"
+def line_of_script(thread: int, since: float) -> str:
+    """The line of the user's script that a thread is at; "" if there is none. since: when it last made progress."""
+    side = "outside of"
+    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
+        file = frame.f_code.co_filename
+        if file.startswith(_OWN):
+            side = "in"
+        elif not file.startswith(_PYTHON) and f"-packages{os.sep}" not in file:
+            clock = time.strftime("%H:%M:%S", time.localtime(since))
+            return f"{side} fsdpx, at {file[-150:]}:{line} (no progress since {clock})"
+    return ""
 
-    def _forget(self, rank: int) -> None:
-        for what in ("flight", "stack", "missed"):
-            self._place(rank, what).unlink(missing_ok=True)
 
-    def _evict(self, flights: dict[int, FlightRecord], silent: set[int]) -> bool:
-        """Where others outlive a rank, those of this host that do not come while others wait for them, stopped or at
-        something else, are killed, which the others then see. Whether any was."""
-        here = [f for f in flights.values() if f.host == self.host and state_of(f.process)]
-        absent = [f for f in here if f.rank in silent or not f.since]
-        if not absent or len(absent) == len(here) or not getattr(self._comm(), "survives", False):
-            return False
-        for flight in absent:
-            fate = _fate(flight, self.host) if flight.rank in silent else "does something else"
-            sys.stderr.write(
-                f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
-                f"dead. It was {flight.where(time.time())}\n"
-            )
-            self._forget(flight.rank)
-            self._seen.pop(flight.rank, None)
-        sys.stderr.flush()
-        for name in ("alarm", "claimed"):
-            (self.folder / name).unlink(missing_ok=True)
-        for flight in sorted(absent, key=lambda flight: flight.rank == self.rank):  # this one last, if it is among them
-            os.kill(flight.process, signal.SIGKILL)
-        return True
-
-    def _end(self) -> None:
-        flights = read_all(self.folder)
-        comm = self._comm()
-        silent = self._silent()
-        if self._evict(flights, silent):
-            return
-        kept = {rank: files.believed(self._place(rank, "stack")) for rank in flights}
-        stacks = {rank: text.decode(errors="replace") for rank, text in kept.items() if text is not None}
-        ranks = comm.size if comm is not None else len(flights)
-        text = report(flights, ranks, silent, stacks, self.timeout, time.time(), self.host)
-        path = _keep(self.folder, text + "\n" + log(flights))
-        self._abort(HUNG, f"{text}The last {LENGTH} actions of each rank are in {path}\n")
+def _tell(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _end_all(comm: Any, code: int) -> None:
@@ -361,141 +358,11 @@ def _discard(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Whether a wait has lasted for FIRST_WORD seconds, and all waits began after the last word, at `last`."""
-    begun = min((flight.since for flight in flights if flight.since and flight.left is None), default=math.inf)
-    return last < begun <= now - FIRST_WORD
-
-
-def first_word(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
-    """Which ranks wait for which tensor, in which call, and where the others stand; arguments as of `report`. It may
-    be a healthy job, in which a rank compiles or reads for long."""
-    alike: dict[str, list[int]] = {}
-    for rank in range(ranks):
-        flight = flights.get(rank)
-        if flight is None:
-            text = f"no record on {host} (ended, or on another host)"
-        elif flight.left is not None or (flight.host == host and state_of(flight.process) in ("", "T")):
-            text = _fate(flight, host)
-        elif flight.since:
-            text = f"waiting {_waits(flight)}" + (f", in call {flight.calls}, {flight.call}" if flight.calls else "")
-        elif flight.what and (flight.last is None or flight.last.end):
-            text = flight.what
-        else:
-            text = flight.where(now) + (f", {flight.what}" if flight.what else "")
-        alike.setdefault(text, []).append(rank)
-    head = f"fsdpx watchdog: still waiting after {FIRST_WORD:g} s; the job goes on, and ends if nothing moves for "
-    return "\n  ".join([f"{head}{timeout:g} s", *(f"{_named(group)}: {text}" for text, group in alike.items())]) + "\n"
-
-
-def report(
-    flights: dict[int, FlightRecord],
-    ranks: int,
-    silent: set[int],
-    stacks: dict[int, str],
-    timeout: float,
-    now: float,
-    host: str,
-) -> str:
-    """Which ranks wait in which action for which tensor, and which are elsewhere. Times in seconds; now: since 1970.
-    silent: ranks whose watchdogs have stopped. stacks: of the others, as text."""
-    lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG}"]
-    waiting: dict[str, list[FlightRecord]] = {}
-    for flight in flights.values():
-        if flight.since and flight.rank not in silent:
-            waiting.setdefault(_waits(flight), []).append(flight)
-    for what, group in waiting.items():
-        longest = max(now - flight.since for flight in group)
-        verb = "wait" if len(group) > 1 else "waits"
-        lines.append(f"  {_named([f.rank for f in group])} {verb} {what}, for {longest:.1f} s")
-    for flight in flights.values():
-        if flight.rank in silent:
-            lines.append(f"  rank {flight.rank} {_fate(flight, host)}; it was {flight.where(now)}")
-        elif not flight.since:
-            lines.append(f"  rank {flight.rank} is {flight.where(now)}; it stands at")
-            lines += ["      " + line for line in stacks.get(flight.rank, "no stack\n").splitlines()[-12:]]
-    missing = [rank for rank in range(ranks) if rank not in flights]
-    if missing:
-        lines.append(f"  {_named(missing)}: no record on {host} (ended, or on another host)")
-    return "\n".join(lines) + "\n"
-
-
-def _waits(flight: FlightRecord) -> str:
-    what = re.sub(r" on rank \d+ of \d+$", "", flight.what)
-    last = flight.last
-    if last is None or last.end:
-        return f"outside any action for {what}"
-    return f"in action {last.action} for {what}"
-
-
-def _fate(flight: FlightRecord, host: str) -> str:
-    if flight.host != host:
-        return f"on {flight.host} says nothing any more"
-    if flight.left is not None:
-        return "has come to the end of its script"
-    state = state_of(flight.process)
-    if state == "":
-        return f"is gone (process {flight.process} has ended)"
-    if state == "T":
-        return f"is stopped (process {flight.process} got SIGSTOP)"
-    return f"does not answer (process {flight.process} is in native code that lets no other thread run)"
-
-
-def waiting_in(thread: int) -> tuple[Any, str] | None:
-    """The object that a thread waits for at this moment, and its description, if it is inside a wait of fsdpx."""
-    for frame in _frames(sys._current_frames().get(thread)):
-        if frame.f_code is spin.__code__ and frame.f_back is not None:
-            waits = frame.f_back.f_locals.get("self")
-            has_text = type(waits).__str__ is not object.__str__
-            return waits, str(waits) if has_text else f"{type(waits).__name__}.{frame.f_back.f_code.co_name}"
-    return None
-
-
-def _stands(thread: int, since: float) -> str:
-    """The line of the user's script that a thread is at; "" if there is none. since: when it last made progress."""
-    side = "outside of"
-    for frame in _frames(sys._current_frames().get(thread)):
-        file = frame.f_code.co_filename
-        if file.startswith(_OWN):
-            side = "in"
-        elif not file.startswith(_PYTHON) and f"-packages{os.sep}" not in file:
-            clock = time.strftime("%H:%M:%S", time.localtime(since))
-            return f"{side} fsdpx, at {file[-150:]}:{frame.f_lineno} (no progress since {clock})"
-    return ""
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _moving(progress: Progress) -> tuple[Any, ...]:
-    """Changes when a transfer under way takes a step."""
-    return tuple((id(getattr(h, "_current", h)), getattr(h, "_stage", 0)) for h in tuple(progress.pending))
-
-
-def _same(a: Any, b: Any) -> bool:
-    return b is not None and a[2] is b[2] and (a[0], a[1], a[3]) == (b[0], b[1], b[3])
-
-
 def _base(comm: Any) -> Any:
     """The communicator inside its counting or guarding wrappers."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm
-
-
-def _named(ranks: list[int]) -> str:
-    """ "rank 3" or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
 
 def _folder(token: str) -> Path:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.watch.flight import LENGTH, FlightRecorder, label, log, read, read_all
-from fsdpx.watch.watchdog import _stands, first_word, overdue, report
+from fsdpx.watch.report import first_word, overdue, report
+from fsdpx.watch.watchdog import line_of_script
 
 
 def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> FlightRecorder:
@@ -67,9 +68,9 @@ def test_ranks_that_wait_alike_share_a_line(tmp_path: Path) -> None:
     for rank in (0, 1, 2, 4):
         written = recorder(tmp_path, rank, 6)
         written.begin("SETTLE1 (page 'w')", now - 5)
-        if rank != 4:
-            written.note(now - 4, f"reduce_scatter of REDUCE1 w on rank {rank} of 6")
-    text = report(read_all(tmp_path), 6, set(), {4: "  File x\n"}, 3.0, time.time(), "host").splitlines()
+        waits = f"reduce_scatter of REDUCE1 w on rank {rank} of 6"
+        written.note(*((now - 4, waits) if rank != 4 else (0.0, "in fsdpx, at train.py:19\n  File x")))
+    text = report(read_all(tmp_path), 6, set(), 3.0, time.time(), "host").splitlines()
     assert text[1].startswith("  ranks 0-2 wait in action SETTLE1 (page 'w') for reduce_scatter of REDUCE1 w, for 4.")
     assert text[2].startswith("  rank 4 is in action SETTLE1 (page 'w'), for 5.")
     assert text[3:] == ["        File x", "  ranks 3, 5: no record on host (ended, or on another host)"]
@@ -105,11 +106,12 @@ def test_a_rank_stands_at_the_line_of_the_script_that_called() -> None:
     thread.start()
     begun.wait()
     line = sys._getframe().f_lineno
-    assert _stands(threading.get_ident(), 0.0).startswith(f"in fsdpx, at {__file__[-150:]}:{line + 1} (no progress")
-    assert f":{line - 3} (" in _stands(thread.ident or 0, 0.0)
+    own = line_of_script(threading.get_ident(), 0.0)
+    assert own.startswith(f"in fsdpx, at {__file__[-150:]}:{line + 1} (no progress")
+    assert f":{line - 3} (" in line_of_script(thread.ident or 0, 0.0)
     go_on.set()
     thread.join()
-    assert _stands(thread.ident or 0, 0.0) == ""
+    assert line_of_script(thread.ident or 0, 0.0) == ""
 
 
 def test_an_action_costs_less_than_a_microsecond_or_so(tmp_path: Path) -> None:
