@@ -218,7 +218,7 @@ class Watchdog:
         return now
 
     def _judge(self, waited: float, what: str) -> None:
-        """This rank waits since `waited` seconds for `what`: find out whether it does so in vain, and end the job then."""
+        """This rank waits since `waited` seconds for `what`: end the job if it does so in vain."""
         flights = {flight.rank: flight for place in self._here if (flight := read(place, whole=False)) is not None}
         now, comm = time.perf_counter(), self._comm()
         if self._there - flights.keys():
