@@ -25,7 +25,7 @@ _given: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", default={})  #
 @contextmanager
 def with_arguments(**choices: Any) -> Iterator[dict[str, str]]:
     """Communicators that are opened inside compare these arguments as well."""
-    words = {f"{name}=": repr(value) for name, value in choices.items()}
+    words = {name: repr(value) for name, value in choices.items()}
     token = _given.set({**words, **_given.get()})
     try:
         yield words
@@ -38,18 +38,16 @@ def given_to_call() -> Mapping[str, str]:
     return _given.get()
 
 
-def compare(comm: Communicator, values: Mapping[str, str]) -> None:
-    """ConfigError on all ranks if they have other values; it names the ranks and what differs alone. Collective.
+def compare(comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None) -> None:
+    """ConfigError on all ranks if they have other settings; it names the ranks, and only what differs. Collective.
 
-    Arguments of a call that some rank has not made, as it opens the communicator by another one, are not compared."""
-    everyone: list[Mapping[str, str]] = comm.all_gather_plain(dict(values))
-    names = dict.fromkeys(name for one in everyone for name in one)
-    names = {name: None for name in names if not name.endswith("=") or all(name in one for one in everyone)}
-    by_name = {name: [one.get(name, "not given") for one in everyone] for name in names}
-    different = [
-        f"{name.rstrip('=')} ({grouped(dict(enumerate(values)))})"
-        for name, values in by_name.items()
-        if len({*values}) > 1
-    ]
+    settings : values as text, by name; a rank that lacks one differs
+    arguments : of the call that this rank makes; those that some rank's call does not have are not compared"""
+    everyone = comm.all_gather_plain((dict(settings), dict(arguments or {})))
+    every_setting, every_argument = zip(*everyone, strict=True)
+    rows = {name: [one.get(name, "not given") for one in every_setting] for one in every_setting for name in one}
+    shared = set.intersection(*map(set, every_argument))
+    rows |= {name: [one[name] for one in every_argument] for name in every_argument[0] if name in shared}
+    different = [f"{name} ({grouped(dict(enumerate(row)))})" for name, row in rows.items() if len({*row}) > 1]
     if different:
         raise ConfigError(f"ranks differ in {', in '.join(different)}. {REMEDY}")

@@ -90,8 +90,8 @@ class MappedWindow(SharedParts):
 
 
 def memory_here() -> str:
-    """The same for processes that can share memory with this one: those of a machine, not of containers that keep
-    theirs apart."""
+    """A name that is the same for all processes that can share memory with this one: those of one machine, but not of
+    containers with shared memory of their own."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_folder()).st_dev}"
     return f"{platform.node()} {_folder()}"

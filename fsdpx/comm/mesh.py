@@ -191,9 +191,9 @@ class Axes:
 
 
 def connect(
-    mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False, apart: bool = False
+    mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False, local: bool = False
 ) -> Axes:
-    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. apart: replicas train by
+    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. local: replicas train by
     themselves.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
@@ -214,7 +214,7 @@ def connect(
         return groups[wide]
 
     named = {"world": AXES, "data": ("replica", "shard")} | {axis: (axis,) for axis in AXES}
-    named |= {"group": REPLICA} if apart else {}
+    named |= {"group": REPLICA} if local else {}
     comms = {name: Counted(group(axes), name, counters) for name, axes in named.items()}
     comms.setdefault("group", comms["world"])
     return Axes(mesh, place, **comms, counters=counters, made=tuple(made))

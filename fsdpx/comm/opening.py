@@ -115,7 +115,7 @@ def carrier_of(comm: Any) -> Carrier | None:
 
 
 def resilient(comm: Any = None) -> Survivor:
-    """A communicator of the same ranks that can outlive some of them; a new one, apart from `comm`. Collective.
+    """A communicator of the same ranks that can outlive some of them, a new one beside `comm`. Collective.
 
     comm: None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
     the new one moves messages only, as what lies in memory that ranks share does not outlive them. Whether it does
@@ -224,7 +224,7 @@ def _begun(carrier: Carrier, shared: bool) -> Communicator:
 
     abort.install(carrier)
     if carrier.size > 1:
-        compare(carrier, {**environment.read().agreed, **given_to_call()})
+        compare(carrier, environment.read().agreed, given_to_call())
     made = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = made.all_gather_plain(platform.node()).count(platform.node())
     made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0

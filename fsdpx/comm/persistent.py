@@ -42,11 +42,11 @@ def gathered(near: Neighbours, call: Call, own: Array | None = None) -> Persiste
 def added(near: Neighbours, call: Call, place: WindowAddress, cut: Pieces) -> Persistent:
     """This rank's piece of every rank's first array, ours at `place`, is added up into the second, else all firsts."""
     first, last, rank = call.arrays[0], call.arrays[-1], near.rank
-    apart = len(call.arrays) > 1
-    outs = [address(last)] if apart else [0] * near.size
+    separate = len(call.arrays) > 1
+    outs = [address(last)] if separate else [0] * near.size
     divisor = near.size if call.op is ReduceOp.AVG else 1
     run = _SUMS[first.dtype.char if call.wire is None else call.wire.name]
-    row = _row(near, cut.counts[rank], divisor, outs, stream=apart and last.nbytes >= STREAM)
+    row = _row(near, cut.counts[rank], divisor, outs, stream=separate and last.nbytes >= STREAM)
     made = Persistent(near, call, run, place, None, row)
     made.skip = cut.displs[rank] * first.dtype.itemsize
     made.take(near.lane, place)

@@ -342,7 +342,7 @@ def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple
     width = mesh.width("replica") * mesh.width("shard")
     lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
     ahead = lifetimes.ahead if distribution.ahead is None else distribution.ahead
-    axes = connect(mesh, world, check=check, apart=local_of(distribution.strategy) is not None)
+    axes = connect(mesh, world, check=check, local=local_of(distribution.strategy) is not None)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
 
 

@@ -42,8 +42,8 @@ def test_what_ranks_agree_on_is_of_the_environment() -> None:
 
 def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
     with with_arguments(backend="mpi", check=True), with_arguments(backend=None) as inner:
-        assert inner == {"backend=": "None"}
-        assert fsdpx.comm.alike.given_to_call() == {"backend=": "'mpi'", "check=": "True"}
+        assert inner == {"backend": "None"}
+        assert fsdpx.comm.alike.given_to_call() == {"backend": "'mpi'", "check": "True"}
 
 
 @pytest.mark.world
