@@ -1,13 +1,10 @@
-"""Codecs: how the gradients of one page are carried when they are reduced, one per file."""
+"""Codecs: how the gradients of one page are carried when they are reduced."""
 
-from fsdpx.codecs.cast import Cast
-from fsdpx.codecs.codec import Calls, Codec, Moves, Recut
+from fsdpx.codecs.codec import Calls, Cast, Codec, Moves, Plain, Recut
 from fsdpx.codecs.compressed import Compressed
 from fsdpx.codecs.int8 import Int8
-from fsdpx.codecs.named import codec
-from fsdpx.codecs.plain import Plain
 from fsdpx.codecs.powersgd import PowerSGD
-from fsdpx.codecs.rules import Between, Choice, Codecs, Route
+from fsdpx.codecs.rules import Between, Choice, Codecs, Route, codec
 from fsdpx.codecs.sparse import TopK
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A codec: how the gradients of one page are carried when they are reduced."""
+"""A codec: how the gradients of one page are carried when they are reduced; as they are, or in 16 bits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fsdpx.comm.calls import Array, Handle, split_evenly
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.comm.communicator import Communicator
+from fsdpx.errors import ConfigError
 
-__all__ = ["Calls", "Codec", "Memory", "Moves", "Recut"]
+__all__ = ["Calls", "Cast", "Codec", "Memory", "Moves", "Plain", "Recut"]
 
 Calls = tuple[tuple[str, int], ...]
 Moves = tuple[tuple[str, int], ...]
@@ -112,3 +114,52 @@ class Codec(ABC):
             if self.recut.get(name) == "sum":
                 grad += kept
                 kept[...] = 0
+
+
+class Plain(Codec):
+    """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank.
+
+    `algorithm` of all-reduces: "library", the backend's own, or "ring", ours, which is faster than some libraries' from
+    a few MiB on."""
+
+    elementwise = True
+
+    def __init__(self, algorithm: str = "library") -> None:
+        if algorithm not in ("library", "ring"):
+            raise ConfigError(f"Plain({algorithm!r}): choose the algorithm library or ring")
+        self.algorithm = algorithm
+
+    def reduce(
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
+        return comm.reduce_scatter(grad, out, ReduceOp.SUM, counts, what=what)
+
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+        return comm.all_reduce(grad, ReduceOp.SUM, self.algorithm, what=what)
+
+
+class Cast(Codec):
+    """Gradients travel in 16 bits and are added in fp32 in rank order by the owner of a part: half the bytes, one
+    rounding per contribution, none in the sum. For all ranks the sum is rounded once more. Inside a host nothing
+    travels: the rank that adds reads the others' gradients where they lie, and rounds them then. `name` of the format:
+    "bf16" or "float16".
+
+    Where all parts are equal, what is sent and what arrives take the place of the gradient, and no more memory."""
+
+    elementwise = True
+    itemsize: int | None = 2
+
+    def __init__(self, name: str) -> None:
+        self.dtype = dtype_of(name)
+        if self.dtype.itemsize != 2:
+            raise ConfigError(f"Cast({name!r}): a 16-bit format is needed, float16 or bf16")
+
+    def reduce(
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
+        return comm.reduce_scatter(grad, out, counts=counts, what=what, wire=self.dtype)
+
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+        return comm.all_reduce(grad, what=what, wire=self.dtype)

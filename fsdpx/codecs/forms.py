@@ -1,4 +1,6 @@
-"""Which form of a codec's kernels runs: plain array code, or Numba code of the same bits."""
+"""What both forms of a codec's arithmetic share: the levels of numbers in 8 bits, and which form runs."""
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -6,7 +8,12 @@ import numpy as np
 
 from fsdpx.array.kernels import choice
 
-__all__ = ["compiles"]
+__all__ = ["BLOCK", "LARGEST", "LEVELS", "TINY", "compiles"]
+
+BLOCK = 256
+"""Elements in 8 bits that share a scale."""
+LEVELS = 127
+TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def compiles(xp: Any) -> bool:

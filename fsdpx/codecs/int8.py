@@ -1,4 +1,4 @@
-"""Gradients in 8 bits with a scale per block."""
+"""Gradients in 8 bits with a scale per block: the codec, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,58 @@ import numpy as np
 
 from fsdpx.array.random import Stretch
 from fsdpx.codecs.compressed import GRAIN, TURNS, Compressed
-from fsdpx.codecs.levels import BLOCK
-from fsdpx.codecs.quantise import add_quantised, quantise
+from fsdpx.codecs.forms import BLOCK, LARGEST, LEVELS, TINY, compiles
 from fsdpx.comm.calls import Array
 
-__all__ = ["Int8"]
+__all__ = ["Int8", "add_quantised", "quantise"]
+
+
+def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Stretch | None) -> None:
+    """q = x / scale as int8, scale = the largest |x| of a block of 256 / 127; flat arrays of float32 or float64.
+
+    scales: one float32 per block; NaN, with q = 0, where a block has Inf or NaN, and 0 where it has nothing but zeros.
+    lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
+    i of `numbers.chances`; None: to nearest."""
+    if compiles(xp):
+        from fsdpx.codecs.compiled import quantise as body
+
+        body(x, q, scales, lost, numbers)
+        return
+    blocks = _blocks(xp, x)
+    largest = xp.max(xp.abs(blocks), axis=1)
+    fits = largest <= LARGEST
+    scale = xp.where(fits, xp.where(fits, largest, 0) / LEVELS, xp.nan).astype(np.float32)
+    scale = xp.where(scale < TINY, np.float32(0), scale)
+    chance: Any = x.dtype.type(0.5)
+    if numbers is not None:
+        chance = _blocks(xp, (xp.asarray(numbers.chances()) * 2.0**-16).astype(x.dtype))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        level = xp.clip(xp.floor(blocks / scale[:, None] + chance), -LEVELS, LEVELS)
+    level = xp.where(scale[:, None] > 0, level, x.dtype.type(0))
+    if lost is not None:
+        with np.errstate(invalid="ignore"):
+            rest = xp.where(fits[:, None], blocks - level * scale[:, None], x.dtype.type(0))
+        lost[...] = rest.reshape(-1)[: x.size]
+    q[...] = level.reshape(-1)[: x.size].astype(np.int8)
+    scales[...] = scale
+
+
+def add_quantised(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
+    """out = q scale, or out += q scale, of what `quantise` made."""
+    if compiles(xp):
+        from fsdpx.codecs.compiled import add_quantised as body
+
+        body(q, scales, out, add)
+        return
+    found = (_blocks(xp, q).astype(out.dtype) * scales[:, None]).reshape(-1)[: q.size]
+    out[...] = out + found if add else found
+
+
+def _blocks(xp: Any, x: Any) -> Any:
+    """(blocks, 256), made up with zeros."""
+    full = xp.zeros((-(-x.size // BLOCK), BLOCK), dtype=x.dtype)
+    full.reshape(-1)[: x.size] = x
+    return full
 
 
 class Int8(Compressed):

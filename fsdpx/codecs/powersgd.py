@@ -214,7 +214,7 @@ def outer(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) 
     """out = the elements of P Q^T from number `at` on, row by row; or `take` them from it. Column by column, not as a
     matrix product, whose last bits may depend on where its arrays lie: every rank gets the same."""
     if compiles(xp):
-        from fsdpx.codecs.compiled_outer import outer as body
+        from fsdpx.codecs.compiled import outer as body
 
         body(p, q, at, out, take)
         return
