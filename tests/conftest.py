@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bits import explained
 from hypothesis import settings
 from ranks import OVER_GLOO
 from ranks_of_mpi import Ranks
@@ -85,6 +86,13 @@ def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     comm = open_world(request.param)
     yield comm
     comm.close()
+
+
+@pytest.hookimpl
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Where parameters of two trainers are not equal: the tensor and the element."""
+    found = list(explained(left, right)) if op == "==" else []
+    return [f"{left!r} == {right!r}", *found] if found else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,5 +1,5 @@
-"""Contract test classes that users inherit for their own communicators, layers, losses, optimisers and schedules, and
-a clock for thread ranks that step at their own speed."""
+"""Contract test classes that users inherit for their own communicators, layers, losses, optimisers and schedules; the
+comparison of arrays that names the worst element; a clock for thread ranks that step at their own speed."""
 
 from importlib import import_module
 from typing import Any
@@ -11,12 +11,14 @@ _HOME = {
     "LossContract": "fsdpx.testing.loss",
     "OptimizerContract": "fsdpx.testing.optimizer",
     "ScheduleContract": "fsdpx.testing.schedule",
+    "demand_close": "fsdpx.testing.compare",
+    "difference": "fsdpx.testing.compare",
     "VirtualTime": "fsdpx.testing.virtual_time",
 }
 
 __all__ = [
     "CodecContract", "CommunicatorContract", "LayerContract", "LossContract", "OptimizerContract", "ScheduleContract",
-    "VirtualTime",
+    "VirtualTime", "demand_close", "difference",
 ]  # fmt: skip
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from amount import few, in_full
-from models import distance, make, placed
+from models import make, placed
 from savers import ALL, CUT, build, contents, everywhere, steps
 
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.checkpoint import write
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError
+from fsdpx.testing import demand_close
 
 
 def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **options: Any) -> dict[str, np.ndarray]:
@@ -133,7 +134,7 @@ def test_weights_in_another_format(name: str, dtype: Any, tmp_path: Path) -> Non
     values = everywhere("3D", lambda comm: saved(comm, "3D", tmp_path / "a", dtype=name))[0]
     found = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")
     assert {value.dtype for value in found.values()} == {np.dtype(dtype)}
-    assert distance(values, {n: found[n].astype(np.float64) for n in values}) < 2.0**-8
+    demand_close({n: found[n].astype(np.float64) for n in values}, values, 2.0**-8)
 
     def load(comm: Communicator) -> Any:
         trainer = build(comm, "fsdp 3")
@@ -180,10 +181,10 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
         trainer.load_weights(tmp_path / "a")
         return trainer.parameters()
 
-    assert distance(values, everywhere("fsdp 5", load)[0]) == 0
+    demand_close(everywhere("fsdp 5", load)[0], values)
     (tmp_path / "a/manifest.json").unlink()
     (tmp_path / "a/state.safetensors").unlink()
-    assert distance(values, everywhere("fsdp 5", load)[0]) == 0
+    demand_close(everywhere("fsdp 5", load)[0], values)
 
 
 @in_full
@@ -201,7 +202,7 @@ def test_weights_of_anybody_are_loaded(name: str, tmp_path: Path) -> None:
     for variant in ({"embed.weight": tied}, {"head.weight": tied}, {"embed.weight": tied, "head.weight": tied}):
         rest = {n: v for n, v in values.items() if n != "embed.weight"}
         safetensors.numpy.save_file(rest | variant, tmp_path / "other.safetensors", {"format": "pt"})
-        assert distance(values, everywhere(name, load)[0]) == 0
+        demand_close(everywhere(name, load)[0], values)
 
 
 def test_running_statistics_may_be_missing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from bits import Bits, bits
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -28,10 +29,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a rank that lived: its losses, the fingerprint, what happened, and all actions and announcements in order."""
+    """Of a rank that lived: its losses, bits, what happened, and all actions and announcements in order."""
 
     losses: list[float]
-    fingerprint: str
+    bits: Bits
     recoveries: list[Any]
     actions: list[str]
     idle: list[bool]
@@ -71,6 +72,6 @@ def train(ranks: int, kills: Sequence[Kill] = (), strategy: str = "fsdp", **opti
         for x, y in BATCHES:
             losses.append(trainer.step(x, y))
             idle.append(not trainer.trains)
-        return Result(losses, trainer.fingerprint(), trainer.recoveries, killer.actions, idle)
+        return Result(losses, bits(trainer), trainer.recoveries, killer.actions, idle)
 
     return [result for result in spawn(body, ranks, survive=True, timeout=30) if result is not None]

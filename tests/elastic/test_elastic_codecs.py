@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import bits
 from jobs_threads import BATCHES, Kill, Killer, make
 
 from fsdpx import Elastic, Mesh, spawn
@@ -42,7 +43,7 @@ def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
                 trainer.resize(sizes[number])
                 found.append((before, owed(trainer)))
             trainer.step(x, y)
-        return found, owed(trainer), trainer.fingerprint()
+        return found, owed(trainer), bits(trainer)
 
     ranks = spawn(body, 4, survive=True, timeout=60)
     assert len({str(one) for one in ranks}) == 1
@@ -70,7 +71,7 @@ def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
                     array *= comm.rank != 1 or strategy == "fsdp"
                 trainer.resize(3)
             trainer.step(x, y)
-        return owed(trainer), trainer.fingerprint(), trainer.recoveries[0].step
+        return owed(trainer), bits(trainer), trainer.recoveries[0].step
 
     struck = [end for end in spawn(body, 4, [Kill(1, at, 2)], -1, survive=True, timeout=60) if end is not None]
     assert len(struck) == 3

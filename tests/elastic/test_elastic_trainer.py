@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
+from bits import Bits, bits
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
@@ -22,40 +23,40 @@ def run(ranks: int, body: Any, *args: Any) -> list[Any]:
     return [r for r in spawn(body, ranks, *args, survive=True, timeout=30) if r is not None]
 
 
-def plain() -> tuple[list[float], str]:
+def plain() -> tuple[list[float], Bits]:
     """One rank, not elastic."""
 
-    def body(comm: Any) -> tuple[list[float], str]:
+    def body(comm: Any) -> tuple[list[float], Bits]:
         trainer = make(comm, elastic=False)
-        return [trainer.step(x, y) for x, y in BATCHES], trainer.fingerprint()
+        return [trainer.step(x, y) for x, y in BATCHES], bits(trainer)
 
     return spawn(body, 1)[0]
 
 
 @in_full
 def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
-    losses, fingerprint = plain()
+    losses, wanted = plain()
     for ranks in (1, 2, 3, 5):
         for got in train(ranks):
-            assert (got.losses, got.fingerprint) == (losses, fingerprint)
+            assert (got.losses, got.bits) == (losses, wanted)
 
 
 @in_full
 def test_ranks_that_hold_16_bits_alone_leave_and_join() -> None:
-    def body(comm: Any, elastic: Any) -> str:
+    def body(comm: Any, elastic: Any) -> Bits:
         trainer = make(comm, elastic=elastic, precision=Precision("bf16", master="bf16", rounding="kahan"))
         for number, (x, y) in enumerate(BATCHES):
             if elastic and number in (1, 2, 3):
                 trainer.resize({1: 4, 2: 1, 3: 3}[number])
             trainer.step(x, y)
-        return trainer.fingerprint()
+        return bits(trainer)
 
     want = spawn(body, 1, False)
     assert set(run(4, body, Elastic(ranks=2, every=1))) == set(want)
 
 
 def test_ranks_leave_and_join() -> None:
-    losses, fingerprint = plain()
+    losses, wanted = plain()
 
     def body(comm: Any) -> Any:
         trainer = make(comm, elastic=Elastic(ranks=2, every=1))
@@ -67,10 +68,10 @@ def test_ranks_leave_and_join() -> None:
             sizes.append(trainer.training_ranks)
         assert trainer.trains == (comm.rank < 3)
         assert trainer.steps == len(BATCHES)
-        return found, trainer.fingerprint(), sizes
+        return found, bits(trainer), sizes
 
     for got in run(4, body):
-        assert got == (losses, fingerprint, [2, 4, 1, 3, 3])
+        assert got == (losses, wanted, [2, 4, 1, 3, 3])
 
 
 @in_full
@@ -87,7 +88,7 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
             comm.barrier().wait()
             trainer.step(x, y)
             sizes.append(trainer.training_ranks)
-        return sizes, trainer.fingerprint()
+        return sizes, bits(trainer)
 
     for got in run(3, body):
         assert got == ([3, 2, 2, 3, 3], plain()[1])
@@ -106,7 +107,7 @@ def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
     for one in got:
         assert np.allclose(one.losses, wanted.losses, rtol=1e-12)
         assert one.losses == got[0].losses
-        assert one.fingerprint == got[0].fingerprint
+        assert one.bits == got[0].bits
 
 
 def test_too_few_ranks_for_the_mesh() -> None:
@@ -122,7 +123,7 @@ def test_state_that_nobody_has() -> None:
     with pytest.raises(StateLost, match=message):
         train(4, kills, elastic=Elastic(every=1))
     got = train(4, kills, elastic=Elastic(every=1, copies=2))
-    assert got[0].fingerprint == plain()[1]
+    assert got[0].bits == plain()[1]
 
 
 def test_the_whole_batch_on_every_rank() -> None:
@@ -193,19 +194,19 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
         trainer.save(tmp_path / "saved")
         trainer.engine.observers.append(Killer(comm.rank, [Kill(1, "SCALE")]))
         trainer.step(*BATCHES[1])
-        after = trainer.fingerprint()
+        after = bits(trainer)
         trainer.load(tmp_path / "saved")
         trainer.step(*BATCHES[1])
-        assert trainer.fingerprint() == after
+        assert bits(trainer) == after
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
             trainer.load(tmp_path / "nothing")
         return after, trainer.steps
 
-    def alone(comm: Any) -> str:
+    def alone(comm: Any) -> Bits:
         trainer = make(comm, elastic=False)
         trainer.load(tmp_path / "saved")
         trainer.step(*BATCHES[1])
-        return trainer.fingerprint()
+        return bits(trainer)
 
     got = run(3, body)
     assert got == [(spawn(alone, 1)[0], 2)] * 2
@@ -226,7 +227,7 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
             loader, epochs=2, validation=[BATCHES[0]], every=4, progress=False,
             checkpoints=Checkpoints(tmp_path / folder, every=3, background=background),
         )  # fmt: skip
-        return history.losses, history.validation, trainer.fingerprint()
+        return history.losses, history.validation, bits(trainer)
 
     wanted = run(3, body, "calm", [])
     kills = [Kill(0, "SCALE", before=4), Kill(2, "GATHER0", before=15)]
@@ -251,7 +252,7 @@ def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
         for step in few((1, 3), 2):
             got = train(4, [Kill(rank, action, before=step)], **options)
             assert len(got) == 3
-            assert all(one.losses == wanted.losses and one.fingerprint == wanted.fingerprint for one in got)
+            assert [(one.losses, one.bits) for one in got] == [(wanted.losses, wanted.bits)] * len(got)
 
 
 @in_full
@@ -270,7 +271,7 @@ def test_a_rank_dies_in_the_last_step() -> None:
 
 def test_idle_ranks_keep_copies() -> None:
     got = train(3, [Kill(0, "SCALE", before=2)], elastic=Elastic(ranks=1, every=1))
-    assert [one.fingerprint for one in got] == [plain()[1]] * 2
+    assert [one.bits for one in got] == [plain()[1]] * 2
 
 
 def test_a_file_that_asks_for_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,7 +320,7 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
         trainer.load(tmp_path / "one")
         while trainer.steps < len(BATCHES):
             trainer.step(*BATCHES[trainer.steps])
-        return trainer.fingerprint()
+        return bits(trainer)
 
     assert run(2, body) == [plain()[1]] * 2
 

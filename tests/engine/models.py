@@ -129,9 +129,3 @@ def train(
         mine = part(comm, n, options.get("chunks"))
         losses.append(trainer.step(x[mine], y[mine]))
     return losses, trainer.parameters(), trainer
-
-
-def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    """Largest difference of a tensor, relative to its largest element."""
-    assert list(a) == list(b)
-    return max(float(np.abs(a[k] - b[k]).max() / max(np.abs(a[k]).max(), 1e-30)) for k in a)

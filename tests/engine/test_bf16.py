@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full, pairs
+from bits import bits
 from models import CASES, KNOWN, make, part, placed, train
 
 import fsdpx
@@ -68,7 +69,7 @@ def test_masters_and_sums_are_float32_and_what_is_gathered_is_half_as_large() ->
 def test_one_hash_with_chunks_at_any_world_size_and_strategy(case: str) -> None:
     def run(comm: Communicator, strategy: str) -> Any:
         losses, _, trainer = train(comm, case, strategy, sizes=(16, 8), chunks=8, precision=BF16)
-        return tuple(losses), trainer.fingerprint()
+        return tuple(losses), bits(trainer)
 
     seen = {
         result
@@ -147,12 +148,12 @@ def test_checkpoints_hold_the_masters_exactly(tmp_path: Path) -> None:
     def save(comm: Communicator) -> Any:
         _, parameters, trainer = train(comm, "gpt", "fsdp", precision=BF16)
         trainer.save(tmp_path / "a")
-        return parameters, trainer.fingerprint()
+        return parameters, bits(trainer)
 
     def load(comm: Communicator, precision: Any) -> Any:
         trainer = make(comm, "gpt", "zero1", precision=precision)
         trainer.load(tmp_path / "a")
-        return trainer.parameters(), trainer.fingerprint()
+        return trainer.parameters(), bits(trainer)
 
     wanted, digest = fsdpx.spawn(save, 2)[0]
     assert all(array.dtype == np.float32 for array in wanted.values())
@@ -206,7 +207,7 @@ def test_without_masters_one_hash_and_checkpoints_that_go_on(tmp_path: Path) -> 
             if trainer.steps == 2 and not load:
                 trainer.save(folder)
             trainer.step(x[part(comm, 8)], y[part(comm, 8)])
-        return trainer.fingerprint()
+        return bits(trainer)
 
     for name, precision in (("alone", ALONE), ("kahan", KAHAN)):
         first = fsdpx.spawn(run, 2, precision, "fsdp", tmp_path / name, False)
@@ -221,7 +222,7 @@ def test_without_masters_one_hash_and_checkpoints_that_go_on(tmp_path: Path) -> 
 def test_parameters_may_travel_wider_than_layers_compute() -> None:
     def run(comm: Communicator, param: str) -> Any:
         losses, _, trainer = train(comm, "mlp", "fsdp", precision=Precision("bf16", param=param))
-        return losses, trainer.fingerprint(), trainer.report().predicted[("shard", "all_gather")].bytes
+        return losses, bits(trainer), trainer.report().predicted[("shard", "all_gather")].bytes
 
     ((one, two),) = [list(zip(*[fsdpx.spawn(run, 2, param)[0] for param in ("bf16", "float32")], strict=True))[:2]]
     assert one[0] == one[1]
@@ -293,9 +294,9 @@ def test_fp16_layers_recover_from_overflow_on_all_ranks_alike() -> None:
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         mine, seen = part(comm, 8), []
         for _ in range(40):
-            before = trainer.fingerprint()
+            before = bits(trainer)
             trainer.step(x[mine], y[mine])
-            seen.append((trainer.last.skipped, trainer.engine.state.scaler.value, before == trainer.fingerprint()))
+            seen.append((trainer.last.skipped, trainer.engine.state.scaler.value, before == bits(trainer)))
         return seen, trainer.steps
 
     (seen, made), other = fsdpx.spawn(run, 2)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from amount import few, in_full
+from bits import Bits, bits
 from models import train
 
 from fsdpx import optim, spawn
@@ -11,11 +12,11 @@ from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 
 
-def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], str]:
+def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], Bits]:
     losses, _, trainer = train(
         comm, case, strategy, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32", **options
     )
-    return losses, trainer.fingerprint()
+    return losses, bits(trainer)
 
 
 PLACES = [
@@ -54,8 +55,8 @@ def test_lamb_sees_whole_parameters_in_one_order() -> None:
 
 
 def test_other_chunks_are_other_bits() -> None:
-    def of(comm: Communicator, chunks: int) -> str:
-        return train(comm, "mlp", sizes=(16,), chunks=chunks, precision="float32")[2].fingerprint()
+    def of(comm: Communicator, chunks: int) -> Bits:
+        return bits(train(comm, "mlp", sizes=(16,), chunks=chunks, precision="float32")[2])
 
     assert spawn(of, 1, 8) != spawn(of, 1, 2)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
+from bits import bits
 from models import CASES, make, part, train
 
 import fsdpx
@@ -38,7 +39,7 @@ def run(comm: Communicator, name: str, strategy: str, chunks: int = 4) -> Any:
     counted = {key: (n.calls, n.bytes) for key, n in report.traffic.items() if key[0] != "world"}
     errors = [one.error for one in report.reduces]
     return (
-        (tuple(losses), trainer.fingerprint()),
+        (tuple(losses), bits(trainer)),
         counted == {key: (2 * n.calls, 2 * n.bytes) for key, n in report.predicted.items()},
         errors,
     )
@@ -63,7 +64,7 @@ def test_all_elements_of_each_chunk_are_plain_chunks() -> None:
     """What a codec does not lose is added along the same tree."""
     options = {"precision": "float32", "optimizer": optim.SGD(lr=1e-2), "sizes": (8, 8), "chunks": 4}
     found = {
-        spawn(lambda comm, c=codec: train(comm, "mlp", "fsdp", codec=c, **options)[2].fingerprint(), 3)[0]
+        spawn(lambda comm, c=codec: bits(train(comm, "mlp", "fsdp", codec=c, **options)[2]), 3)[0]
         for codec in ("plain", fsdpx.TopK(1, block=1024))
     }
     assert len(found) == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bits import bits
 from models import CASES, make, part
 
 import fsdpx
@@ -58,7 +59,7 @@ def test_counted_is_predicted_and_replicas_agree(name: str, strategy: str, size:
         return (
             {key: (count.calls, count.bytes) for key, count in counted.items()} == twice,
             losses,
-            trainer.fingerprint(),
+            bits(trainer),
         )
 
     found = spawn(body, size)

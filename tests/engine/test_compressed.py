@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full, pairs
+from bits import bits
 from models import CASES, KNOWN, make, part, placed
 
 import fsdpx
@@ -48,7 +49,7 @@ def test_counted_is_predicted_and_replicas_agree(name: str, strategy: str, size:
         trainer, losses = run(comm, name, strategy, m, 1)
         report = trainer.report()
         counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
-        return counted == report.predicted, losses, trainer.fingerprint()
+        return counted == report.predicted, losses, bits(trainer)
 
     found = spawn(body, size)
     assert all(same for same, _, _ in found)
@@ -181,7 +182,7 @@ def test_on_any_mesh_ranks_agree_and_the_loss_is_close(axes: str, codec: str) ->
             alike = {(p.name, p.start): np.asarray(p.array) for p in held(trainer.engine.state) if p.spec.cut is None}
             for theirs in trainer.placement.axes.tensor.all_gather_object(alike):
                 np.testing.assert_equal(theirs, alike)
-        return losses, trainer.fingerprint()
+        return losses, bits(trainer)
 
     found = spawn(body, mesh.size, codec)
     assert len({str(one) for one in found}) == 1
@@ -202,7 +203,7 @@ def test_codecs_by_name_pattern() -> None:
         report = trainer.report()
         counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
         assert counted == report.predicted
-        return kinds, sorted(call for _, call in counted), trainer.fingerprint()
+        return kinds, sorted(call for _, call in counted), bits(trainer)
 
     kinds, calls, _ = spawn(body, 2, {"0.weight": "plain", "*.weight": "int8"})[0]
     assert kinds == {
@@ -226,7 +227,7 @@ def test_between_replicas_alone() -> None:
         trainer, _ = run(comm, "between", "hybrid", 1, 1, mesh=Mesh(replica=2, shard=2))
         report = trainer.report()
         kept = {row.key.name for row in trainer.engine.state.ledger if row.key.kind == "memory"}
-        return {key for key in report.traffic if key[0] in ("shard", "replica")}, kept, trainer.fingerprint()
+        return {key for key in report.traffic if key[0] in ("shard", "replica")}, kept, bits(trainer)
 
     moved, kept, _ = spawn(body, 4)[0]
     assert moved == {

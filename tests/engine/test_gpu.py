@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import CASES, distance, placed, train
+from bits import Bits, bits
+from models import CASES, placed, train
 
 from fsdpx import optim, spawn
+from fsdpx.testing import demand_close
 
 cupy = pytest.importorskip("cupy", reason="no CuPy: GPU parity was not checked")
 
@@ -26,7 +28,7 @@ def test_equals_the_host(case: str, strategy: str, size: int) -> None:
     for got_losses, got, trainer in spawn(lambda comm: train(comm, case, strategy, device="cuda", **options), size):
         assert trainer.placement.pages[0].master.__class__.__module__.startswith("cupy")
         np.testing.assert_allclose(got_losses, losses, rtol=1e-11)
-        assert distance(want, got) < 1e-11
+        demand_close(got, want, 1e-11)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -37,12 +39,12 @@ def test_float32_and_bf16(strategy: str) -> None:
         for _, got, _ in spawn(
             lambda c, o=sgd, p=precision: train(c, "mlp", strategy, precision=p, optimizer=o, device="cuda"), 2
         ):
-            assert distance(want, got) < bound
+            demand_close(got, want, bound)
 
 
 def test_one_hash_on_the_gpu() -> None:
-    def run(comm: Any, strategy: str) -> str:
-        return train(comm, "mlp", strategy, sizes=(16,), chunks=8, precision="float32", device="cuda")[2].fingerprint()
+    def run(comm: Any, strategy: str) -> Bits:
+        return bits(train(comm, "mlp", strategy, sizes=(16,), chunks=8, precision="float32", device="cuda")[2])
 
     assert (
         len({run_ for size in (1, 2, 3) for s in ("ddp", "fsdp") for run_ in spawn(lambda c, s=s: run(c, s), size)})

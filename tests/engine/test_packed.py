@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import bits
 from models import part
 
 import fsdpx
@@ -39,7 +40,7 @@ def ranks(size: int, precision: Any, **options: Any) -> list[Any]:
 def evaluated(comm: Communicator, precision: Any, **options: Any) -> Any:
     trainer = distributed(comm, gpt(), precision, **options)
     mine = part(trainer.data, TOKENS.shape[1])
-    return trainer.evaluate(*TOKENS[:, mine]), trainer.fingerprint(), trainer.predict(TOKENS[0, mine])
+    return trainer.evaluate(*TOKENS[:, mine]), bits(trainer), trainer.predict(TOKENS[0, mine])
 
 
 @in_full
@@ -193,12 +194,12 @@ def test_checkpoints_hold_float32_and_come_back_to_the_bit(kept: Precision, tmp_
         trainer = distributed(comm, gpt(), kept, seed=7)
         trainer.save(tmp_path / "a", background=comm.size == 3)
         trainer.wait_saved()
-        return trainer.fingerprint()
+        return bits(trainer)
 
     def load(comm: Communicator, precision: Any, way: str) -> Any:
         trainer = distributed(comm, gpt(), precision)
         getattr(trainer, way)(tmp_path / "a")
-        return trainer.fingerprint()
+        return bits(trainer)
 
     for writers in (2, 3):
         digest = fsdpx.spawn(save, writers)[0]
@@ -214,11 +215,11 @@ def test_weights_of_a_trained_model_are_stored_as_they_are_loaded() -> None:
             trained.step(*TOKENS[:, mine])
         kept = distributed(comm, gpt())
         kept.load_parameters(trained.parameters())
-        again = kept.fingerprint()
+        again = bits(kept)
         restore = kept.remember()
         kept.load_parameters({name: array * 2 for name, array in trained.parameters().items()})
         restore()
-        assert kept.fingerprint() == again
+        assert bits(kept) == again
         return trained.evaluate(*TOKENS[:, mine]), kept.evaluate(*TOKENS[:, mine])
 
     for trained, kept in fsdpx.spawn(run, 2):

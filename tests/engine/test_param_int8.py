@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
+from bits import bits
 from models import KNOWN, make, part
 
 import fsdpx
@@ -53,7 +54,7 @@ def test_bytes_are_predicted_ranks_agree_and_the_loss_is_close(name: str) -> Non
             alike = {(p.name, p.start): np.array(p.array) for p in held(trainer.engine.state) if p.spec.cut is None}
             for theirs in axes.tensor.all_gather_object(alike):
                 np.testing.assert_equal(theirs, alike)
-        return losses, report.traffic[key].bytes, trainer.fingerprint()
+        return losses, report.traffic[key].bytes, bits(trainer)
 
     found, plain = (spawn(body, mesh.size, precision) for precision in (EIGHT, "float32"))
     assert len({str((losses, end)) for losses, _, end in found}) == 1

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bits import Bits, bits
 from models import CASES, make, part
 
 from fsdpx import spawn
@@ -16,7 +17,7 @@ from fsdpx.program import parse
 def test_same_bits(case: str, strategy: str) -> None:
     """Both microbatches' second halves come after both first halves."""
 
-    def run(comm: Communicator, halves: bool) -> str:
+    def run(comm: Communicator, halves: bool) -> Bits:
         trainer = make(comm, case, strategy, microbatches=2, group_bytes=0)
         x, y = CASES[case].batch(np.random.default_rng(0), 6)
         mine = part(comm, 6)
@@ -27,6 +28,6 @@ def test_same_bits(case: str, strategy: str) -> None:
             session._executables[request, frozenset()] = found = trainer.engine.prepare(split)
             assert any(a.op == "W" for a in found.program.actions)
         trainer.step(x[mine], y[mine])
-        return trainer.fingerprint()
+        return bits(trainer)
 
     assert spawn(lambda comm: run(comm, True), 2) == spawn(lambda comm: run(comm, False), 2)

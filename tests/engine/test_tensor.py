@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full, pairs
+from bits import Bits, bits
 from meshes import compare, train
 from models import make
 
@@ -46,10 +47,10 @@ def test_sequences_need_not_divide_on_any_mesh(on: tuple[Mesh, dict[str, Any]], 
 @in_full
 @pytest.mark.parametrize("sequence", few(SEQUENCES[1:], 3))
 def test_uneven_sequences_have_one_hash(sequence: str) -> None:
-    def run(comm: Communicator, recompute: Any) -> str:
+    def run(comm: Communicator, recompute: Any) -> Bits:
         mesh, sizes = Mesh(shard=1, tensor=3), (8, 8, 4)
         trainer = train(comm, "uneven", mesh, "ddp", sizes, sequence=sequence, chunks=4, recompute=recompute)[2]
-        return trainer.fingerprint()
+        return bits(trainer)
 
     found = [fsdpx.spawn(run, 3, recompute, delays=seed) for seed, recompute in enumerate((None, "all", "attention"))]
     assert len({digest for ranks in found for digest in ranks}) == 1
@@ -116,8 +117,8 @@ def test_parameters_are_loaded_whole() -> None:
 
 
 def test_initialisation_does_not_see_the_axes() -> None:
-    def run(comm: Communicator, mesh: Mesh) -> str:
-        return train(comm, "wide", mesh, "ddp" if mesh.shard == 1 else "fsdp", sizes=())[2].fingerprint()
+    def run(comm: Communicator, mesh: Mesh) -> Bits:
+        return bits(train(comm, "wide", mesh, "ddp" if mesh.shard == 1 else "fsdp", sizes=())[2])
 
     meshes = [Mesh(shard=1), Mesh(shard=1, tensor=3), Mesh(shard=2, tensor=2), Mesh(shard=1, pipe=2, tensor=2)]
     assert len({f for mesh in meshes for f in fsdpx.spawn(run, mesh.size, mesh)}) == 1

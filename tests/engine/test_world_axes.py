@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bits import bits
 from meshes import reference, train
-from models import distance
 
 from fsdpx import Mesh, spawn
 from fsdpx.comm import Communicator
+from fsdpx.testing import demand_close
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
@@ -33,7 +34,7 @@ def check(world: Communicator, mesh: Mesh, strategy: str, case: str = "wide", **
     losses, want, _ = reference(case)
     got_losses, got, trainer = train(world, case, mesh, strategy, check=True, **options)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    assert distance(want, got) < 1e-12
+    demand_close(got, want, 1e-12)
     trainer.close()
 
 
@@ -70,7 +71,7 @@ def test_one_hash(world: Communicator) -> None:
 
     def run(comm: Communicator, mesh: Mesh) -> str:
         trainer = train(comm, "wide", mesh, "ddp", sizes=(8, 8, 4), chunks=4, precision="float32")[2]
-        digest = trainer.fingerprint()
+        digest = bits(trainer)
         trainer.close()
         return digest
 
@@ -92,4 +93,4 @@ def test_ranks_with_and_without_frozen_parameters_bind_alike(world: Communicator
         trainer.close()
         return found
 
-    assert distance(spawn(run, 1, Mesh(shard=1))[0], run(world, mesh)) < 1e-12
+    demand_close(run(world, mesh), spawn(run, 1, Mesh(shard=1))[0], 1e-12)

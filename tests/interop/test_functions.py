@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from bits import bits
 
 import fsdpx
 from fsdpx import nn, optim
@@ -50,7 +51,7 @@ def trained(comm, model, steps=5, **options):
     if "0.weight" in trainer.parameters():
         trainer.load_parameters({name: FIRST[n][key] for name, (n, key) in OWN.items()})
     mine = slice(len(X) * trainer.data.rank // trainer.data.size, len(X) * (trainer.data.rank + 1) // trainer.data.size)
-    return [trainer.step(X[mine], Y[mine]) for _ in range(steps)], trainer.fingerprint()
+    return [trainer.step(X[mine], Y[mine]) for _ in range(steps)], bits(trainer)
 
 
 @BOTH

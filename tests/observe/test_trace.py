@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import bits
 from models import CASES, make, part
 from trials import ROOT
 
@@ -62,7 +63,7 @@ def test_layers_inside_of_a_unit(tmp_path: Path) -> None:
         for _ in range(3):
             trainer.step(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
         trainer.evaluate(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
-        found = trainer.fingerprint(), trainer.report(), str(trainer.summary())
+        found = bits(trainer), trainer.report(), str(trainer.summary())
         trainer.reset()
         assert trainer.report().layers == {}
         trainer.close()

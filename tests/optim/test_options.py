@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import bits
 
 import fsdpx
 from fsdpx import optim
@@ -171,5 +172,5 @@ def test_numbers_of_numpy_are_options_of_distribute_and_fit() -> None:
         given = {name: wrap(value) for name, value in options.items()}
         trainer = fsdpx.nn.Linear(3, 2).as_distributed(loss=fsdpx.nn.MSE(), optimizer=optim.SGD(lr=0.5), **given)
         trainer.fit([(np.ones((4, 3)), np.ones((4, 2)))] * 4, epochs=wrap(1), steps=wrap(3))
-        found.append((trainer.steps, trainer.fingerprint()))
+        found.append((trainer.steps, bits(trainer)))
     assert found[0] == found[1]

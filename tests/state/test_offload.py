@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
+from bits import Bits, bits
 
 import fsdpx
 from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
@@ -54,7 +55,7 @@ def trained(comm: Communicator, folder: Path | None, what: Any = "optimizer", st
         seen.append(trainer.evaluate(*part(trainer, 8)))
         if "average" in options:
             seen.append(trainer.evaluate(*part(trainer, 8), with_="average"))
-        return trainer.fingerprint(), seen, trainer.parameters()["0.weight"].sum()
+        return bits(trainer), seen, trainer.parameters()["0.weight"].sum()
 
 
 CASES: list[tuple[int, Any, dict[str, Any]]] = [
@@ -77,12 +78,12 @@ def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any
 
 
 def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
-    def run(comm: Communicator, folder: Path | None) -> str:
+    def run(comm: Communicator, folder: Path | None) -> Bits:
         model = nn.Chain(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
         offload = None if folder is None else Offload(folder, ALL)
         with model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, chunks=6, offload=offload) as t:
             t.step(*part(t, 0))
-            return str(t.fingerprint())
+            return bits(t)
 
     assert {h for size in (1, 2, 3) for h in spawn(lambda comm: run(comm, tmp_path), size)} == {
         spawn(lambda comm: run(comm, None), 2)[0]

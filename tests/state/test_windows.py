@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import CASES, HYBRID, STRATEGIES, distance, make, part, train
+from bits import Bits, bits
+from models import CASES, HYBRID, STRATEGIES, make, part, train
 from ranks import OVER_GLOO, carrier
 
 import fsdpx
@@ -18,6 +19,7 @@ from fsdpx.comm.opening import node_of
 from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import ConfigError
 from fsdpx.state.windows import memory_of
+from fsdpx.testing import demand_close
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
@@ -52,16 +54,16 @@ def strategy(request: Any, cluster: Communicator) -> str:
 
 
 @lru_cache
-def _alone(case: str, **options: Any) -> tuple[list[float], dict[str, np.ndarray], str]:
+def _alone(case: str, **options: Any) -> tuple[list[float], dict[str, np.ndarray], Bits]:
     losses, got, trainer = spawn(lambda comm: train(comm, case, "ddp", **options), 1)[0]
-    return losses, got, trainer.fingerprint()
+    return losses, got, bits(trainer)
 
 
 def test_several_machines_equal_one_process(cluster: Communicator, strategy: str) -> None:
     losses, want, _ = _alone("gpt", clip_norm=0.3)
     got_losses, got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    assert distance(want, got) < 1e-12
+    demand_close(got, want, 1e-12)
     trainer.close()
 
 
@@ -69,7 +71,7 @@ def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
     options = {"sizes": (16,) * 2, "chunks": 8, "clip_norm": 0.2, "precision": "float32"}
     _, _, want = _alone("mlp", **options)
     _, _, trainer = train(cluster, "mlp", strategy, **options)
-    assert trainer.fingerprint() == want
+    assert bits(trainer) == want
     trainer.close()
 
 
@@ -79,7 +81,7 @@ def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communica
     _, want, _ = _alone("mlp", clip_norm=0.3)
     for mesh in (Mesh(replica=2, shard=2), Mesh(replica=4, shard=1), Mesh(replica=1, shard=4)):
         _, got, trainer = train(cluster, "mlp", fsdpx.Sharding(replica=mesh.replica, shard=mesh.shard), clip_norm=0.3)
-        assert distance(want, got) < 1e-12
+        demand_close(got, want, 1e-12)
         trainer.close()
 
 
@@ -89,7 +91,7 @@ def test_a_thread_that_moves_transfers_changes_nothing(world: Communicator, how:
     _, _, want = train(world, "gpt", how, **options)
     _, _, got = train(world, "gpt", how, progress="thread", **options)
     assert got.engine._poker is not None
-    assert want.fingerprint() == got.fingerprint()
+    assert bits(want) == bits(got)
     want.close()
     got.close()
 
@@ -109,7 +111,7 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
                 trainer.predict(x[mine])
             if step == 3:
                 trainer.load_parameters(trainer.parameters())
-        digest = trainer.fingerprint()
+        digest = bits(trainer)
         trainer.close()
         return digest
 
@@ -135,7 +137,7 @@ def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch
         warnings.simplefilter("always")
         _, got, trainer = train(world, "mlp", "zero2", precision="float32")
     assert not trainer.engine.state.arena.slab_shared
-    assert distance(want, got) < 1e-5
+    demand_close(got, want, 1e-5)
     texts = [str(w.message) for w in said if "shared memory" in str(w.message)]
     if world.size > 1:
         assert len(texts) == (1 if world.rank == 0 else 0)

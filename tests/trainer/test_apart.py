@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import Bits, bits
 
 import fsdpx
 from fsdpx import Async, Gossip, Mesh, nn, optim, spawn
@@ -29,12 +30,12 @@ def mine(trainer: fsdpx.Trainer) -> slice:
     return slice(ROWS * rank // size, ROWS * (rank + 1) // size)
 
 
-def train(trainer: fsdpx.Trainer, steps: int) -> str:
+def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
     rows = mine(trainer)
     for _ in range(steps):
         trainer.step(X[rows], Y[rows])
     trainer.finish()
-    return trainer.fingerprint()
+    return bits(trainer)
 
 
 @pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.05), optim.SGD(lr=0.05, momentum=0.9), optim.AdamW(lr=1e-2)])
@@ -159,7 +160,7 @@ def test_gossip_keeps_the_mean_of_all_models() -> None:
 def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tmp_path: Any) -> None:
     def run(comm: Communicator, name: str) -> None:
         trainer = make(comm, name)
-        fingerprint = train(trainer, 5)
+        before = train(trainer, 5)
         whole, rows = trainer.parameters(), mine(trainer)
         loss = trainer.evaluate(X[rows], Y[rows])
         own = trainer.engine.state.ledger.array("master", 0).copy()
@@ -169,15 +170,15 @@ def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tm
         train(trainer, 2)
         trainer.load(tmp_path / name)
         assert trainer.steps == 5
-        assert trainer.fingerprint() == fingerprint
+        assert bits(trainer) == before
         assert trainer.evaluate(X[rows], Y[rows]) == loss
         train(trainer, 1)
         plain = make(comm, "fsdp")
         plain.load(tmp_path / name)  # any strategy goes on from it
-        assert plain.fingerprint() == fingerprint
+        assert bits(plain) == before
         assert plain.evaluate(X[rows], Y[rows]) == pytest.approx(loss)
         trainer.load_parameters(whole)
-        assert trainer.fingerprint() == fingerprint
+        assert bits(trainer) == before
         for one in (plain, trainer):
             one.close()
 
@@ -207,7 +208,7 @@ def test_fit_lets_ranks_have_different_numbers_of_batches() -> None:
 def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
     """They make all of their steps, and have one model in the end; what the dead one held is still there."""
 
-    def run(comm: Communicator) -> tuple[int, str]:
+    def run(comm: Communicator) -> tuple[int, Bits]:
         trainer = make(comm, strategy)
         rows = mine(trainer)
         for step in range(12):
@@ -215,7 +216,7 @@ def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
                 raise Died
             trainer.step(X[rows], Y[rows])
         trainer.finish()
-        return trainer.steps, trainer.fingerprint()
+        return trainer.steps, bits(trainer)
 
     first, dead, last = spawn(run, 3, survive=True, timeout=30)
     assert dead is None

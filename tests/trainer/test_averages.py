@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import Bits, bits
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -64,16 +65,16 @@ def test_evaluation_and_prediction_with_them() -> None:
         trainer, other = (make(comm, optimizer=optimizer, average=average) for _ in range(2))
         train(trainer)
         x, y = part(trainer)
-        before = trainer.fingerprint()
+        before = bits(trainer)
         loss, output = trainer.evaluate(x, y, with_="average"), trainer.predict(x, with_="average")
         other.load_parameters(trainer.parameters(with_="average"))
         assert loss == other.evaluate(x, y) != trainer.evaluate(x, y)
         np.testing.assert_array_equal(output, other.predict(x))
-        assert trainer.fingerprint() == before
+        assert bits(trainer) == before
         again = make(comm, optimizer=optimizer, average=average)
         train(again)
         assert trainer.step(x, y) == again.step(x, y)
-        assert trainer.fingerprint() == again.fingerprint()
+        assert bits(trainer) == bits(again)
 
     spawn(run, 2)
 
@@ -111,7 +112,7 @@ def test_memory_is_that_of_one_more_slot() -> None:
 def test_both_can_be_saved(tmp_path: Path) -> None:
     """A checkpoint has what is needed to go on, averages included; one of averages has weights alone."""
 
-    def save(comm: Communicator) -> tuple[list[bytes], str]:
+    def save(comm: Communicator) -> tuple[list[bytes], Bits]:
         trainer = make(comm)
         train(trainer)
         trainer.save(tmp_path / "all")
@@ -120,9 +121,9 @@ def test_both_can_be_saved(tmp_path: Path) -> None:
         trainer.wait_saved()
         found = [array.tobytes() for array in trainer.parameters(with_="average").values()]
         trainer.step(*part(trainer))
-        return found, trainer.fingerprint()
+        return found, bits(trainer)
 
-    def load(comm: Communicator) -> str:
+    def load(comm: Communicator) -> Bits:
         trainer = make(comm, strategy="zero1")
         trainer.load(tmp_path / "all")
         assert [a.tobytes() for a in trainer.parameters(with_="average").values()] == averages
@@ -135,7 +136,7 @@ def test_both_can_be_saved(tmp_path: Path) -> None:
                 other.load(tmp_path / name)
         with pytest.raises(CheckpointError, match="AdamW with slots m, v, average in the checkpoint, AdamW with slots"):
             make(comm, average=None).load(tmp_path / "all")
-        return trainer.fingerprint()
+        return bits(trainer)
 
     (averages, after), *_ = spawn(save, 2)
     assert not (tmp_path / "average" / "state.safetensors").exists()
@@ -158,7 +159,7 @@ def test_an_error_puts_the_parameters_back() -> None:
     def run(comm: Communicator) -> None:
         trainer = make(comm)
         train(trainer)
-        before = trainer.fingerprint()
+        before = bits(trainer)
 
         def fail(action: Any) -> None:
             raise RuntimeError("on purpose")
@@ -167,7 +168,7 @@ def test_an_error_puts_the_parameters_back() -> None:
         with pytest.raises(RuntimeError, match="on purpose"):
             trainer.evaluate(*part(trainer), with_="average")
         trainer.engine.observers.clear()
-        assert trainer.fingerprint() == before
+        assert bits(trainer) == before
 
     spawn(run, 1)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import bits
 from models import CASES, make, part
 
 from fsdpx import Checkpoints, Elastic, Mesh, data, environment, nn, optim, spawn
@@ -124,7 +125,7 @@ def test_metrics_of_an_elastic_trainer() -> None:
             loader(trainer), metrics={"s": square}, validation=[(x[mine], y[mine])], patience=1, every=1, epochs=4,
             progress=False,
         )  # fmt: skip
-        return found.metrics["s"], trainer.fingerprint()
+        return found.metrics["s"], bits(trainer)
 
     for (elastic, weights), (plain, same) in zip(ranks(2, run, elastic=Elastic()), ranks(2, run), strict=True):
         assert weights == same

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
+from bits import Bits, bits
 from models import make
 
 from fsdpx import Mesh, Trainer, nn, optim, spawn
@@ -72,14 +73,14 @@ def test_several_prompts_give_what_each_gives_alone() -> None:
 
 
 def test_training_goes_on_as_if_nothing_had_been_written() -> None:
-    def run(comm: Communicator, write: bool) -> str:
+    def run(comm: Communicator, write: bool) -> Bits:
         trainer = gpt(comm)
         x = np.random.default_rng(comm.rank).integers(0, 31, (3, 8))
         trainer.accumulate(x, x)
         if write:
             trainer.generate([1, 2], 4)
         trainer.step(x, x)
-        return trainer.fingerprint()
+        return bits(trainer)
 
     assert spawn(lambda comm: run(comm, True), 2) == spawn(lambda comm: run(comm, False), 2)
 

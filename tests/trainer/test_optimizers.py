@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from bits import Bits, bits
 from ranks import from_rank_0
 
 import fsdpx
@@ -33,12 +34,12 @@ def make(comm: Communicator, name: str, **options: Any) -> fsdpx.Trainer:
     return model.as_distributed(loss=nn.MSE(), comm=comm, **options)
 
 
-def train(trainer: fsdpx.Trainer, steps: int) -> str:
+def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
     size, rank = trainer.data.size, trainer.data.rank
     mine = slice(12 * rank // size, 12 * (rank + 1) // size)
     for _ in range(steps):
         trainer.step(X[mine], Y[mine])
-    return trainer.fingerprint()
+    return bits(trainer)
 
 
 @in_full

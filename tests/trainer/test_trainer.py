@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
-from models import CASES, distance, make, mlp, part, placed, train
+from bits import Bits, bits
+from models import CASES, make, mlp, part, placed, train
 
 from fsdpx import Precision, Sharding, Trainer, data, nn, optim, spawn
 from fsdpx.comm import Communicator, Handle
 from fsdpx.comm.communicator import Call, Wrapper
 from fsdpx.errors import ConfigError, DataError, NumericsError
+from fsdpx.testing import demand_close, difference
 from fsdpx.trainer.fit import History
 
 CURE = "distribute(..., check_finite=True) names its origin"
@@ -29,8 +31,10 @@ def test_parameters_load_at_another_world_size_and_strategy() -> None:
         return before, trainer.parameters(), trainer.evaluate(*CASES["norms"].batch(np.random.default_rng(2), 4))
 
     for before, after, _ in spawn(load, 2):
-        assert distance(want, before) > 0.1
-        assert distance(want, after) == 0
+        changed = difference(before, want)
+        assert changed is not None
+        assert changed.relative > 0.1
+        demand_close(after, want)
         assert "1.running_mean" in after
 
 
@@ -45,7 +49,7 @@ def test_tied_names_load_too() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_evaluate_and_predict_change_nothing(strategy: str) -> None:
-    def run(comm: Communicator, look: bool) -> str:
+    def run(comm: Communicator, look: bool) -> Bits:
         trainer = make(comm, "gpt", strategy)
         x, y = CASES["gpt"].batch(np.random.default_rng(0), 6)
         mine = part(comm, 6)
@@ -54,7 +58,7 @@ def test_evaluate_and_predict_change_nothing(strategy: str) -> None:
             assert trainer.evaluate(x[mine], y[mine]) == trainer.evaluate(x[mine], y[mine])
             assert trainer.predict(x[mine]).shape == (x[mine].shape[0], 8, 31)
         trainer.step(x[mine], y[mine])
-        return trainer.fingerprint()
+        return bits(trainer)
 
     assert spawn(lambda comm: run(comm, True), 2) == spawn(lambda comm: run(comm, False), 2)
 
@@ -131,7 +135,7 @@ def test_several_inputs_and_outputs() -> None:
     assert losses[2] < losses[0]
     for got_losses, got in spawn(lambda comm: run(comm, "fsdp"), 3):
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-        assert distance(want, got) < 1e-12
+        demand_close(got, want, 1e-12)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -140,8 +144,9 @@ def test_half_precision_is_near_and_alike(precision: str, strategy: str, size: i
     _, want, _ = spawn(lambda comm: train(comm, "mlp", "ddp", precision="float32", optimizer=optim.SGD(lr=0.05)), 1)[0]
     results = spawn(lambda comm: train(comm, "mlp", strategy, precision=precision, optimizer=optim.SGD(lr=0.05)), size)
     for _, got, _ in results:
-        assert distance(results[0][1], got) == 0, "every rank has the same bits"
-        assert 0 < distance(want, got) < 0.02
+        demand_close(got, results[0][1])  # "every rank has the same bits"
+        demand_close(got, want, 0.02)
+        assert difference(got, want) is not None
 
 
 def test_parameters_are_rounded_when_they_travel() -> None:
@@ -167,12 +172,12 @@ def test_loss_scale_skips_steps_that_overflow() -> None:
         trainer = make(comm, "mlp", "fsdp", precision=precision, optimizer=optim.SGD(lr=0.01))
         state = trainer.engine.state
         state.scaler = replace(state.scaler, value=2.0**22)
-        before = trainer.fingerprint()
+        before = bits(trainer)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         seen = []
         for _ in range(30):
             trainer.step(x, y)
-            seen.append((trainer.last.skipped, trainer.engine.state.scaler.value, trainer.fingerprint() == before))
+            seen.append((trainer.last.skipped, trainer.engine.state.scaler.value, bits(trainer) == before))
         return seen, trainer.steps
 
     seen, steps = spawn(run, 2)[0]
@@ -391,7 +396,7 @@ def test_functional_default_is_used_inside_spawn() -> None:
 def test_the_ring_is_another_way_to_the_same_sum(strategy: str) -> None:
     _, want, _ = spawn(lambda comm: train(comm, "mlp", strategy), 4)[0]
     for _, got, trainer in spawn(lambda comm: train(comm, "mlp", strategy, codec="ring"), 4):
-        assert distance(want, got) < 1e-12
+        demand_close(got, want, 1e-12)
         assert trainer.placement.route(0).replica.algorithm == "ring"
 
 
