@@ -25,9 +25,6 @@ WAYS: dict[str, tuple[bool, Precision]] = {
     "all weights, bf16": (False, Precision("bf16")),
     "LoRA, float32": (True, Precision()),
     "LoRA, bf16": (True, Precision("bf16")),
-    "LoRA, int8": (True, Precision(frozen="int8")),
-    "LoRA, nf4": (True, Precision(frozen="nf4")),
-    "LoRA, bf16 and nf4": (True, Precision("bf16", frozen="nf4")),
 }
 """Name -> whether adapters are trained, and the formats."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
-from fsdpx.words import meant
+from fsdpx.words import left, meant
 
 __all__ = [
     "APART", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
@@ -242,8 +242,7 @@ class Precision:
     Parameters
     ----------
     compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers
-    param : what parameters are sent as in the all-gather: compute (None), float32, or beside it 16 bits or "int8", in
-        blocks of 256 numbers with a scale
+    param : what parameters are sent as in the all-gather: compute (None), float32, or beside it 16 bits
     activations : of what layers give and keep for backward: that of compute
     reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
     buffers : "float32", "float64", "bf16" or "fp16": of running statistics, rounded once a step; None: float32
@@ -256,9 +255,6 @@ class Precision:
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : where a dynamic scale begins; it halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
-    frozen : "int8" or "nf4": matrices that are never trained are kept and sent in 8 bits, or in 4 (NF4 of QLoRA, with
-        double quantisation), and multiplied so or widened piece by piece; None: like the others
-    block : elements of a row of such a matrix in int8 that share a scale; None: all of them. Of nf4 it is always 64
     """
 
     compute: str = "float32"
@@ -271,8 +267,14 @@ class Precision:
     loss_scale: float | Literal["dynamic"] = 1.0
     initial_scale: float = 256.0
     growth_interval: int = 2000
-    frozen: str | None = None
-    block: int | None = None
+
+    def __new__(cls, *choices: object, **named: object) -> "Precision":
+        if gone := {"frozen", "block"} & named.keys():
+            raise ConfigError(
+                f"Precision({min(gone)}=): matrices in 8 and 4 bits are no longer in fsdpx: use Precision('bf16'), and "
+                "strategy='fsdp', which divides frozen matrices among the ranks"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         python_fields(self)
@@ -280,7 +282,7 @@ class Precision:
             object.__setattr__(self, name, half_name(getattr(self, name)))
         self._choose("compute", "float32", "float64", "bf16", "float16")
         full = "float64" if self.compute == "float64" else "float32"
-        self._choose("param", None, self.compute, full, *(("bf16", "float16", "int8") if self.compute == full else ()))
+        self._choose("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
         self._choose("activations", None, self.compute)
         self._choose("reduce", None, full, "bf16", "float16")
         self._choose("buffers", None, full, *(("float64", "bf16", "float16") if full == "float32" else ()))
@@ -290,22 +292,6 @@ class Precision:
             value = getattr(self, name)
             if not (name == "loss_scale" and value == "dynamic") and not _positive(value):
                 raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
-        self._check_frozen()
-
-    def _check_frozen(self) -> None:
-        self._choose("frozen", None, "int8", "nf4")
-        chosen = f"frozen={self.frozen!r}"
-        if self.frozen and self.compute not in ("float32", "bf16"):
-            raise ConfigError(f"Precision(compute={self.compute!r}, {chosen}): {self.frozen} goes with float32 or bf16")
-        if self.frozen and self.master == "bf16":
-            raise ConfigError(f"Precision(master='bf16', {chosen}): beside {self.frozen} a master is float32")
-        if self.block is None:
-            return
-        if self.frozen != "int8":
-            beside = f", {chosen}" * (self.frozen is not None)
-            raise ConfigError(f"Precision(block={self.block!r}{beside}): blocks are of frozen='int8'")
-        if type(self.block) is not int or self.block < LEAST_BLOCK:
-            raise ConfigError(f"Precision(block={self.block!r}): a whole number of elements, {LEAST_BLOCK} or more")
 
     def _choose(self, role: str, *choices: str | None) -> None:
         value = getattr(self, role)
@@ -313,7 +299,8 @@ class Precision:
             beside = f", compute={self.compute!r}" * (role != "compute")
             beside += f", master={self.master!r}" * (role == "rounding")
             names = " or ".join(str(choice) for choice in dict.fromkeys(choices))
-            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
+            gone = f"; {text}" if (text := left(f"{role}={value}")) else ""
+            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}{gone}")
 
     def __repr__(self) -> str:
         """The choices that differ from the defaults."""
@@ -349,9 +336,6 @@ class Precision:
 def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
-
-LEAST_BLOCK = 8
-"""Elements that share a scale: of fewer the scales are most of the bytes."""
 
 PRECISIONS: dict[str, Precision] = {
     "float64": Precision("float64"),

@@ -77,6 +77,7 @@ LEFT: dict[str, str] = {
     "Adafactor": 'optim.AdamW(...) and strategy="zero1", which divides its state',
     "sign": 'codec="int8"',
     "RandomK": 'codec="topk"',
+    "param=int8": 'param="bf16", half the bytes',
     "EASGD": 'strategy="gossip", or "diloco"',
     "ParquetDataset": "datasets.load_dataset of Hugging Face, which goes into DataLoader as it is",
     "TarDataset": "any dataset with len() and [i], which goes into DataLoader as it is",

@@ -45,21 +45,15 @@ class Held:
 
     def part(self, index: int, count: int) -> Held:
         """The part of number `index`, of `count` even ones."""
-        first, last = (n * self._grain for n in share(int(self.array.size) // self._grain, index, count))
+        first, last = share(int(self.array.size), index, count)
         return Held(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 
     def blocks(self, elements: int) -> Iterator[Block]:
-        """In order, this many elements at a time, or a row where that is more and only whole rows can be had."""
-        step = max(elements // self._grain, 1) * self._grain
-        for at in range(0, int(self.array.size), step):
-            array = self.array[at : at + step]
+        """In order, this many elements at a time."""
+        for at in range(0, int(self.array.size), elements):
+            array = self.array[at : at + elements]
             first, last = self.start + at, self.start + at + int(array.size)
             yield Block(array, tuple(self._runs(first, last)))
-
-    @property
-    def _grain(self) -> int:
-        """Elements that are read and written together: rows of a packed matrix."""
-        return max(getattr(self.array, "grain", 1), 1)
 
     def _runs(self, first: int, last: int) -> Iterator[Run]:
         if self.spec.cut is None or self.width == 1:

@@ -9,7 +9,6 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, padded
-from fsdpx.codecs.compressed import pieces_of
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.engine import apart, computing, paging, updating
@@ -20,7 +19,6 @@ from fsdpx.errors import DataError
 from fsdpx.optim import rate
 from fsdpx.optim.rounded import UNSCHEDULED, scheduled
 from fsdpx.program import Action
-from fsdpx.state import eight
 from fsdpx.state.gradients import Reduction
 from fsdpx.state.ties import add_together
 from fsdpx.state.transfer import Transfer
@@ -64,18 +62,13 @@ def gather(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
     page, comm, what = place.pages[p], place.axes.shard, words(run, action)
     full = run.workspace.full(p)
     views = run.views.page(page.page, full)
-    if (sent := place.sent(p)) is not None:
-        parcels, unpack = place.parcels(p), partial(store, place.xp)
-        wire = run.workspace.buffer("wire", p, sum(parcels), sent)
-        own = pieces_of(wire, parcels)[comm.rank]
-        if sent != eight.EIGHT:
-            store(place.xp, master, own)
-        else:
-            eight.pack(place.xp, master, own)
-            unpack = partial(eight.unpack, place.xp, counts=page.counts)
-        handle = comm.all_gather(own, wire, parcels, what=what)
-        return (Transfer(Finish(handle, partial(unpack, wire, full)), lambda: views),)
-    if place.gathered(p) != place.stored(p) or place.apart is not None:  # then the shard lies in a window
+    if (sent := place.formats.wire) is not None:
+        wire = run.workspace.buffer("wire", p, page.size, sent)
+        own = wire[page.mine.start : page.mine.stop]
+        store(place.xp, master, own)
+        handle = comm.all_gather(own, wire, page.counts, what=what)
+        return (Transfer(Finish(handle, partial(store, place.xp, wire, full)), lambda: views),)
+    if place.formats.compute != place.formats.master or place.apart is not None:  # then the shard lies in a window
         own = full[page.mine.start : page.mine.stop]
         store(place.xp, master, own)
         master = own

@@ -55,7 +55,7 @@ class Workspace:
         kept = self._full[page]
         if kept is not None:
             return kept
-        return self.buffer("full", page, self.place.pages[page].size, self.place.gathered(page))
+        return self.buffer("full", page, self.place.pages[page].size, self.place.formats.compute)
 
     def record(self, slot: Slot) -> Any:
         """Memory for a record that is fetched."""
@@ -150,8 +150,8 @@ def scratch_nbytes(state: TrainState, slot: Slot) -> int:
         return tie.elements(place.pages[one].mine.size) * itemsize
     page = place.pages[slot.at]
     if slot.kind == "wire":
-        sent = place.sent(slot.at)
-        return 0 if sent is None else sum(place.parcels(slot.at)) * sent.itemsize
+        sent = place.formats.wire
+        return 0 if sent is None else place.pages[slot.at].size * sent.itemsize
     if slot.kind == "parcel":
         replicas = place.axes.replica.size
         return place.route(slot.at).replica.scratch(page.mine.size, replicas) if replicas > 1 else 0

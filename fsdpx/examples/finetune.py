@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lr", type=float, default=1e-2)
     p.add_argument("--strategy", default="fsdp")
     p.add_argument("--precision", default="float32")
-    p.add_argument("--frozen", choices=("int8", "nf4"), help="keep the frozen matrices in 8 or 4 bits")
     p.add_argument("--ask", action="append", help="a prompt that is answered before and after (may be repeated)")
     p.add_argument("--out", help="folder for the adapters, in PEFT's format")
     return p
@@ -149,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     adapted = nn.lora(model, args.rank, args.alpha, targets=args.targets)
     trainer = adapted.as_distributed(
         loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=args.lr, weight_decay=0.0), strategy=args.strategy,
-        precision=replace(precision_of(args.precision), frozen=args.frozen), comm=comm,
+        precision=precision_of(args.precision), comm=comm,
     )  # fmt: skip
     if weights is not None:
         trainer.load_weights(weights, strict=False)

@@ -17,7 +17,6 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Apart, Offload, Precision, Sharding, apart
-from fsdpx.config import precision as precision_of
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.elastic.options import Elastic
 from fsdpx.errors import ConfigError
@@ -132,7 +131,7 @@ def distribute(
     with with_arguments(comm=defaults.kind(comm), backend=backend, elastic=elastic, check=check, tune=tune) as given:
         world: Any = _met(comm, backend, device, device_map, choice is not None, given)
     demand_known("distribute", unknown, signature(distribute).parameters)
-    _check_elastic(choice, backend, precision, offload, strategy, trace)
+    _check_elastic(choice, backend, offload, strategy, trace)
     recipe = Recipe(
         Training(*native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite,
             recompute, average),
@@ -146,7 +145,6 @@ def distribute(
 def _check_elastic(
     choice: Elastic | None,
     backend: str | None,
-    precision: str | Precision | None,
     offload: Offload | None,
     strategy: Any,
     trace: Any,
@@ -155,8 +153,6 @@ def _check_elastic(
         return
     if backend not in (None, "mpi"):
         raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
-    if (frozen := precision_of(precision).frozen) is not None:
-        raise ConfigError(f"Precision(frozen={frozen!r}): elastic ranks do not hand on packed matrices; leave it out")
     if offload is not None:
         raise ConfigError("offload: elastic ranks keep copies of each other's state in memory; leave elastic out")
     if trace is not None:

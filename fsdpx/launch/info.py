@@ -45,7 +45,7 @@ def info() -> Info:
     rows += [(f"bf16 by {name}", where) for name, where in blas.halves.available().items()]
     rows += [("BLAS in use", blas.chosen())]
     rows += [(f"{config.half_name(kind)} in use", _products(kind)) for kind in ("bfloat16", "float16")]
-    rows += [("int8 in use", blas.integers.chosen() or "widened: no instructions, or no oneDNN"), *_tuned()]
+    rows += _tuned()
     return Info(here | dict(rows))
 
 

@@ -7,9 +7,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from fsdpx.array.packed import Packed, Packing
 from fsdpx.array.sums import GRAIN
-from fsdpx.layout.packed import PackedRows
 from fsdpx.layout.ranges import Piece, Range, overlap
 
 __all__ = ["Field", "Page", "cut"]
@@ -17,8 +15,7 @@ __all__ = ["Field", "Page", "cut"]
 
 @dataclass(frozen=True)
 class Field:
-    """One parameter's place in a page: elements [offset, offset + size) hold it in C order, or bytes, row by row, where
-    the page is packed.
+    """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
 
     shape: of the part that belongs to this rank of the tensor axis. source: the parameter whose values these are; it
     differs from `name` for a copy of a parameter that is tied across ranks."""
@@ -34,15 +31,14 @@ class Field:
 class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
-    partial: each rank of the tensor axis computes only a part of its gradient. packing: its parameters are matrices in
-    8 or 4 bits, and its elements are bytes. codec: the number of what carries its gradient."""
+    partial: each rank of the tensor axis computes only a part of its gradient. codec: the number of what carries its
+    gradient."""
 
     index: int
     fields: tuple[Field, ...]
     size: int
     trainable: bool
     partial: bool = False
-    packing: Packing | None = None
     codec: int = 0
 
     @classmethod
@@ -53,45 +49,28 @@ class Page:
         trainable: bool,
         partial: bool = False,
         sources: Mapping[str, str] | None = None,
-        packing: Packing | None = None,
         codec: int = 0,
     ) -> "Page":
         """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
-        sizes = [prod(shape) if packing is None else packing.nbytes(shape) for _, shape in shapes]
+        sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
         fields = tuple(
             Field(name, tuple(shape), o, n, known.get(name, name))
             for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
         )
-        return cls(index, fields, offsets[-1], trainable, partial, packing, codec)
+        return cls(index, fields, offsets[-1], trainable, partial, codec)
 
     def named(self, flat: Any) -> dict[str, Any]:
-        """Name -> the elements of a flat array of the page, in their shape; or what takes the place of an array."""
-        return {f.name: self._shaped(f, flat[f.offset : f.offset + f.size]) for f in self.fields}
-
-    def _shaped(self, field: Field, own: Any) -> Any:
-        if self.packing is None:
-            return own.reshape(field.shape)
-        rows, columns = field.shape
-        return Packed(own, (rows, columns), self.packing)
+        """Name -> the elements of a flat array of the page, in their shape."""
+        return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def held(self, flat: Any, mine: Range) -> Iterator[tuple[Field, int, Any]]:
         """What a flat array of the elements `mine` has of each field: the first element of the parameter, and those
         from there on as a flat array of numbers."""
         for piece in self.pieces(mine):
             field = self.fields[piece.have]
-            own, first = flat[piece.start - mine.start : piece.stop - mine.start], piece.start - field.offset
-            if self.packing is None:
-                yield field, first, own
-            else:
-                columns = field.shape[1]
-                stride = self.packing.stride(columns)
-                yield (
-                    field,
-                    first // stride * columns,
-                    PackedRows(field.source, own.reshape(-1, stride), columns, self.packing),
-                )
+            yield field, piece.start - field.offset, flat[piece.start - mine.start : piece.stop - mine.start]
 
     def pieces(self, shard: Range) -> list[Piece]:
         """Which fields (piece.have) a shard of this page holds, in page coordinates."""
@@ -104,7 +83,7 @@ class Page:
         for piece in self.pieces(mine):
             field = self.fields[piece.have]
             start, stop, row = piece.start - field.offset, piece.stop - field.offset, prod(field.shape[1:])
-            if len(field.shape) < 2 or self.packing is not None or not row:
+            if len(field.shape) < 2 or not row:
                 found.append((stop - start,))
                 continue
             top = -(-start // row)
@@ -114,22 +93,17 @@ class Page:
         return [shape for shape in found if prod(shape)]
 
     def grid(self) -> list[int]:
-        """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start; and no row
-        of a packed matrix."""
-        grain = [GRAIN if self.packing is None else self.packing.stride(f.shape[1]) for f in self.fields]
-        edges = [
-            e for f, step in zip(self.fields, grain, strict=True) for e in range(f.offset, f.offset + f.size, step)
-        ]
+        """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start."""
+        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, GRAIN)]
         return edges + [self.size]
 
 
 def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
     """The page in `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
 
-    snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut. Bounds of packed
-    pages are always moved."""
+    snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut."""
     bounds = [page.size * r // width for r in range(width + 1)]
-    if (snap or page.packing is not None) and width > 1:
+    if snap and width > 1:
         grid = page.grid()
         bounds = [0, *(_nearest(grid, b) for b in bounds[1:-1]), page.size]
     return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from fsdpx.array.packed import Packing
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
 from fsdpx.nn.layer import Spec, dotted
@@ -23,7 +22,7 @@ Carried = Callable[[Sequence[str]], tuple[int, bool]]
 """Of a parameter's names: the number of what carries its gradient, and whether an element's result depends on the
 others of its page. Ranks of the tensor axis have different elements of a parameter that is cut, so one that they hold
 alike would not stay alike in the same page."""
-Kind = tuple[bool, bool, bool, str, int, bool]
+Kind = tuple[bool, bool, str, int, bool]
 """What parameters of a page have in common, see `lay_out`."""
 
 
@@ -145,15 +144,13 @@ def lay_out(
     group_bytes: int | None = None,
     frozen: Sequence[str] = (),
     spread: Spread | None = None,
-    packing: Packing | None = None,
     carried: Carried = lambda names: (0, False),
 ) -> Layout:
     """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
     group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters; None: `GROUP_BYTES`.
-    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own. packing: how
-    matrices among them are stored, where their layers can take them so. carried: of the names of a parameter, see
-    `Carried`."""
+    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own. carried: of the
+    names of a parameter, see `Carried`."""
     limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
     if limit < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
@@ -165,11 +162,10 @@ def lay_out(
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
     alone = {*copies, *copies.values(), *_shared_between(model, groups)}
-    packs = frozenset() if packing is None else _packing(model, specs, copies)
     codecs = {name: carried(names) for name, names in _names(model, specs).items()}
 
     def kind(name: str) -> Kind:
-        """A page is trainable or not, packed or not, partial or not, has a tied parameter alone, and has one codec.
+        """A page is trainable or not, partial or not, has a tied parameter alone, and has one codec.
 
         A parameter of several units is gathered for each, and its gradient is whole from the first to the last of them:
         so would be whatever shares its page."""
@@ -177,14 +173,14 @@ def lay_out(
         codec, together = codecs.get(own, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
         number = codec if spec.trainable else 0
-        return not spec.trainable, name in packs, own in spread.partial, name if name in alone else "", number, apart
+        return not spec.trainable, own in spread.partial, name if name in alone else "", number, apart
 
     pages: list[Page] = []
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for (still, packed, partial, _, codec, _), chosen in _together(names, kind):
+        for (still, partial, _, codec, _), chosen in _together(names, kind):
             shapes = [(n, spread.shape(held[n])) for n in chosen]
-            pages.append(Page.of(len(pages), shapes, not still, partial, copies, packing if packed else None, codec))
+            pages.append(Page.of(len(pages), shapes, not still, partial, copies, codec))
     home = {f.name: page.index for page in pages for f in page.fields}
     twins: dict[str, list[int]] = {}
     for alias, name in copies.items():
@@ -218,14 +214,6 @@ def _shared_between(model: Sorted, groups: Sequence[Sequence[int]]) -> set[str]:
     used = _used(model.nodes, model.ties)
     units = [{name for i in group for name in used[i]} for group in groups]
     return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
-
-
-def _packing(model: Sorted, specs: dict[str, Spec], copies: dict[str, str]) -> frozenset[str]:
-    """The parameters that are frozen and that every layer which uses them takes in 8 bits; their copies as well."""
-    users = [(dotted(node.path, local), spec) for node in model.nodes for local, spec in node.layer.specs().items()]
-    barred = {model.ties.get(name, name) for name, spec in users if not spec.packs}
-    chosen = {name for name, spec in specs.items() if not (spec.trainable or spec.state) and name not in barred}
-    return frozenset(chosen | {alias for alias, name in copies.items() if name in chosen})
 
 
 def _together(names: Iterable[str], kind: Callable[[str], Kind]) -> list[tuple[Kind, list[str]]]:

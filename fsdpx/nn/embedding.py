@@ -33,7 +33,7 @@ class Embedding(Layer):
         self.num_embeddings, self.embedding_dim, self.init = num_embeddings, embedding_dim, init
 
     def specs(self) -> dict[str, Spec]:
-        return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0), packs=True)}
+        return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0))}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         check_index(self, x, self.num_embeddings)
@@ -68,7 +68,7 @@ class Tokens(Layer):
 
     def specs(self) -> dict[str, Spec]:
         return {
-            "weight": Spec((self.vocab, self.d_model), self.init or normal(1.0), packs=True),
+            "weight": Spec((self.vocab, self.d_model), self.init or normal(1.0)),
             "position": Spec((self.seq_len, self.d_model), self.position_init or normal(1.0)),
         }
 

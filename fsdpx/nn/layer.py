@@ -37,7 +37,6 @@ class Spec:
     trainable : it has a gradient and is updated
     state : `forward` writes it when training (running statistics); never trainable
     cut : how it is cut over the tensor axis; None: every rank holds all of it
-    packs : a matrix that the layer uses by `fsdpx.nn.numeric` or by rows, so it may be kept in 8 or 4 bits where frozen
     norm : it scales or shifts what a norm gives; `optim.no_decay` leaves it without weight decay
     """
 
@@ -46,7 +45,6 @@ class Spec:
     trainable: bool = True
     state: bool = False
     cut: Cut | None = None
-    packs: bool = False
     norm: bool = False
 
     def __post_init__(self) -> None:

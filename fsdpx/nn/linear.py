@@ -41,7 +41,7 @@ class Linear(Layer):
 
     def specs(self) -> dict[str, Spec]:
         default = uniform(1.0 / math.sqrt(self.in_features))
-        specs = {"weight": Spec((self.out_features, self.in_features), self.init or default, packs=True)}
+        specs = {"weight": Spec((self.out_features, self.in_features), self.init or default)}
         if self.bias:
             specs["bias"] = Spec((self.out_features,), self.bias_init or default)
         return specs

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import blas, kernels
-from fsdpx.array.packed import Packed
 from fsdpx.cuda.gemm import gemm, takes
 from fsdpx.nn.gradients import destination
 from fsdpx.shapes.array import as_one
@@ -39,8 +38,6 @@ def flat(x: Any) -> Any:
 
 def product(xp: Any, a: Any, b: Any) -> Any:
     """`a @ b` in the dtype of `a`."""
-    if b.__class__ is Packed:
-        return _product_packed(xp, a, b)
     if _blas(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.gemm(out, a, b)
@@ -61,8 +58,6 @@ def product(xp: Any, a: Any, b: Any) -> Any:
 def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
     """`x @ weight.T + bias` of `(rows, n)` in the dtype of `x`."""
     dtype = x.dtype
-    if weight.__class__ is Packed:
-        return _affine_packed(xp, x, weight, bias)
     if xp is np and dtype is weight.dtype and dtype.char in "fd":
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
         blas.affine(out, x, weight, bias)
@@ -92,7 +87,7 @@ def add_linear(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
 def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
     """The gradient of x, and `add_linear`."""
     dtype = dy.dtype
-    if xp is np and dtype is x.dtype and dtype.char in "fd" and weight.__class__ is not Packed:
+    if xp is np and dtype is x.dtype and dtype.char in "fd":
         dx = np.empty(x.shape, dtype)
         blas.linear_backward(dx, destination(g, "weight"), destination(g, "bias"), dy, x, weight)
         return dx
@@ -129,24 +124,6 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """`out += a.sum(dim)`; the sum is rounded once."""
     out += xp.sum(a, axis=dim, dtype=wide(a.dtype))
-
-
-def _affine_packed(xp: Any, x: Any, weight: Packed, bias: Any | None) -> Any:
-    """`affine` by a matrix in 8 bits."""
-    if xp is not np:
-        return as_one(lambda: affine(xp, x, weight.dense(x.dtype), bias))
-    out = np.empty((x.shape[0], weight.shape[0]), x.dtype)
-    blas.packed.affine(out, x, weight, bias)
-    return out
-
-
-def _product_packed(xp: Any, a: Any, b: Packed) -> Any:
-    """`product` with a matrix in 8 bits."""
-    if xp is not np:
-        return as_one(lambda: product(xp, a, b.dense(a.dtype)))
-    out = np.empty((a.shape[0], b.shape[1]), a.dtype)
-    blas.packed.product(out, a, b)
-    return out
 
 
 def _blas(xp: Any, a: Any, b: Any) -> bool:

@@ -1,6 +1,6 @@
 """count: bytes, calls and lifetimes of the buffers of a program, read off the table of verbs before anything runs."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdpx.program.action import Action
@@ -31,7 +31,6 @@ class Sizes:
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
-    packed: Container[int] = ()  # pages whose elements are bytes
     records: Mapping[tuple[int, int | None], int] = field(default_factory=dict)  # (record, microbatch) -> bytes
     # page -> what its update sends: axis, collective, bytes
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
@@ -68,7 +67,7 @@ def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
 
 def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
-    param = 1 if action.unit in sizes.packed else sizes.param_itemsize
+    param = sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
     for move in (*VERBS[action.op].moves, *VERBS[action.op].within):
         if move.format == "control":

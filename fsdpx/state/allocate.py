@@ -114,12 +114,11 @@ def fill(
     the elements from one on by itself, or says that it does not."""
     for p, page in state.placement.pages.items():
         for field, first, own in page.page.held(state.ledger.array("master", p), page.mine):
-            size, grain = int(own.size), getattr(own, "grain", 1)
+            size = int(own.size)
             if read is not None and size and read(field.source, first, own):
                 continue
-            step = max(most // grain, 1) * grain
-            for start in range(0, size, step):
-                stop = min(start + step, size)
+            for start in range(0, size, most):
+                stop = min(start + most, size)
                 target, host = own[start:stop], values(field.source, first + start, first + stop)
                 target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
 

@@ -26,7 +26,6 @@ from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.rounded import inside
 from fsdpx.optim.segments import Peers
 from fsdpx.program import Rounds, Stage
-from fsdpx.state import eight
 from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.local import Local
@@ -39,7 +38,6 @@ from fsdpx.state.tuning import Tuning
 __all__ = ["Formats", "Options", "Placement", "segments_of", "statistics_of"]
 
 
-BYTES = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -322,23 +320,6 @@ class Placement:
     def _names(self) -> list[str]:
         ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
         return [first if first == last else f"{first}..{last}" for first, last in ends]
-
-    def stored(self, page: int) -> np.dtype:
-        """The format of the shard of a page."""
-        return BYTES if self.layout.pages[page].packing else self.formats.master
-
-    def gathered(self, page: int) -> np.dtype:
-        """That of its full parameters."""
-        return BYTES if self.layout.pages[page].packing else self.formats.compute
-
-    def sent(self, page: int) -> np.dtype | None:
-        """That of its parameters on their way, None if they are sent as they are gathered."""
-        return None if self.layout.pages[page].packing else self.formats.wire
-
-    def parcels(self, page: int) -> list[int]:
-        """How many numbers of that format each shard is on its way: in 8 bits with scales."""
-        counts = self.pages[page].counts
-        return counts if self.sent(page) != eight.EIGHT else eight.parcels(counts)
 
     # -- others --------------------------------------------------------------------------------------------------------
 

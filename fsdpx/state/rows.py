@@ -51,7 +51,7 @@ def _level(placement: Placement, what: str) -> Level:
 def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
     """The shard is a part of the full parameters where these are kept in the same format."""
     p = page.page.index
-    dtype, gathered = placement.stored(p), placement.gathered(p)
+    dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keep_full or sharers > 0
     full = LedgerRow(
         Key("full", p),
@@ -62,7 +62,8 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
         sharers=max(sharers, 1),
     )
     yield full
-    inside = full.key if kept and placement.apart is None and placement.sent(p) is None and gathered == dtype else None
+    as_stored = placement.formats.wire is None and gathered == dtype
+    inside = full.key if kept and placement.apart is None and as_stored else None
     owner, level = placement.owner if page.page.trainable else "shard", _level(placement, "parameters")
     at = page.mine.start if inside else 0
     yield LedgerRow(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)

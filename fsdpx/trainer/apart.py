@@ -61,5 +61,3 @@ def _of_arrays(choice: Apart, recipe: Recipe, layout: Layout, formats: Precision
     for name in ("param", "reduce"):
         if getattr(formats, name) is not None:
             yield f"{name}={getattr(formats, name)!r} is a format of messages, and there are none; leave it out"
-    if formats.frozen is not None:
-        yield f"frozen={formats.frozen!r} keeps bytes in shards; leave it out"

@@ -15,8 +15,6 @@ from fsdpx.array import blas
 from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
-from fsdpx.array.nf4 import NF4
-from fsdpx.array.packed import PackedInt8, Packing
 from fsdpx.codecs import Choice, Codec, Codecs
 from fsdpx.codecs import codec as codec_of
 from fsdpx.comm import devices
@@ -39,7 +37,7 @@ from fsdpx.optim.average import Averaged
 from fsdpx.optim.matrices import BUT
 from fsdpx.optim.rounded import Rounded, scheduled
 from fsdpx.program import Slot, Stage, pipeline
-from fsdpx.state import eight, records
+from fsdpx.state import records
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.local import local_of
@@ -58,7 +56,6 @@ from fsdpx.trainer.choices import (
     check_packed,
     check_whole,
     is_collective,
-    left_wide,
 )
 from fsdpx.trainer.notices import say, slow
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
@@ -92,15 +89,12 @@ def session_of(
     if place.xp is np:
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
-    also = ["packed"] if any(p.packing for p in place.layout.pages) else []
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     with slow(world, "compiling kernels"):
-        warm(place.xp, planned.model, planned.loss, place.optimizer, dtypes, norm, also)
+        warm(place.xp, planned.model, planned.loss, place.optimizer, dtypes, norm)
         if place.xp is np:
             for codec in place.codecs:
                 codec.warm(place.formats.gradients)
-            if place.formats.wire == eight.EIGHT:
-                eight.warm(place.formats.master)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     _remark(place)
@@ -178,17 +172,16 @@ def _asked(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _products(world: Communicator, formats: Precision, xp: Any) -> str:
-    """The library that computes products of 16-bit matrices, and of 8-bit ones: results depend on it. A warning, once,
-    where it is slower than float32."""
-    whole = blas.integers.chosen() if formats.frozen and xp is np else ""
+    """The library that computes products of 16-bit matrices: results depend on it. A warning, once, where it is slower
+    than float32."""
     if formats.compute == formats.gradients or xp is not np:
-        return whole
+        return ""
     name = dtype_of(formats.compute).name
     library, able = blas.halves.chosen(name), blas.halves.instructions(name)
     if library == blas.halves.WIDENED and world.rank == 0:
         why = "oneDNN is not installed (pip install 'fsdpx[onednn]')" if able else NOTHING
         warnings.warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", stacklevel=2)
-    return f"{library} {whole}"
+    return library
 
 
 NOTHING = "this processor has no instructions for it"
@@ -204,7 +197,7 @@ def _optimizer(training: Training, formats: Precision) -> Any:
 
 def _formats(formats: Precision) -> Formats:
     p = formats
-    compute, wire = dtype_of(p.compute), eight.EIGHT if p.param == "int8" else dtype_of(p.wire)
+    compute, wire = dtype_of(p.compute), dtype_of(p.wire)
     master, gradients, statistics = dtype_of(p.updated), dtype_of(p.gradients), dtype_of(p.statistics)
     return Formats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
@@ -230,22 +223,19 @@ def _layout(
     wanted = distribution.group_bytes
     group = tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
-    packing = _packing(formats, dtype)
 
     def carried(names: Sequence[str]) -> tuple[int, bool]:
         number = codecs.number(names)
-        return number, formats.param == "int8" or not all(codec.elementwise for codec in codecs.rules[number][1])
+        return number, not all(codec.elementwise for codec in codecs.rules[number][1])
 
     still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in ordered.nodes)
     frozen = ("*",) if still else training.frozen
-    layout = lay_out(ordered, dtype.itemsize, group, frozen, spread, packing, carried)
+    layout = lay_out(ordered, dtype.itemsize, group, frozen, spread, carried)
     for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
         layout.matching(pattern, "codec")
     local = local_of(distribution.strategy)
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
         _check_patterns(optimizer, layout)
-    if packing is not None and (wide := left_wide(ordered, layout, formats.frozen)):
-        say(axes.world, f"{formats.frozen} is not for {', '.join(wide)}: kept in {formats.updated}")
     return layout
 
 
@@ -255,12 +245,6 @@ def _check_patterns(optimizer: Any, layout: Layout) -> None:
     for argument, common in (("groups", no_decay), ("but", BUT)):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
         demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
-
-
-def _packing(formats: Precision, dtype: np.dtype) -> Packing | None:
-    """How frozen matrices are stored, if not as all others."""
-    known: dict[str | None, Packing | None] = {None: None, "int8": PackedInt8(formats.block, dtype), "nf4": NF4(dtype)}
-    return known[formats.frozen]
 
 
 def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype) -> Planned:
@@ -284,11 +268,6 @@ def _check_recompute(recomputing: Recompute, layout: Layout) -> None:
 def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | None, outer: Codec | None) -> Codecs:
     """outer: between replicas that train by themselves."""
     algorithm = "library" if tuning.windows else tuning.algorithm
-    if formats.param == "int8" and chunks is not None:
-        raise ConfigError(
-            f"chunks={chunks} and Precision(param='int8'): blocks are those of shards, and parameters would depend on "
-            "how many there are; choose param='bf16'"
-        )
     found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients, algorithm))
     if outer is not None:
         found = Codecs(tuple((pattern, route._replace(replica=outer)) for pattern, route in found.rules))

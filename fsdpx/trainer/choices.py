@@ -18,7 +18,7 @@ from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.config import Offload, Precision
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
-from fsdpx.nn.layer import Layer, dotted
+from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim.kept import needs_whole
 from fsdpx.state.local import Local
@@ -36,7 +36,6 @@ __all__ = [
     "check_parts",
     "check_whole",
     "is_collective",
-    "left_wide",
 ]
 
 
@@ -154,7 +153,7 @@ def agree(world: Communicator, *choices: Any) -> None:
     """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
     names = (
         "mesh", "strategy", "precision", "options", "model", "layers", "stages", "schedule", "tensor plan", "optimizer",
-        "loss", "codec", "microbatches", "device", "libraries of 16-bit and 8-bit products",
+        "loss", "codec", "microbatches", "device", "library of 16-bit products",
         "average", "trace", "the learning rate of step 1", "rounds", "outer optimizer",
     )  # fmt: skip
     everyone = world.all_gather_plain([_text(choice) for choice in choices])
@@ -234,27 +233,6 @@ def check_whole(optimizer: Any, tensor: int) -> None:
 def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None:
     if offload is not None and offload.what == ("optimizer",) and not optimizer.slots and average is None:
         raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")
-
-
-def left_wide(model: Sorted, layout: Layout, frozen_as: str | None) -> list[str]:
-    """The frozen matrices that are not kept in 8 or 4 bits, as their layers do not take them so: name and layer of
-    each. ConfigError if there are no others."""
-    packed = {f.source for page in layout.pages for f in page.fields if page.packing is not None}
-    frozen = {name for name, spec in layout.specs.items() if not (spec.trainable or spec.state)}
-    users = {layout.canonical(dotted(n.path, local)): n.layer for n in model.nodes for local in n.layer.specs()}
-    wide = [n for n in layout.specs if n in frozen - packed and len(layout.specs[n].shape) > 1]
-    found = [f"{name} of {type(users[name]).__name__}" for name in wide if name in users]
-    if not packed:
-        raise ConfigError(f"Precision(frozen={frozen_as!r}): " + (NOT_FROZEN if not frozen else _none_packs(found)))
-    return found
-
-
-NOT_FROZEN = "no parameter is frozen for good; say distribute(frozen=['*']) for all of them, or name patterns"
-
-
-def _none_packs(found: list[str]) -> str:
-    names = ", ".join(found) or "there is no matrix among them"
-    return f"nothing of what is frozen can be kept in 8 or 4 bits ({names}); Linear and Embedding layers can"
 
 
 def is_collective(layer: Layer) -> bool:

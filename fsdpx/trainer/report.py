@@ -293,14 +293,12 @@ def sizes_of(engine: Engine) -> Sizes:
         ties={p: tuple(_tied(place, tie)) for p, tie in engine.state.ties.items()},
         edges=_edges(engine),
         carried={
-            ("shard", "all_gather"): {p: _gathered(place, p) for p in place.pages if place.sent(p) is not None},
             ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
             ("replica", "reduce_scatter"): {p: _outer_moves(place, p) for p in place.pages},
         },
         records=_records(engine),
         parts={p: place.parts_moved(p) for p in place.stage.trained},
-        packed=frozenset(p for p, page in place.pages.items() if page.page.packing is not None),
     )
 
 
@@ -319,13 +317,6 @@ def _outer_moves(place: Placement, page: int) -> Moves:
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].mine.size, replica.size)
     return place.route(page).replica.moves(counts, replica.rank, place.formats.gradients.itemsize)
-
-
-def _gathered(place: Placement, page: int) -> Moves:
-    """The bytes that this rank receives of parameters that travel in a format of their own."""
-    parcels, sent = place.parcels(page), place.sent(page)
-    assert sent is not None
-    return (("all_gather", (sum(parcels) - parcels[place.axes.shard.rank]) * sent.itemsize),)
 
 
 def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:

@@ -140,18 +140,12 @@ def _everywhere(
             continue
         if names is not None and not any(f.source in names for f in page.fields):
             continue
-        parts = _parts(page, to_host(flat(page))) if page.index in state.placement.pages else None
+        parts = page.named(to_host(flat(page))) if page.index in state.placement.pages else None
         for f in page.fields:
             full = _over_tensor(state, f.source, None if parts is None else parts[f.name], dtype)
             state.placement.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()
             found[f.source] = full + found[f.source] if trained and f.source in found else full
     return found
-
-
-def _parts(page: Page, flat: np.ndarray) -> dict[str, np.ndarray]:
-    """Name -> its elements of a flat array, as numbers."""
-    named = page.named(flat)
-    return named if page.packing is None else {name: matrix.dense() for name, matrix in named.items()}
 
 
 def _over_shards(state: TrainState, page: Page, shard: Any) -> Any:

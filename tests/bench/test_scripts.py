@@ -232,7 +232,7 @@ def test_every_product_is_taken_apart() -> None:
 
     from fsdpx.array import blas
 
-    about = {"available", "choose", "chosen", "halves", "integers", "measure", "measure_halves", "packed", "pointer"}
+    about = {"available", "choose", "chosen", "halves", "measure", "measure_halves", "pointer"}
     assert set(PRODUCTS) - {"product"} == set(blas.__all__) - about - {"present", "threads"}
     assert "product" in blas.halves.__all__
 

@@ -34,7 +34,7 @@ def test_without_arguments_it_makes_all_it_needs(tmp_path: Path, capsys: pytest.
 
 
 def test_options_of_the_adapters_and_of_what_is_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--targets", "mlp.down", "--alpha", "4", "--rank", "2", "--frozen", "nf4", "--out", str(tmp_path / "a")]
+    options = ["--targets", "mlp.down", "--alpha", "4", "--rank", "2", "--out", str(tmp_path / "a")]
     assert finetune.main(["--first-steps", "2", "--steps", "2", "--seq-len", "24", *options]) == 0
     assert "adapters: 2 steps" in capsys.readouterr().out
     config = json.loads((tmp_path / "a/adapter_config.json").read_text())

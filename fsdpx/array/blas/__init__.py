@@ -1,12 +1,12 @@
 """Matrix products by the chosen libraries, written or added in place."""
 
-from fsdpx.array.blas import halves, integers, packed
+from fsdpx.array.blas import halves
 from fsdpx.array.blas.choice import available, choose, chosen, pointer, threads
 from fsdpx.array.blas.libraries import present
 from fsdpx.array.blas.measure import measure, measure_halves
 from fsdpx.array.blas.products import affine, gemm, linear_backward, linear_gradients
 
 __all__ = [
-    "affine", "available", "choose", "chosen", "gemm", "halves", "integers", "linear_backward",
-    "linear_gradients", "measure", "measure_halves", "packed", "pointer", "present", "threads",
+    "affine", "available", "choose", "chosen", "gemm", "halves", "linear_backward",
+    "linear_gradients", "measure", "measure_halves", "pointer", "present", "threads",
 ]  # fmt: skip

@@ -8,8 +8,6 @@ import numpy as np
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.window import SlidingWindow
-from fsdpx.array.nf4 import NF4
-from fsdpx.array.packed import Packed, PackedInt8
 from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]
@@ -68,7 +66,6 @@ SAMPLES: dict[str, Sample] = {
     "max_pool2d": lambda x, w, s: kernels.max_pool2d(np, _image(x), WINDOW),
     "max_pool2d_backward": lambda x, w, s: _max_pool(x),
     "normal": lambda x, w, s: normal(0, "", 0, 6),
-    "packed": lambda x, w, s: _packed(x.dtype),
     "relu": lambda x, w, s: kernels.relu(np, x),
     "relu_backward": lambda x, w, s: kernels.relu_backward(np, x, x),
     "rms_norm": lambda x, w, s: kernels.rms_norm(np, x, w, 1e-5),
@@ -149,15 +146,6 @@ def _linear(x: Any, w: Any, s: Any) -> None:
     blas.gemm(y, x, weight)
     blas.linear_gradients((weight, False), (w.copy(), False), y, x)
     blas.linear_backward(np.empty_like(x), (weight, False), (w.copy(), False), y, x, weight.copy())
-
-
-def _packed(dtype: Any) -> None:
-    """Products with matrices in few bits, of few rows and of many, and their gradients."""
-    for packing in (PackedInt8(None, dtype), PackedInt8(2, dtype), NF4(dtype)):
-        weight = Packed(np.zeros(packing.nbytes((3, 3)), np.uint8), (3, 3), packing)
-        for x in (np.zeros((rows, 3), dtype) for rows in (1, 16)):
-            blas.packed.affine(np.empty_like(x), x, weight, None)
-            blas.packed.product(np.empty_like(x), x, weight)
 
 
 def _through(x: Any, name: str) -> None:
