@@ -325,8 +325,8 @@ class Watchdog:
 
 def line_of_script(thread: int, since: float) -> str:
     """The line of the user's script that a thread is at; "" if there is none. since: when it last made progress."""
-    side = "outside of"
-    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
+    side, top = "outside of", sys._current_frames().get(thread)
+    for frame, line in () if top is None else traceback.walk_stack(top):  # None would be the caller's own stack
         file = frame.f_code.co_filename
         if file.startswith(_OWN):
             side = "in"
