@@ -1,21 +1,32 @@
-"""The base of every backend: calls are checked, width one stays local, the rest is the backend's to move."""
+"""The base of every backend: calls are checked, width one stays local, the rest is the backend's to move.
+
+Arguments are checked before anything is sent, so that a bad call never hangs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
-from fsdpx.comm import checks, ring, rounded
-from fsdpx.comm.calls import DONE, Call, Handle, pieces
+from fsdpx.comm import ring, rounded
+from fsdpx.comm.calls import DONE, Array, Call, Counts, Handle, Pieces, Ranks, ReduceOp, copy, even_pieces, pieces
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.messages import COLLECTIVES, Pairs
 from fsdpx.comm.plain import LIMIT
-from fsdpx.comm.steps import Progress, Steps
-from fsdpx.comm.verbs import check
-from fsdpx.errors import CommError
+from fsdpx.comm.reduction import is_half, kind_of, objection
+from fsdpx.comm.steps import Finish, Progress, Steps
+from fsdpx.comm.verbs import VERBS, CallSpec
+from fsdpx.cuda.devices import gpu_of, on, where
+from fsdpx.errors import CommError, ConfigError, ShapeError
 
-__all__ = ["Backend"]
+__all__ = ["ALGORITHMS", "TAGS", "Backend", "check", "check_group", "complain", "staged"]
+
+USUAL = frozenset("dfDFbhilqBHILQ?")
+"""dtype.char of what communicators move, but for 16-bit floats."""
+TAGS = 16384
+"""User tags are below this, the library's own at or above it; MPI guarantees 32767."""
+ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
@@ -54,7 +65,7 @@ class Backend(Communicator):
         return Steps(iter([self.move(message) for message in calls]), self.progress)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        checks.group(self, ranks)
+        check_group(self, ranks)
         group = self.split(min(ranks), list(ranks).index(self.rank))
         assert group is not None
         return group
@@ -78,13 +89,207 @@ class Backend(Communicator):
 
     def _tag(self) -> int:
         """A tag of the library's own; the same on every rank, as all issue the same collectives in order."""
-        self._tags = (self._tags + 1) % (32767 - checks.TAGS)
-        return checks.TAGS + self._tags
+        self._tags = (self._tags + 1) % (32767 - TAGS)
+        return TAGS + self._tags
 
 
 def _alone(call: Call) -> Handle:
     """All communication there is among one rank; nothing at all when the shard is the full buffer."""
     if len(call.arrays) == 2:
         send, recv = call.arrays
-        checks.copy(recv, send)
+        copy(recv, send)
     return DONE
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check(comm: Ranks, call: Call) -> None:
+    """Raise if the arguments are bad; else fill in what the call left open, `call.op` and `call.cuts`."""
+    verb = VERBS[call.verb]
+    if verb.peer:
+        check_peer(comm, call, verb.peer, call.root)
+    whole_here = not verb.at_root or comm.rank == call.root
+    for name, array in zip(verb.arrays, call.arrays, strict=True):
+        if name != verb.at_root:
+            check_flat(comm, call, name, array)
+        elif whole_here:
+            check_at_root(comm, call, name, array)
+    if whole_here and len(verb.arrays) == 2:
+        check_dtypes(comm, call, *call.arrays)
+        check_devices(comm, call, *call.arrays)
+    if verb.cut:
+        _check_cut(comm, call, verb, whole_here)
+    elif verb.at_root and whole_here:
+        check_piece(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
+    if verb.reduces:
+        check_operation(comm, call)
+    if verb.peer in ("dest", "source"):
+        check_tag(comm, call)
+
+
+def _check_cut(comm: Ranks, call: Call, verb: CallSpec, whole_here: bool) -> None:
+    if whole_here:
+        arrays = dict(zip(verb.arrays, call.arrays, strict=True))
+        cuts = zip(verb.cut, call.counts, strict=True)
+        call.cuts = tuple(cut_of(comm, call, name, arrays[name], counts) for name, counts in cuts)
+        counts: Any = call.cuts[0].counts
+    else:
+        counts = call.counts[0]
+        if counts is not None:
+            check_counts(comm, call, counts)
+    if len(verb.cut) == 2:
+        sent, received = (cut.counts[comm.rank] for cut in call.cuts)
+        if sent != received:
+            complain(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
+    elif counts is not None:
+        own = 1 - verb.arrays.index(verb.cut[0])
+        check_piece(comm, call, verb.arrays[own], call.arrays[own], counts[comm.rank])
+
+
+def complain(kind: type[ConfigError], comm: Ranks, call: Call, message: str) -> NoReturn:
+    """Raise `kind` with the words every communication error starts with."""
+    raise kind(f"{call.name} on rank {comm.rank}: {message}")
+
+
+def check_flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
+    """`array` is one-dimensional, contiguous and of a dtype that communicators move."""
+    if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
+        dtype = array.dtype
+        if dtype.char in USUAL and dtype.isnative:  # the same answer as below, sooner
+            return
+    if getattr(array, "ndim", None) != 1:
+        shape = getattr(array, "shape", type(array).__name__)
+        complain(ShapeError, comm, call, f"{name} must be a flat array (1-D), not {shape}: use array.reshape(-1)")
+    flags = getattr(array, "flags", None)
+    if flags is not None and not flags.c_contiguous:
+        complain(ShapeError, comm, call, f"{name} is not contiguous: communicate a contiguous copy")
+    try:
+        kind_of(array.dtype)
+    except ConfigError as error:
+        complain(ConfigError, comm, call, f"{name}: {error}")
+
+
+def check_dtypes(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
+    if send.dtype != recv.dtype:
+        complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
+
+
+def check_devices(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
+    """Both on the host, or both on one GPU."""
+    if type(send) is type(recv) is np.ndarray:  # the same answer as below, sooner
+        return
+    if gpu_of(send) != gpu_of(recv):
+        complain(ConfigError, comm, call, f"send lies {where(send)}, recv {where(recv)}: put both on one device")
+
+
+def cut_of(comm: Ranks, call: Call, name: str, array: Array, counts: Counts) -> Pieces:
+    """The cut of `array` over the ranks, by `counts` or balanced."""
+    n = array.size
+    if counts is None:
+        return even_pieces(n, comm.size)
+    found = pieces(counts)
+    check_counts(comm, call, counts)
+    if min(counts) < 0:
+        complain(ShapeError, comm, call, f"a count is negative: {list(counts)}")
+    if found.total != n:
+        complain(ShapeError, comm, call, f"counts add up to {found.total}, but {name} has {n} elements")
+    return found
+
+
+def check_counts(comm: Ranks, call: Call, counts: tuple[int, ...]) -> None:
+    """There is a count for each rank."""
+    if len(counts) != comm.size:
+        complain(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
+
+
+def check_piece(comm: Ranks, call: Call, name: str, array: Array, count: int) -> None:
+    """`array` has exactly the elements of this rank."""
+    if array.size != count:
+        complain(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
+
+
+def check_operation(comm: Ranks, call: Call) -> None:
+    """The operation exists and has a meaning for the dtype, and the algorithm can do it."""
+    dtype = call.arrays[0].dtype
+    call.op = ReduceOp.of(call.op)
+    why_not = objection(call.op, dtype)
+    if why_not is not None:
+        complain(ConfigError, comm, call, why_not)
+    if call.algorithm not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        complain(ConfigError, comm, call, f"unknown algorithm {call.algorithm!r}: use one of {known}")
+    if call.algorithm == "ring" and is_half(dtype):
+        complain(ConfigError, comm, call, f"a ring does not add {dtype} in rank order: use algorithm='library'")
+    if call.wire is not None:
+        _on_a_wire(comm, call, dtype)
+
+
+def _on_a_wire(comm: Ranks, call: Call, dtype: Any) -> None:
+    """The format asked for in `call.wire` is available; from here on it is a dtype."""
+    call.wire = np.dtype(call.wire)
+    if kind_of(dtype) != "float" or not is_half(call.wire):
+        complain(ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format")
+    if call.op is not ReduceOp.SUM or call.algorithm != "library":
+        way = f"{call.op.name} by {call.algorithm!r}"
+        complain(ConfigError, comm, call, f"wire={call.wire.name} with {way}: use SUM, algorithm='library'")
+
+
+def check_tag(comm: Ranks, call: Call) -> None:
+    """The tag is one that users may take."""
+    if not 0 <= call.tag < TAGS:
+        complain(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {TAGS}")
+
+
+def check_peer(comm: Ranks, call: Call, name: str, other: int) -> None:
+    """`other` is a rank of this communicator."""
+    if not 0 <= other < comm.size:
+        complain(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
+
+
+def check_at_root(comm: Ranks, call: Call, name: str, array: Array) -> None:
+    """Only root needs this array, and must have it."""
+    if array is None:
+        complain(ShapeError, comm, call, f"this rank is root and needs an array for {name}")
+    check_flat(comm, call, name, array)
+
+
+def check_group(comm: Ranks, ranks: Sequence[int]) -> None:
+    """`ranks` can be a subgroup with this rank in it."""
+    call = Call("subgroup")
+    for other in ranks:
+        check_peer(comm, call, "ranks", other)
+    if comm.rank not in ranks or len(set(ranks)) != len(ranks):
+        complain(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
+
+
+# -- arrays of a GPU ---------------------------------------------------------------------------------------------------
+
+
+def staged(call: Call, move: Callable[[Call], Handle]) -> Handle:
+    """`move(call)`, where `move` knows host arrays only and `call` may be of arrays of any device. Host arrays pass as
+    they are. Scratch: a host copy of each array."""
+    for array in call.arrays:
+        if array is not None and not isinstance(array, np.ndarray):
+            return _through_host(call, move)
+    return move(call)
+
+
+def _through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
+    from fsdpx.array.namespace import from_host, namespace_of, to_host
+
+    verb, arrays = VERBS[call.verb], call.arrays
+    host = list(arrays)
+    for index in {*verb.reads, *verb.writes}:
+        if arrays[index] is not None:
+            fresh = index not in verb.reads
+            host[index] = np.empty(arrays[index].shape, arrays[index].dtype) if fresh else to_host(arrays[index])
+    handle = move(call.on(tuple(host)))
+
+    def back() -> None:
+        for index in verb.writes:
+            if arrays[index] is not None:
+                with on(arrays[index]):
+                    arrays[index][...] = from_host(namespace_of(arrays[index]), host[index])
+
+    return Finish(handle, back)

@@ -8,11 +8,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DONE", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Handle", "Pieces", "ReduceOp", "even_pieces",
-    "pieces", "split_evenly",
+    "DONE", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Handle", "Pieces", "Ranks", "ReduceOp",
+    "address", "copy", "even_pieces", "named", "overlay", "pieces", "split_evenly",
 ]  # fmt: skip
 
 Array = Any
@@ -146,3 +148,31 @@ class Done:
 
 
 DONE = Done()
+
+
+class Ranks(Protocol):
+    """The part of a communicator that a check of its calls needs."""
+
+    rank: int
+    size: int
+
+
+def address(array: Array) -> int:
+    """Where the first element lies in memory; for arrays without memory, which object it is."""
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]
+    interface = getattr(array, "__cuda_array_interface__", None)
+    return interface["data"][0] if interface else id(array)
+
+
+def overlay(a: Array, b: Array) -> bool:
+    """Whether both are views that start at the same element: how in-place calls are recognised."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
+        return a is b or (np.may_share_memory(a, b) and address(a) == address(b))  # the first is fast
+    return a is b or address(a) == address(b)
+
+
+def copy(target: Array, source: Array) -> None:
+    """target = source, unless they are the same memory already."""
+    if not overlay(target, source):
+        target[...] = source

@@ -6,11 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from fsdpx.comm.backend import Backend
-from fsdpx.comm.calls import Call, Handle
-from fsdpx.comm.checks import copy
+from fsdpx.comm.backend import Backend, staged
+from fsdpx.comm.calls import Call, Handle, copy
 from fsdpx.comm.relay import in_chunks
-from fsdpx.comm.staging import staged
 
 __all__ = ["TIMEOUT", "Carrier"]
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdpx.comm.calls import Array, Call
-from fsdpx.comm.checks import copy
+from fsdpx.comm.calls import Array, Call, copy
 from fsdpx.comm.reduction import fold
 from fsdpx.errors import DesyncError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.comm import checks
-from fsdpx.comm.backend import Backend
+from fsdpx.comm.backend import Backend, check_group, complain
 from fsdpx.comm.calls import DONE, Call, Handle
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import Aborted, ConfigError
@@ -41,11 +40,11 @@ class FakeCommunicator(Backend):
             return None
         if self.size > 1:
             why = "the others do not exist, so their colors are unknown: use subgroup(ranks)"
-            checks.complain(ConfigError, self, Call("split"), why)
+            complain(ConfigError, self, Call("split"), why)
         return FakeCommunicator(0, 1)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        checks.group(self, ranks)
+        check_group(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -77,7 +76,7 @@ class FakeNode(FakeCommunicator):
         self.inside = self.shares and len(self.machines) == 1
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        checks.group(self, ranks)
+        check_group(self, ranks)
         return FakeNode(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def share(self, nbytes: int) -> ShapeArray:

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fsdpx import environment
-from fsdpx.comm.calls import DONE, Array, Call, Handle, ReduceOp, named
+from fsdpx.comm.calls import DONE, Array, Call, Handle, ReduceOp, copy, named
 from fsdpx.comm.carrier import TIMEOUT, Carrier
-from fsdpx.comm.checks import copy
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import LocalCommunicator
 from fsdpx.comm.messages import Pairs

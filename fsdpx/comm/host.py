@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpx.comm.calls import Array
-from fsdpx.comm.checks import address
+from fsdpx.comm.calls import Array, address
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mapped import FOLDER, Mapping
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, pieces
 from fsdpx.comm.carrier import Carrier
-from fsdpx.comm.checks import copy
 from fsdpx.comm.host import WindowAddress
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import fold

@@ -12,12 +12,11 @@ from functools import reduce
 from operator import and_
 from typing import Any
 
-from fsdpx.comm.backend import Backend
+from fsdpx.comm.backend import Backend, staged
 from fsdpx.comm.calls import Array, Call, Handle, named
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.direct import COLLECTIVES
 from fsdpx.comm.rendezvous import ThreadCollective, ThreadGroup, ThreadMessage, ThreadTransfer, ThreadWorld, Vote
-from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import NOT_ALONE, Progress
 from fsdpx.comm.survivors import Survivor
 from fsdpx.comm.verbs import terms

@@ -11,8 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from fsdpx.array.namespace import namespace_of
-from fsdpx.comm.calls import Array, Call, Handle, Pieces, even_pieces
-from fsdpx.comm.checks import copy
+from fsdpx.comm.calls import Array, Call, Handle, Pieces, copy, even_pieces
 from fsdpx.comm.reduction import fold
 from fsdpx.comm.steps import Progress, Steps
 

@@ -14,9 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 from fsdpx import environment
-from fsdpx.comm.calls import Array, Call, Handle, ReduceOp
+from fsdpx.comm.calls import Array, Call, Handle, ReduceOp, copy, overlay
 from fsdpx.comm.carrier import TIMEOUT, Carrier
-from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
 from fsdpx.comm.mapped import MappedWindow

@@ -12,8 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, even_pieces
-from fsdpx.comm.checks import copy, overlay
+from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.devices import Seat, shared

@@ -16,9 +16,8 @@ import numpy as np
 from fsdpx.array.kernels.choice import installed
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.board import LETTER
-from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces
+from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay
 from fsdpx.comm.carrier import Carrier
-from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import EVEN, Communicator
 from fsdpx.comm.host import Host, WindowAddress
 from fsdpx.comm.lanes import Lanes

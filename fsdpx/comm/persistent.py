@@ -12,8 +12,7 @@ import numpy as np
 
 from fsdpx.comm import shared
 from fsdpx.comm.board import SLOTS
-from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, named
-from fsdpx.comm.checks import address
+from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, address, named
 from fsdpx.comm.host import WindowAddress
 from fsdpx.comm.meeting import late
 from fsdpx.comm.neighbours import Neighbours

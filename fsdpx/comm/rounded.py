@@ -10,8 +10,7 @@ from typing import Any
 
 from fsdpx.array.kernels import add_widened, narrowed, store
 from fsdpx.array.namespace import namespace_of
-from fsdpx.comm.calls import Array, Call, Handle, even_pieces
-from fsdpx.comm.checks import address
+from fsdpx.comm.calls import Array, Call, Handle, address, even_pieces
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 

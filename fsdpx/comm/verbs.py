@@ -6,12 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.comm import checks
-from fsdpx.comm.calls import Array, Call, ReduceOp, even_pieces
-from fsdpx.comm.checks import Ranks
-from fsdpx.errors import ShapeError
+from fsdpx.comm.calls import Array, Call, Ranks, ReduceOp, even_pieces
 
-__all__ = ["VERBS", "CallSpec", "check", "described", "moved", "terms"]
+__all__ = ["VERBS", "CallSpec", "described", "moved", "terms"]
 
 
 class CallSpec(NamedTuple):
@@ -49,49 +46,6 @@ VERBS = {
     "recv": CallSpec(("buf",), peer="source"),
     "barrier": CallSpec(()),
 }
-
-
-def check(comm: Ranks, call: Call) -> None:
-    """Raise if the arguments are bad; else fill in what the call left open, `call.op` and `call.cuts`."""
-    verb = VERBS[call.verb]
-    if verb.peer:
-        checks.peer(comm, call, verb.peer, call.root)
-    whole_here = not verb.at_root or comm.rank == call.root
-    for name, array in zip(verb.arrays, call.arrays, strict=True):
-        if name != verb.at_root:
-            checks.flat(comm, call, name, array)
-        elif whole_here:
-            checks.at_root(comm, call, name, array)
-    if whole_here and len(verb.arrays) == 2:
-        checks.same_dtype(comm, call, *call.arrays)
-        checks.same_device(comm, call, *call.arrays)
-    if verb.cut:
-        _check_cut(comm, call, verb, whole_here)
-    elif verb.at_root and whole_here:
-        checks.piece(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
-    if verb.reduces:
-        checks.operation(comm, call)
-    if verb.peer in ("dest", "source"):
-        checks.tag_in_range(comm, call)
-
-
-def _check_cut(comm: Ranks, call: Call, verb: CallSpec, whole_here: bool) -> None:
-    if whole_here:
-        arrays = dict(zip(verb.arrays, call.arrays, strict=True))
-        cuts = zip(verb.cut, call.counts, strict=True)
-        call.cuts = tuple(checks.pieces_of(comm, call, name, arrays[name], counts) for name, counts in cuts)
-        counts: Any = call.cuts[0].counts
-    else:
-        counts = call.counts[0]
-        if counts is not None:
-            checks.one_each(comm, call, counts)
-    if len(verb.cut) == 2:
-        sent, received = (cut.counts[comm.rank] for cut in call.cuts)
-        if sent != received:
-            checks.complain(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
-    elif counts is not None:
-        own = 1 - verb.arrays.index(verb.cut[0])
-        checks.piece(comm, call, verb.arrays[own], call.arrays[own], counts[comm.rank])
 
 
 def moved(comm: Ranks, call: Call) -> int:

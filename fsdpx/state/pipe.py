@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdpx.comm.checks import TAGS
+from fsdpx.comm.backend import TAGS
 from fsdpx.errors import ConfigError
 from fsdpx.program import Action, Edge, PipelineSchedule, Request, Stage, check_pipe, compile, placed, schedule
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import blas, cores, parallel
-from fsdpx.comm.checks import ALGORITHMS
+from fsdpx.comm.backend import ALGORITHMS
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import carrier_of, node_of

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array.kernels import narrowed, store
-from fsdpx.comm.checks import address
+from fsdpx.comm.calls import address
 from fsdpx.native import image
 
 shared = pytest.importorskip("fsdpx.comm.shared")

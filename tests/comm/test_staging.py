@@ -7,8 +7,8 @@ import importlib
 import numpy as np
 import pytest
 
+from fsdpx.comm.backend import staged
 from fsdpx.comm.calls import DONE, Call
-from fsdpx.comm.staging import staged
 
 
 class DeviceArray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.checks import address
+from fsdpx.comm.calls import address
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.comm.steps import Finish, progress_of
 
