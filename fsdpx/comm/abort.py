@@ -13,7 +13,7 @@ from typing import Protocol
 
 from fsdpx.errors import CommError, DesyncError, FsdpxError, OutOfMemory
 
-__all__ = ["install"]
+__all__ = ["end_all_on_errors"]
 
 _SECONDS_TO_DELIVER = 0.1
 _SECONDS_FOR_RANK_0 = 3.0
@@ -28,7 +28,7 @@ class Abortable(Protocol):
     def abort(self, code: int = 1) -> None: ...
 
 
-def install(comm: Abortable) -> None:
+def end_all_on_errors(comm: Abortable) -> None:
     """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them. An error

@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fsdpx.comm import ring, rounded
 from fsdpx.comm.calls import DONE, Array, Call, Counts, Handle, Pieces, Ranks, ReduceOp, copy, even_pieces, pieces
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.messages import COLLECTIVES, Pairs
 from fsdpx.comm.plain import LIMIT
 from fsdpx.comm.reduction import is_half, kind_of, objection
+from fsdpx.comm.ring import ring_steps
+from fsdpx.comm.rounded import ROUNDED
 from fsdpx.comm.steps import Finish, Progress, Steps
 from fsdpx.comm.verbs import VERBS, CallSpec
 from fsdpx.cuda.devices import gpu_of, on, where
@@ -56,7 +57,7 @@ class Backend(Communicator):
 
     def move_rounded(self, call: Call) -> Handle:
         """The same for a sum whose summands are rounded to `call.wire` on their way."""
-        return rounded.COLLECTIVES[call.verb](self, call)
+        return ROUNDED[call.verb](self, call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Messages that belong to one call."""
@@ -85,7 +86,7 @@ class Backend(Communicator):
 
     def _ring(self, call: Call) -> Handle:
         call.tag = self._tag()
-        return Steps(ring.steps(self.move, self.rank, self.size, call), self.progress)
+        return Steps(ring_steps(self.move, self.rank, self.size, call), self.progress)
 
     def _tag(self) -> int:
         """A tag of the library's own; the same on every rank, as all issue the same collectives in order."""

@@ -6,10 +6,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import reduce
-from operator import and_
 from typing import Any
 
 from fsdpx.comm.backend import Backend, staged
@@ -118,7 +116,7 @@ class LocalCommunicator(Backend, Survivor):
 
     def agree(self, flags: int) -> int:
         group = self._group
-        return self._vote("agree", flags, lambda given: 0 if group.lost() else reduce(and_, given.values()))
+        return self._vote("agree", flags, lambda given: 0 if group.lost() else all_of(given.values()))
 
     def shrink(self) -> LocalCommunicator:
         group = self._group
@@ -209,6 +207,14 @@ class LocalCommunicator(Backend, Survivor):
     def _delay(self) -> None:
         if self._delays is not None:
             time.sleep(self._delays.random() * 0.002)
+
+
+def all_of(flags: Iterable[int]) -> int:
+    """The bits that are set in all of them."""
+    found = -1
+    for one in flags:
+        found &= one
+    return found
 
 
 def single() -> LocalCommunicator:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdpx import environment
 from fsdpx.comm import default
+from fsdpx.comm.abort import end_all_on_errors
 from fsdpx.comm.alike import compare, given_to_call
 from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.communicator import Communicator
@@ -185,23 +186,21 @@ def _mpi(asked: Asked, shared: bool = False) -> Communicator:
 
 
 def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
-    from fsdpx.comm import abort
-
     _check_mpi(asked)
     from fsdpx.comm.mpi import MpiCommunicator, MpiWorld
 
-    abort.install(MpiWorld())
+    end_all_on_errors(MpiWorld())
     return _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
 
 
 def _gloo(asked: Asked) -> Communicator:
-    from fsdpx.comm import roll
+    from fsdpx.comm.roll import call
 
     if asked.settings.launcher is None:
         environment.check_alone()  # one that was started as one of several is told what is missing
     if asked.settings.launcher is None or asked.settings.expected_size == 1:
         return _local(asked)
-    called = roll.call(asked.settings)
+    called = call(asked.settings)
     from fsdpx.comm.gloo import GlooCommunicator
 
     return _begun(GlooCommunicator(called, asked.settings.timeout or TIMEOUT), asked.settings.shares_memory)
@@ -209,20 +208,19 @@ def _gloo(asked: Asked) -> Communicator:
 
 def _nccl(asked: Asked) -> Communicator:
     carrier = _mpi(asked)
-    from fsdpx.comm import devices
+    from fsdpx.comm.devices import take
     from fsdpx.comm.nccl import NcclCommunicator, check_seats
 
-    check_seats(devices.take(carrier, asked.device_map))
+    check_seats(take(carrier, asked.device_map))
     return NcclCommunicator(carrier, asked.settings.timeout or TIMEOUT)
 
 
 def _begun(carrier: Carrier, shared: bool) -> Communicator:
     """All ranks of the job have met. shared: memory inside machines, where there are several ranks."""
     from fsdpx.array import cores
-    from fsdpx.comm import abort
     from fsdpx.comm.node import NodeCommunicator
 
-    abort.install(carrier)
+    end_all_on_errors(carrier)
     if carrier.size > 1:
         compare(carrier, environment.read().agreed, given_to_call())
     made = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier

@@ -6,7 +6,8 @@ import sys
 from typing import Any, NamedTuple
 
 from fsdpx import environment
-from fsdpx.comm import default, roll
+from fsdpx.comm import roll
+from fsdpx.comm.default import current
 from fsdpx.errors import ConfigError
 
 __all__ = ["Place", "have_met", "place", "running_mpi"]
@@ -25,7 +26,7 @@ def place() -> Place:
     """The ranks of `fsdpx.init()`; before it all ranks of MPI, if that runs; else all that the launcher started.
 
     LaunchError if variables say that this process is one of several but not which."""
-    opened = default.current()
+    opened = current()
     if opened is not None:
         world = "a thread rank of fsdpx.spawn" if opened.of_thread else "the communicator of fsdpx.init()"
         return Place(opened.comm.rank, opened.comm.size, opened.local_rank, world)

@@ -11,20 +11,20 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.reduction import combine
 from fsdpx.comm.steps import Steps, progress_of
 
-__all__ = ["all_reduce", "steps"]
+__all__ = ["ring", "ring_steps"]
 
 
-def all_reduce(comm: Communicator, buf: Array, op: ReduceOp = ReduceOp.SUM, *, tag: int = 0, what: str = "") -> Handle:
+def ring(comm: Communicator, buf: Array, op: ReduceOp = ReduceOp.SUM, *, tag: int = 0, what: str = "") -> Handle:
     """All-reduce `buf` in place with the sends and receives of any communicator. Scratch: n/N.
 
     Every element is combined once per rank around the ring and on one rank only, so all ranks end with the same bits.
     `tag` must differ between rings that are under way at once. The handle takes its steps when it is tested or waited
     for, and with the communicators of fsdpx in any other wait, too."""
     call = Call("all_reduce", (buf,), ReduceOp.of(op), what=what, tag=tag)
-    return Steps(steps(comm.issue, comm.rank, comm.size, call), progress_of(comm))
+    return Steps(ring_steps(comm.issue, comm.rank, comm.size, call), progress_of(comm))
 
 
-def steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
+def ring_steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
     """Reduce-scatter around the ring, then all-gather around the ring; yields the handle of each message."""
     buf, op = call.arrays[0], call.op
     cut = even_pieces(buf.size, size)

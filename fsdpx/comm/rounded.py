@@ -14,19 +14,19 @@ from fsdpx.comm.calls import Array, Call, Handle, address, even_pieces
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 
-__all__ = ["COLLECTIVES"]
+__all__ = ["ROUNDED"]
 
 FIRST = 16
 """Elements that are cast by themselves where the result lies in the place of what it is made of."""
 
 
-def reduce_scatter(comm: Communicator, call: Call) -> Handle:
+def reduce_scatter_rounded(comm: Communicator, call: Call) -> Handle:
     """Every piece goes to its owner, which adds. Scratch: none if all pieces are equal."""
     send, recv = call.arrays
     return _to_owners(comm, call, send, recv, call.cuts[0].counts)
 
 
-def all_reduce(comm: Communicator, call: Call) -> Handle:
+def all_reduce_rounded(comm: Communicator, call: Call) -> Handle:
     """The same, and an all-gather of the sums, rounded once more: the first of them is waited for here."""
     (buf,) = call.arrays
     xp, cut = namespace_of(buf), even_pieces(buf.size, comm.size)
@@ -38,7 +38,10 @@ def all_reduce(comm: Communicator, call: Call) -> Handle:
     return Finish(comm.all_gather(mine, wire, cut.counts, what=call.what), partial(_widen, xp, wire, buf))
 
 
-COLLECTIVES: dict[str, Callable[[Communicator, Call], Handle]] = {f.__name__: f for f in (reduce_scatter, all_reduce)}
+ROUNDED: dict[str, Callable[[Communicator, Call], Handle]] = {
+    "reduce_scatter": reduce_scatter_rounded,
+    "all_reduce": all_reduce_rounded,
+}
 
 
 def _to_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]) -> Handle:

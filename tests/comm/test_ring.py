@@ -8,7 +8,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.comm import Counted, Counters, ReduceOp, ring, spawn
+from fsdpx.comm import Counted, Counters, ReduceOp, spawn
+from fsdpx.comm.ring import ring
 
 
 @given(st.integers(1, 5), st.integers(0, 23), st.sampled_from(list(ReduceOp)))
@@ -26,7 +27,7 @@ def test_any_size_and_length(size, n, op):
 
     def body(comm):
         buf = values[comm.rank].copy()
-        ring.all_reduce(comm, buf, op).wait()
+        ring(comm, buf, op).wait()
         return buf
 
     found = spawn(body, size)
@@ -38,7 +39,7 @@ def test_any_size_and_length(size, n, op):
 def test_bytes_and_messages(size):
     def body(comm):
         counters = Counters()
-        ring.all_reduce(Counted(comm, "x", counters), np.ones(12 * size)).wait()
+        ring(Counted(comm, "x", counters), np.ones(12 * size)).wait()
         return counters
 
     for counters in spawn(body, size):
@@ -49,7 +50,7 @@ def test_bytes_and_messages(size):
 def test_rings_under_way_at_once_are_told_apart_by_tag():
     def body(comm):
         bufs = [np.full(7, float(10**i * (comm.rank + 1))) for i in range(3)]
-        handles = [ring.all_reduce(comm, buf, tag=i, what=f"buf {i}") for i, buf in enumerate(bufs)]
+        handles = [ring(comm, buf, tag=i, what=f"buf {i}") for i, buf in enumerate(bufs)]
         for i in np.random.default_rng(comm.rank).permutation(3):
             handles[i].wait()
         return [buf.tolist() for buf in bufs]
