@@ -31,8 +31,7 @@ from fsdpx import optim
 from fsdpx.array.blas import halves
 from fsdpx.comm import Communicator
 from fsdpx.comm.calls import Call, Handle
-from fsdpx.comm.communicator import Wrapper
-from fsdpx.comm.verbs import moved
+from fsdpx.comm.communicator import Wrapper, moved
 
 __all__ = ["CODECS", "Delayed", "fitted", "tables"]
 

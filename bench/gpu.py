@@ -105,8 +105,8 @@ def staging(quick: bool) -> dict[str, Any]:
     import cupy
     from mpi4py import MPI
 
-    from fsdpx.comm import relay
-    from fsdpx.comm.mpi import MpiCommunicator
+    from fsdpx.comm import carrier
+    from fsdpx.comm.mpi.mpi import MpiCommunicator
 
     comm = MpiCommunicator(MPI.COMM_SELF)
     n = (16 if quick else 256) << 20
@@ -118,8 +118,8 @@ def staging(quick: bool) -> dict[str, Any]:
             handle.wait()
 
     rates = {}
-    for name, chunk in (("chunks", relay.CHUNK), ("whole", n)):
-        relay.CHUNK = chunk
+    for name, chunk in (("chunks", carrier.CHUNK), ("whole", n)):
+        carrier.CHUNK = chunk
         rates[name] = n / timed(once, cupy.cuda.Device().synchronize, 1, 5) / 1e9
     if not (target == source).all():
         raise ValueError("other bytes than were sent")

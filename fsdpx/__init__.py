@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
     from fsdpx.comm.fake import FakeCommunicator
     from fsdpx.comm.mesh import Mesh
-    from fsdpx.comm.threads import spawn
+    from fsdpx.comm.opening import spawn
     from fsdpx.config import Async, Gossip, Offload, Precision, Sharding
     from fsdpx.elastic.options import Elastic
     from fsdpx.elastic.trainer import ElasticTrainer
@@ -49,7 +49,7 @@ _NAMES = {
     "fsdpx.comm.communicator": ("Communicator", "Handle", "ReduceOp"),
     "fsdpx.comm.fake": ("FakeCommunicator",),
     "fsdpx.comm.mesh": ("Mesh",),
-    "fsdpx.comm.threads": ("spawn",),
+    "fsdpx.comm.opening": ("spawn",),
     "fsdpx.config": ("Async", "Gossip", "Offload", "Precision", "Sharding"),
     "fsdpx.elastic.options": ("Elastic",),
     "fsdpx.elastic.trainer": ("ElasticTrainer",),

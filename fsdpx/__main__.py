@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     if args.command == "info":
-        from fsdpx.comm.left import left
+        from fsdpx.comm.mpi.start import left
         from fsdpx.launch.info import info
 
         print(*left(), sep="\n") if args.left else print(info())

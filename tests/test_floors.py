@@ -46,9 +46,10 @@ WIDER = {"examples": {"testing"}}
 
 OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
-        "comm/aware.py library_path read_text", "comm/clock.py began open", "comm/mapped.py memory_here read_text",
-        "comm/roll.py _has_ended read_text", "comm/start.py _job read_bytes", "comm/start.py _job read_text",
-        "comm/left.py _mapped read_text", "native/processor.py cpuinfo read_text",
+        "comm/gpu/devices.py library_path read_text", "comm/mpi/clock.py began open",
+        "comm/node/memory.py memory_here read_text",
+        "comm/roll.py _has_ended read_text", "comm/mpi/start.py _job read_bytes", "comm/mpi/start.py _job read_text",
+        "comm/mpi/start.py _mapped read_text", "native/processor.py cpuinfo read_text",
         "state/footprint.py _control_groups read_text", "state/footprint.py _kilobytes read_text",
         "state/footprint.py memory_limits read_text", "watch/leaving.py state_of read_text",
         "__main__.py main open",
@@ -60,13 +61,13 @@ OPENED_ELSEWHERE = {
         "optim/compiled.py module read_bytes", "examples/finetune.py pretrained read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
-        "comm/mapped.py _mapped mkstemp", "comm/mapped.py _mapped open", "state/disk.py _unnamed mkstemp",
+        "comm/node/memory.py _mapped mkstemp", "comm/node/memory.py _mapped open", "state/disk.py _unnamed mkstemp",
         "state/disk.py _unnamed open", "launch/notes.py hold_lifeline mkfifo", "launch/notes.py hold_lifeline open",
         "launch/notes.py open_lifeline open", "examples/finetune.py conversations open",
         "checkpoint/background.py _leave touch", "checkpoint/disk.py create open",
     ),
     "they look at the open file or folder themselves": (
-        "checkpoint/disk.py opened open", "checkpoint/disk.py sync_folder open", "comm/clock.py _names open",
+        "checkpoint/disk.py opened open", "checkpoint/disk.py sync_folder open", "comm/mpi/clock.py _names open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
         "launch/bench.py bench write_text", "launch/turns.py step write_text", "launch/turns.py unwritable open",

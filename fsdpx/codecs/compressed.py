@@ -12,9 +12,8 @@ import numpy as np
 from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import Stretch
 from fsdpx.codecs.codec import Codec, Memory, Moves, Recut
-from fsdpx.comm.calls import Array, Handle, split_evenly
+from fsdpx.comm.calls import Array, Finish, Handle, split_evenly
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
 
 __all__ = ["GRAIN", "TURNS", "Compressed", "check_floats", "keep_numbers", "pieces_of"]

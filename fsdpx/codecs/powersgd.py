@@ -14,9 +14,8 @@ from fsdpx.array.random import normal
 from fsdpx.codecs.codec import Codec, Memory, Moves, Recut
 from fsdpx.codecs.compressed import check_floats, keep_numbers
 from fsdpx.codecs.forms import compiles
-from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
+from fsdpx.comm.calls import Array, Finish, Handle, ReduceOp, split_evenly
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
 
 __all__ = ["PowerSGD"]

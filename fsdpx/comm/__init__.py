@@ -2,16 +2,12 @@
 
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import DONE, Call, Done, Handle, ReduceOp, split_evenly
-from fsdpx.comm.communicator import Communicator, Wrapper
-from fsdpx.comm.counted import Count, Counted, Counters
+from fsdpx.comm.communicator import Communicator, Count, Counted, Counters, Survivor, Wrapper, survives
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.guarded import Guarded
-from fsdpx.comm.local import LocalCommunicator, single
+from fsdpx.comm.local import Died, LocalCommunicator, single
 from fsdpx.comm.mesh import Axes, Coordinates, Mesh, alone, connect
-from fsdpx.comm.opening import BACKENDS, adopt, resilient, world
-from fsdpx.comm.rendezvous import Died
-from fsdpx.comm.survivors import Survivor, survives
-from fsdpx.comm.threads import spawn
+from fsdpx.comm.opening import BACKENDS, adopt, resilient, spawn, world
 
 __all__ = [
     "BACKENDS", "DONE", "Axes", "Backend", "Call", "Communicator", "Coordinates", "Count", "Counted", "Counters",

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.board import LETTER, Board
-from fsdpx.comm.calls import Array, Handle, ReduceOp
+from fsdpx.comm.calls import Array, Handle, ReduceOp, Steps, spin
 from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.guarded import different
-from fsdpx.comm.steps import Steps, spin
+from fsdpx.comm.node.memory import LETTER, Board
 from fsdpx.errors import CommTimeout, DesyncError
 
 __all__ = ["Agreement", "signature"]

@@ -9,15 +9,26 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fsdpx.comm.calls import DONE, Array, Call, Counts, Handle, Pieces, Ranks, ReduceOp, copy, even_pieces, pieces
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.messages import COLLECTIVES, Pairs
+from fsdpx.comm.calls import (
+    DONE,
+    Array,
+    Call,
+    Counts,
+    Finish,
+    Handle,
+    Pieces,
+    Progress,
+    Ranks,
+    ReduceOp,
+    Steps,
+    copy,
+    even_pieces,
+    pieces,
+)
+from fsdpx.comm.communicator import VERBS, CallSpec, Communicator
+from fsdpx.comm.messages import COLLECTIVES, ROUNDED, Pairs, ring_steps
 from fsdpx.comm.plain import LIMIT
 from fsdpx.comm.reduction import is_half, kind_of, objection
-from fsdpx.comm.ring import ring_steps
-from fsdpx.comm.rounded import ROUNDED
-from fsdpx.comm.steps import Finish, Progress, Steps
-from fsdpx.comm.verbs import VERBS, CallSpec
 from fsdpx.cuda.devices import gpu_of, on, where
 from fsdpx.errors import CommError, ConfigError, ShapeError
 

@@ -1,19 +1,132 @@
-"""Communication between ranks: the one interface that every backend has. Each verb makes a `Call` and issues it."""
+"""Communication between ranks: the one interface that every backend has, its verbs, and what is put around it.
+
+Each verb makes a `Call` and issues it. One table says what each verb takes; by it calls are checked, counted and
+compared.
+"""
 
 from __future__ import annotations
 
 import pickle
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
-from fsdpx.comm.calls import DONE, AllCounts, Array, Arrays, Call, Counts, Handle, ReduceOp, even_pieces, split_evenly
+import numpy as np
+
+from fsdpx.comm.calls import (
+    DONE,
+    AllCounts,
+    Array,
+    Arrays,
+    Call,
+    Counts,
+    Handle,
+    Progress,
+    Ranks,
+    ReduceOp,
+    even_pieces,
+    progress_of,
+    split_evenly,
+)
 from fsdpx.comm.plain import pack, unpack
-from fsdpx.comm.steps import Progress, progress_of
-from fsdpx.comm.window import Window
-from fsdpx.errors import ConfigError
+from fsdpx.comm.windows import Window
+from fsdpx.errors import CommError, ConfigError, RankLost
 
-__all__ = ["DONE", "Array", "Call", "Communicator", "Handle", "ReduceOp", "Wrapper", "even_pieces", "split_evenly"]
+__all__ = [
+    "DONE", "VERBS", "Array", "Call", "CallSpec", "Communicator", "Count", "Counted", "Counters", "Handle", "ReduceOp",
+    "Survivor", "Wrapper", "described", "even_pieces", "loss", "moved", "settle", "split_evenly", "survives", "terms",
+]  # fmt: skip
+
+
+class CallSpec(NamedTuple):
+    """arrays: their names. cut: those that are cut, by one entry of `call.counts` each. at_root: the one that only root
+    has. peer: what `call.root` is called. reduces: values are combined. alike: all ranks have equally many elements."""
+
+    arrays: tuple[str, ...] = ("send", "recv")
+    cut: tuple[str, ...] = ()
+    at_root: str = ""
+    peer: str = ""
+    reduces: bool = False
+    alike: bool = True
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Positions of the arrays that it reads."""
+        return tuple(i for i, name in enumerate(self.arrays) if name != "recv" and self.peer != "source")
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Positions of the arrays that it writes."""
+        return tuple(i for i, name in enumerate(self.arrays) if name != "send" and self.peer != "dest")
+
+
+VERBS = {
+    "all_gather": CallSpec(cut=("recv",)),
+    "reduce_scatter": CallSpec(cut=("send",), reduces=True),
+    "all_reduce": CallSpec(("buf",), reduces=True),
+    "broadcast": CallSpec(("buf",), peer="root"),
+    "reduce": CallSpec(at_root="recv", peer="root", reduces=True),
+    "gather": CallSpec(cut=("recv",), at_root="recv", peer="root", alike=False),
+    "scatter": CallSpec(cut=("send",), at_root="send", peer="root", alike=False),
+    "all_to_all": CallSpec(cut=("send", "recv"), alike=False),
+    "send": CallSpec(("buf",), peer="dest"),
+    "recv": CallSpec(("buf",), peer="source"),
+    "barrier": CallSpec(()),
+}
+
+
+def moved(comm: Ranks, call: Call) -> int:
+    """Bytes that this rank must send or receive with an optimal algorithm, whatever the backend does.
+
+    n = bytes of the full array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own)
+    of the balanced cut. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere. all_to_all: what goes
+    to others. send, recv: n. barrier: 0. One rank alone: 0. Elements of sums have the size that they travel in."""
+    verb, arrays = VERBS[call.verb], call.arrays
+    if comm.size == 1 or not arrays:
+        return 0
+    dtype = (arrays[-1] if arrays[0] is None else arrays[0]).dtype if call.wire is None else call.wire
+    if len(verb.cut) == 1:
+        whole, part = arrays if verb.cut[0] == "send" else arrays[::-1]
+        elements = whole.size - part.size if not verb.at_root or comm.rank == call.root else part.size
+        return elements * dtype.itemsize
+    n = elements = arrays[0].size
+    if call.verb == "all_reduce":
+        elements = 2 * (n - even_pieces(n, comm.size).counts[comm.rank])
+    elif call.verb == "all_to_all":
+        elements = n - (call.counts[0] or even_pieces(n, comm.size).counts)[comm.rank]
+    return elements * dtype.itemsize
+
+
+def terms(call: Call) -> dict[str, Any]:
+    """The part of a call that must be equal on all ranks; counts as given, or as `check` has resolved them."""
+    verb, found = VERBS[call.verb], dict[str, Any]()
+    if verb.arrays:
+        array: Array = call.arrays[1 if ("recv" in verb.cut[:1] and not verb.at_root) or verb.at_root == "send" else 0]
+        found["dtype"] = array.dtype
+        if call.shape is not None:
+            found["shape"] = list(call.shape)
+        elif verb.alike:
+            found["elements"] = array.size
+    if verb.reduces:
+        found["op"] = ReduceOp.of(call.op).name
+        if call.wire is not None:
+            found["wire"] = np.dtype(call.wire)
+    if verb.cut and verb.alike:
+        counts = call.cuts[0].counts if call.cuts else call.counts[0]
+        found["counts"] = "even" if counts is None else list(counts)
+    if call.verb == "all_reduce":
+        found["algorithm"] = call.algorithm
+    if verb.peer:
+        found["root"] = call.root
+    return found
+
+
+def described(call: Call) -> str:
+    """The same as text, after its name."""
+    return call.name + "".join(f", {key} {value}" for key, value in terms(call).items())
+
 
 SUM = ReduceOp.SUM
 EVEN: AllCounts = (None,)
@@ -85,8 +198,8 @@ class Communicator(ABC):
         self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "", wire: Any = None
     ) -> Handle:
         """Reduce `buf` over the ranks into every rank's `buf`: 2n(N-1)/N bytes. `algorithm` is "library" (the
-        backend's own; scratch n for 16-bit arrays) or "ring" (`fsdpx.comm.ring`; scratch n/N; not for 16-bit arrays).
-        wire: as of `reduce_scatter`, and the sum is rounded as well."""
+        backend's own; scratch n for 16-bit arrays) or "ring" (scratch n/N; not for 16-bit
+        arrays). wire: as of `reduce_scatter`, and the sum is rounded as well."""
         return self._call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
@@ -210,3 +323,152 @@ class Wrapper(Communicator):
 
 def _counts(counts: Sequence[int] | None) -> Counts:
     return None if counts is None else tuple(counts)
+
+
+_NAP = 1e-4
+
+
+class Survivor(Communicator):
+    """A communicator that tells its ranks of deaths, and outlives them (Bland et al. 2013, user-level failure
+    mitigation).
+
+    A call that needs a dead rank raises RankLost, when it is issued or in `test` and `wait`; other calls may go on, so
+    ranks hear of a death at different places. Every rank that hears of it recovers in these steps: `revoke`, so that
+    ranks waiting for this one hear of it, too; `agree`, which ranks that have heard of nothing also reach; `shrink`;
+    then go on with the new communicator and groups of it."""
+
+    survives: bool
+    """Whether the others live on when a rank dies. If not, a death ends the job; RankLost then only says why."""
+
+    @abstractmethod
+    def revoke(self) -> None:
+        """Give up this communicator and the groups that this rank is in that `split` and `subgroup` made from it: every
+        call that any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits
+        for no other, and any rank may call it at any time."""
+
+    @abstractmethod
+    def agree(self, flags: int) -> int:
+        """The bitwise AND of every rank's `flags` (0 <= flags < 2^31), 0 if any rank has died: the same on all ranks
+        that live. Blocking; works on a revoked communicator, never raises for a death."""
+
+    @abstractmethod
+    def shrink(self) -> Survivor:
+        """A new communicator of the ranks that live, in rank order. Blocking; all that live call it. No rank in it is
+        known to be dead when it is made; a death meanwhile is found out with the next call. It has a `progress` of its
+        own: its waits do not run into leftovers of the old one."""
+
+    @abstractmethod
+    def lost(self) -> tuple[int, ...]:
+        """Ranks of this communicator that are known here to be dead."""
+
+
+def survives(comm: Communicator) -> bool:
+    """Whether `comm` is a `Survivor` whose ranks live on when one of them dies."""
+    return isinstance(comm, Survivor) and comm.survives
+
+
+def loss(where: str, ranks: Sequence[int]) -> RankLost:
+    """The error of a call, described by `where`, that will not be complete because `ranks` have died; none: because
+    a rank gave the communicator up."""
+    if not ranks:
+        return RankLost(f"{where}: another rank has given this communicator up, for a rank that has died")
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return RankLost(f"{where}: {who} died", ranks)
+
+
+def settle(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
+    """Test transfers whose result is no longer wanted until each is complete or broken; then their buffers are free.
+
+    For what was under way on a revoked communicator: its errors are expected and dropped. Returns those that are
+    neither after `seconds`; their buffers must stay."""
+    left, deadline = [handle for handle in handles if not _over(handle)], time.monotonic() + seconds
+    while left and time.monotonic() < deadline:
+        time.sleep(_NAP)
+        left = [handle for handle in left if not _over(handle)]
+    return left
+
+
+def _over(handle: Handle) -> bool:
+    try:
+        return handle.test()
+    except CommError:
+        return not getattr(handle, "active", False)
+
+
+@dataclass(slots=True)
+class Count:
+    """Calls, and the bytes that this rank must send or receive with an optimal algorithm."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts by (axis, verb), for one rank. total: all bytes so far. tallies: what layers count themselves, by path."""
+
+    table: dict[tuple[str, str], Count] = field(default_factory=dict)
+    total: int = field(default=0, compare=False)
+    tallies: dict[str, list[int]] = field(default_factory=dict, compare=False)
+
+    def add(self, axis: str, verb: str, nbytes: int, calls: int = 1) -> None:
+        """Note `calls` calls of `verb` on `axis` that moved `nbytes` in all."""
+        count = self.table.get((axis, verb))
+        if count is None:
+            count = self.table[axis, verb] = Count()
+        count.calls += calls
+        count.bytes += nbytes
+        self.total += nbytes
+
+    def tally(self, name: str, numbers: Sequence[int]) -> None:
+        """Add to the numbers that a layer counts."""
+        before = self.tallies.get(name, [0] * len(numbers))
+        self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
+
+    def of(self, axis: str | None = None, verb: str | None = None) -> Count:
+        """The sum over what matches; None matches everything."""
+        found = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
+        return Count(sum(count.calls for count in found), sum(count.bytes for count in found))
+
+    def copy(self) -> Counters:
+        """These counts as they are now."""
+        return Counters({key: Count(count.calls, count.bytes) for key, count in self.table.items()})
+
+    def since(self, earlier: Counters) -> Counters:
+        """The counts added since `earlier` was copied; entries without new calls are left out."""
+        later = Counters()
+        for (axis, verb), count in self.table.items():
+            before = earlier.table.get((axis, verb), Count())
+            if count.calls > before.calls:
+                later.add(axis, verb, count.bytes - before.bytes, count.calls - before.calls)
+        return later
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.table.clear()
+        self.tallies.clear()
+
+    def __iter__(self) -> Iterator[tuple[str, str, int, int]]:
+        """(axis, verb, calls, bytes), sorted by axis and verb."""
+        for (axis, verb), count in sorted(self.table.items()):
+            yield axis, verb, count.calls, count.bytes
+
+
+class Counted(Wrapper):
+    """A communicator that notes each call under its axis, with the bytes that `moved` says. One rank counts nothing."""
+
+    def __init__(self, comm: Communicator, axis: str, counters: Counters) -> None:
+        super().__init__(comm)
+        self.axis, self.counters = axis, counters
+
+    def __repr__(self) -> str:
+        return f"Counted({self.comm!r}, {self.axis!r})"
+
+    def issue(self, call: Call) -> Handle:
+        handle = self.comm.issue(call)
+        if self.size > 1:
+            self.counters.add(self.axis, call.verb, moved(self, call))
+        return handle
+
+    def wrap(self, group: Communicator) -> Communicator:
+        return Counted(group, self.axis, self.counters)

@@ -1,17 +1,21 @@
-"""The default communicator of the functional API: one per process, its own for every rank of `spawn`."""
+"""The default communicator, one per process and for every rank of `spawn`, and where this process stands without it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from fsdpx import environment
+from fsdpx.comm import roll
 from fsdpx.comm.agreement import Agreement
 from fsdpx.comm.communicator import Communicator
+from fsdpx.errors import ConfigError
 
-__all__ = ["Default", "current", "kind", "other", "put", "use", "uses"]
+__all__ = ["Default", "Place", "current", "have_met", "kind", "other", "place", "put", "running_mpi", "use", "uses"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,46 @@ def kind(comm: Any) -> str | None:
 def current() -> Default | None:
     """The default of this thread, else of this process, else None."""
     return _of_thread.get() or _of_process[0]
+
+
+class Place(NamedTuple):
+    """rank of size ranks, number local_rank of this host (None: not known). world: which ranks these are, as text."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    world: str
+
+
+def place() -> Place:
+    """The ranks of `fsdpx.init()`; before it all ranks of MPI, if that runs; else all that the launcher started.
+
+    LaunchError if variables say that this process is one of several but not which."""
+    opened = current()
+    if opened is not None:
+        world = "a thread rank of fsdpx.spawn" if opened.of_thread else "the communicator of fsdpx.init()"
+        return Place(opened.comm.rank, opened.comm.size, opened.local_rank, world)
+    settings = environment.read()
+    launcher, mpi = settings.launcher, running_mpi()
+    local = None if launcher is None else launcher.local_rank
+    if mpi is not None:
+        rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+        return Place(rank, size, 0 if size == 1 else local, "all ranks of MPI (MPI_COMM_WORLD)")
+    if launcher is None:
+        environment.check_alone()
+        return Place(0, 1, 0, "this process alone")
+    if launcher.rank is None or settings.expected_size is None:
+        raise ConfigError(f"{launcher.name} does not say which rank of how many this is: call fsdpx.init() first")
+    return Place(launcher.rank, settings.expected_size, local, "all ranks that the launcher started")
+
+
+def running_mpi() -> Any:
+    """`mpi4py.MPI` between its start and its end; it is not loaded for that."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()  # or it is being loaded
+    return mpi if runs else None
+
+
+def have_met() -> bool:
+    """Whether this process is one of several ranks that have met, by MPI or without it."""
+    return running_mpi() is not None or bool(roll.opened)

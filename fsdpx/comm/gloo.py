@@ -20,16 +20,13 @@ import torch
 import torch.distributed as dist
 
 from fsdpx import environment
-from fsdpx.comm.calls import DONE, Array, Call, Handle, ReduceOp, copy, named
-from fsdpx.comm.carrier import TIMEOUT, Carrier
+from fsdpx.comm.calls import DONE, Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, spin
+from fsdpx.comm.carrier import TIMEOUT, Carrier, of_gpu, relayed
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.local import LocalCommunicator
+from fsdpx.comm.local import LocalCommunicator, ThreadGroup, ThreadWorld
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.reduction import in_rank_order
-from fsdpx.comm.relay import of_gpu, relayed
-from fsdpx.comm.rendezvous import ThreadGroup, ThreadWorld
 from fsdpx.comm.roll import CHALLENGE, Roll, proof
-from fsdpx.comm.steps import Finish, Progress, spin
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 
 __all__ = ["GlooCommunicator"]

@@ -8,8 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.counted import Counted, Counters
+from fsdpx.comm.communicator import Communicator, Counted, Counters
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import single
 from fsdpx.config import Apart, Sharding, python_fields, sharding

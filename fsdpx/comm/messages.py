@@ -1,21 +1,37 @@
-"""Every collective by messages alone, where a backend has no better way: values are added in rank order.
+"""Collectives by messages alone, where a backend has no better way: to owners and back, around a ring, in 16 bits.
 
-16-bit floats are moved as 16 bits, added in float32 by the owner of a piece and rounded once."""
+Values are added in rank order. 16-bit floats are moved as 16 bits, added in float32 by the owner of a piece and rounded
+once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.array.kernels import add_widened, narrowed, store
 from fsdpx.array.namespace import namespace_of
-from fsdpx.comm.calls import Array, Call, Handle, Pieces, copy, even_pieces
-from fsdpx.comm.reduction import fold
-from fsdpx.comm.steps import Progress, Steps
+from fsdpx.comm.calls import (
+    Array,
+    Call,
+    Finish,
+    Handle,
+    Pieces,
+    Progress,
+    ReduceOp,
+    Steps,
+    address,
+    copy,
+    even_pieces,
+    progress_of,
+)
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.reduction import combine, fold
 
-__all__ = ["COLLECTIVES", "Pairs"]
+__all__ = ["COLLECTIVES", "ROUNDED", "Pairs", "ring", "ring_steps"]
 
 Pairs = Sequence[tuple[int, Array]]
 """(rank, array): the rank to send it to, or to receive it from."""
@@ -135,3 +151,115 @@ def _each(comm: Messenger, array: Array) -> Pairs:
 def _cut(comm: Messenger, array: Array, cut: Pieces) -> Pairs:
     """A piece of the array for every other rank."""
     return [(rank, cut.part(array, rank)) for rank in _others(comm)]
+
+
+def ring(comm: Communicator, buf: Array, op: ReduceOp = ReduceOp.SUM, *, tag: int = 0, what: str = "") -> Handle:
+    """All-reduce `buf` in place with the sends and receives of any communicator. Scratch: n/N.
+
+    Every element is combined once per rank around the ring and on one rank only, so all ranks end with the same bits.
+    `tag` must differ between rings that are under way at once. The handle takes its steps when it is tested or waited
+    for, and with the communicators of fsdpx in any other wait, too."""
+    call = Call("all_reduce", (buf,), ReduceOp.of(op), what=what, tag=tag)
+    return Steps(ring_steps(comm.issue, comm.rank, comm.size, call), progress_of(comm))
+
+
+def ring_steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
+    """Reduce-scatter around the ring, then all-gather around the ring; yields the handle of each message."""
+    buf, op = call.arrays[0], call.op
+    cut = even_pieces(buf.size, size)
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def send(piece: int) -> Handle:
+        part = cut.part(buf, piece % size)
+        return issue(Call("send", (part,), root=right, what=call.what, tag=call.tag))
+
+    def recv(part: Array) -> Handle:
+        return issue(Call("recv", (part,), root=left, what=call.what, tag=call.tag))
+
+    scratch = np.empty_like(buf[: max(cut.counts)])
+    for step in range(size - 1):
+        own = cut.part(buf, (rank - step - 1) % size)
+        incoming, sent = scratch[: own.size], send(rank - step)
+        yield recv(incoming)
+        combine(op)(own, incoming, out=own)
+        yield sent
+    if op is ReduceOp.AVG:
+        own = cut.part(buf, (rank + 1) % size)
+        own /= size
+    for step in range(size - 1):
+        sent = send(rank + 1 - step)
+        yield recv(cut.part(buf, (rank - step) % size))
+        yield sent
+
+
+FIRST = 16
+"""Elements that are cast by themselves where the result lies in the place of what it is made of."""
+
+
+def reduce_scatter_rounded(comm: Communicator, call: Call) -> Handle:
+    """Every piece goes to its owner, which adds. Scratch: none if all pieces are equal."""
+    send, recv = call.arrays
+    return _to_owners(comm, call, send, recv, call.cuts[0].counts)
+
+
+def all_reduce_rounded(comm: Communicator, call: Call) -> Handle:
+    """The same, and an all-gather of the sums, rounded once more: the first of them is waited for here."""
+    (buf,) = call.arrays
+    xp, cut = namespace_of(buf), even_pieces(buf.size, comm.size)
+    own, wire = cut.counts[comm.rank], buf.view(call.wire)[: buf.size]
+    total, mine = buf[:own], cut.part(wire, comm.rank)
+    _to_owners(comm, call, buf, total, cut.counts).wait()
+    _narrow(xp, total, wire[:own])
+    mine[...] = wire[:own]
+    return Finish(comm.all_gather(mine, wire, cut.counts, what=call.what), partial(_widen, xp, wire, buf))
+
+
+ROUNDED: dict[str, Callable[[Communicator, Call], Handle]] = {
+    "reduce_scatter": reduce_scatter_rounded,
+    "all_reduce": all_reduce_rounded,
+}
+
+
+def _to_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+    n, own, width = send.size, counts[comm.rank], comm.size
+    xp, scratch, arriving = namespace_of(send), send.view(call.wire), own * width
+    if arriving <= scratch.size - max(n, own * send.itemsize // 2):  # beside what is sent, and the sum afterwards
+        parts = scratch[scratch.size - arriving :]
+    else:
+        parts = xp.empty(arriving, dtype=call.wire)
+    wire = scratch[:n]
+    _narrow(xp, send, wire)  # an overflow becomes Inf, which the loss scaler detects
+    handle = comm.all_to_all(wire, parts, counts, [own] * width, what=call.what)
+    within = 0 <= address(recv) - address(send) < send.nbytes
+
+    def add() -> None:
+        total = send[:own] if within else recv  # where nothing is left that others read, and no part lies
+        store(xp, parts[:own], total)
+        for r in range(1, width):
+            add_widened(xp, parts[r * own : (r + 1) * own], total)
+        if total is not recv:
+            recv[...] = total
+
+    return Finish(handle, add)
+
+
+def _narrow(xp: Any, x: Array, out: Array) -> None:
+    """out = x, where `out` begins at the same byte and its elements are smaller."""
+    out[:FIRST] = narrowed(xp, x[:FIRST], out.dtype)
+    for start, stop in _doubling(x.size):
+        store(xp, x[start:stop], out[start:stop])
+
+
+def _widen(xp: Any, x: Array, out: Array) -> None:
+    """The same where they are larger."""
+    for start, stop in reversed(list(_doubling(x.size))):
+        store(xp, x[start:stop], out[start:stop])
+    out[:FIRST] = narrowed(xp, x[:FIRST], out.dtype)
+
+
+def _doubling(size: int) -> Iterator[tuple[int, int]]:
+    """Runs of elements, each as long as all before it: in half the bytes, it ends where it begins."""
+    start = FIRST
+    while start < size:
+        yield start, min(2 * start, size)
+        start *= 2

@@ -1,34 +1,108 @@
-"""Opening the world: from a backend's name, or from what the user already has, to a communicator.
+"""Opening the world: from the name of a backend, or from what the user already has, to a communicator.
 
-`BACKENDS` is the registry: a new backend is one more entry."""
+`BACKENDS` is the registry: a new backend is one more entry. `spawn` runs a function on ranks that are threads. Where
+ranks are processes, one that fails ends all: an uncaught exception in any thread is printed once, then the job is
+aborted.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
+import random
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from fsdpx import environment
 from fsdpx.comm import default
-from fsdpx.comm.abort import end_all_on_errors
-from fsdpx.comm.alike import compare, given_to_call
+from fsdpx.comm.calls import PATIENT
 from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
-from fsdpx.comm.local import LocalCommunicator, single
-from fsdpx.comm.start import together
-from fsdpx.comm.steps import PATIENT
+from fsdpx.comm.guarded import compare, given_to_call
+from fsdpx.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, single
+from fsdpx.comm.mpi.start import together
 from fsdpx.cuda.devices import DeviceMap
-from fsdpx.errors import ConfigError
+from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory
 
 if TYPE_CHECKING:
-    from fsdpx.comm.node import NodeCommunicator
-    from fsdpx.comm.survivors import Survivor
+    from fsdpx.comm.communicator import Survivor
+    from fsdpx.comm.node.node import NodeCommunicator
 
-__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "node_of", "resilient", "world"]
+__all__ = [
+    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "end_all_on_errors", "node_of", "resilient",
+    "spawn", "world",
+]  # fmt: skip
+
+_SECONDS_TO_DELIVER = 0.1
+_SECONDS_FOR_RANK_0 = 3.0
+
+
+class Abortable(Protocol):
+    """An object that can end all ranks, as communicators can."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def abort(self, code: int = 1) -> None: ...
+
+
+def end_all_on_errors(comm: Abortable) -> None:
+    """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
+
+    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them. An error
+    that all ranks raise together is printed once: the others leave it to rank 0, which ends them. Installing again,
+    with any communicator, only replaces the one that aborts. A child that was
+    forked is no rank: there exceptions are Python's."""
+    begun, process = threading.Lock(), os.getpid()
+
+    def end(
+        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+    ) -> None:
+        if os.getpid() != process:
+            sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
+            sys.stderr.flush()
+            os._exit(1)  # Python's own way out would finalize MPI, and wait there
+        elif begun.acquire(blocking=False):
+            sys.stdout.flush()
+            if comm.rank > 0 and _alike(error):
+                time.sleep(_SECONDS_FOR_RANK_0)
+            sys.stderr.write(report(comm.rank, kind, error, trace, thread))
+            sys.stderr.flush()
+            time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
+            comm.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != process:
+            threading.__excepthook__(args)
+        elif not issubclass(args.exc_type, SystemExit):  # which ends a thread quietly, as in Python itself
+            name = args.thread.name if args.thread is not None else "unknown"
+            end(args.exc_type, args.exc_value, args.exc_traceback, name)
+
+    sys.excepthook, threading.excepthook = end, in_thread
+
+
+def _alike(error: BaseException | None) -> bool:
+    """Whether other ranks are likely to raise the same: what is wrong with choices, batches and calls is checked or
+    agreed on by all of them."""
+    return isinstance(error, DesyncError) or (
+        isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
+    )
+
+
+def report(
+    rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+) -> str:
+    """The traceback, every line in its place, under a head that names rank and host."""
+    head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
+    return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"
 
 
 class Asked(NamedTuple):
@@ -132,7 +206,7 @@ def resilient(comm: Any = None) -> Survivor:
     if not hasattr(mpi, "raw"):
         able = "ranks of MPI (backend='mpi' or 'node') or thread ranks (fsdpx.spawn)"
         raise ConfigError(f"ranks of {inner!r} cannot die or come back: use {able}")
-    from fsdpx.comm.ulfm import UlfmCommunicator
+    from fsdpx.comm.mpi.ulfm import UlfmCommunicator
 
     made = UlfmCommunicator(mpi.raw, mpi.timeout)
     made.progress.patience = mpi.progress.patience
@@ -187,7 +261,7 @@ def _mpi(asked: Asked, shared: bool = False) -> Communicator:
 
 def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
     _check_mpi(asked)
-    from fsdpx.comm.mpi import MpiCommunicator, MpiWorld
+    from fsdpx.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
     end_all_on_errors(MpiWorld())
     return _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
@@ -208,8 +282,8 @@ def _gloo(asked: Asked) -> Communicator:
 
 def _nccl(asked: Asked) -> Communicator:
     carrier = _mpi(asked)
-    from fsdpx.comm.devices import take
-    from fsdpx.comm.nccl import NcclCommunicator, check_seats
+    from fsdpx.comm.gpu.devices import take
+    from fsdpx.comm.gpu.nccl import NcclCommunicator, check_seats
 
     check_seats(take(carrier, asked.device_map))
     return NcclCommunicator(carrier, asked.settings.timeout or TIMEOUT)
@@ -218,7 +292,7 @@ def _nccl(asked: Asked) -> Communicator:
 def _begun(carrier: Carrier, shared: bool) -> Communicator:
     """All ranks of the job have met. shared: memory inside machines, where there are several ranks."""
     from fsdpx.array import cores
-    from fsdpx.comm.node import NodeCommunicator
+    from fsdpx.comm.node.node import NodeCommunicator
 
     end_all_on_errors(carrier)
     if carrier.size > 1:
@@ -248,3 +322,90 @@ BACKENDS = {
     "local": Opener(_local, suits=lambda asked: asked.comm is None),
     "fake": Opener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),
 }
+
+
+_GRACE = 2.0
+
+
+def spawn(
+    fn: Callable[..., Any], size: int, *args: Any,
+    timeout: float | None = None, delays: int | None = None, survive: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Run `fn(comm, *args)` on ranks that are threads of this process; what each of them returned, by rank.
+
+    The first exception of any rank ends the others and is raised again here, with a note that names the rank.
+    A rank that returns while others wait for it in a call is such an exception, at once: DesyncError names both.
+    `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
+
+    Parameters
+    ----------
+    size : number of ranks.
+    timeout : seconds that a rank may wait for others; then CommTimeout names the ranks that have not come, and a note
+        says where they stand. None: FSDPX_TIMEOUT, else half an hour. There is no limit on the whole.
+    delays : seed of random sleeps of up to 2 ms before each communication, for tests.
+    survive : a rank that raises `Died` dies alone: the others, whose communicators are survivors, live on, and its
+        result is None. If all die, the first death is raised here.
+    """
+    if size < 1:
+        raise ConfigError(f"spawn needs at least 1 rank, not {size}")
+    world = ThreadWorld(environment.read().timeout or TIMEOUT if timeout is None else timeout, survive)
+    group = ThreadGroup(world, range(size))
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+    deaths: list[tuple[int, Died]] = []
+
+    def run(rank: int) -> None:
+        jitter = None if delays is None else random.Random(delays * 1_000_003 + rank)
+        comm: Communicator = LocalCommunicator(group, rank, delays=jitter)
+        try:
+            with default.use(comm):
+                results[rank] = fn(comm, *args)
+        except BaseException as error:
+            if survive and isinstance(error, Died):
+                deaths.append((rank, error))
+                world.bury(rank)
+                return
+            failures.append((rank, error))
+            world.fail(error)
+        world.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    late = _join(threads, world)
+    if failures:
+        rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
+        error.add_note(f"[rank {rank}] of {size} thread ranks")
+        if late:
+            error.add_note(_where(late))
+        raise error
+    if len(deaths) == size:
+        rank, death = deaths[0]
+        death.add_note(f"[rank {rank}] the first of {size} thread ranks, all of which died")
+        raise death
+    return results
+
+
+def _join(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
+    """Wait for all ranks; when one has failed, the others have a short grace to notice. Returns those that have not."""
+
+    def over() -> bool:
+        return len(world.dead | world.returned) == len(threads)
+
+    with world.condition:
+        world.condition.wait_for(lambda: world.failure is not None or over())
+        world.condition.wait_for(over, _GRACE)
+        done = world.dead | world.returned
+    for rank in done:
+        threads[rank].join()
+    return [thread for rank, thread in enumerate(threads) if rank not in done]
+
+
+def _where(threads: list[threading.Thread]) -> str:
+    frames = sys._current_frames()
+    stands = []
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        lines = traceback.format_stack(frame)[-1].strip() if frame else "gone"
+        stands.append(f"{thread.name} at {lines}")
+    return "\n".join(stands)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx import environment
-from fsdpx.comm.clock import ranks_text
+from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.environment import Environment, Store
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost
 

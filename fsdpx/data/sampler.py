@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import permutation
-from fsdpx.comm.place import place
+from fsdpx.comm.default import place
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["DistributedSampler", "Pass", "Share"]

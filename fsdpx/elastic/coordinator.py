@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpx import environment, errors
 from fsdpx.checkpoint.state import Scalars, scalars_of
-from fsdpx.comm.survivors import Survivor
+from fsdpx.comm.communicator import Survivor
 from fsdpx.elastic import follow
 from fsdpx.elastic.assembly import Assembler, Assembly, Member
 from fsdpx.elastic.copies import Generation

@@ -17,8 +17,8 @@ from fsdpx.array.arena import ALIGN
 from fsdpx.array.namespace import dtype, to_host
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.checkpoint.state import Scalars
+from fsdpx.comm.calls import progress_of, spin
 from fsdpx.comm.communicator import Communicator, Handle
-from fsdpx.comm.steps import progress_of, spin
 from fsdpx.elastic.buddies import buddies
 from fsdpx.elastic.descriptors import Descriptor, describe, live
 from fsdpx.elastic.recut import let_go

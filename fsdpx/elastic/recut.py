@@ -12,8 +12,7 @@ import numpy as np
 
 from fsdpx.array.namespace import from_host, namespace_of, to_host
 from fsdpx.checkpoint.pieces import BLOCK, Held
-from fsdpx.comm.communicator import Communicator, Handle
-from fsdpx.comm.survivors import Survivor, settle
+from fsdpx.comm.communicator import Communicator, Handle, Survivor, settle
 from fsdpx.elastic.descriptors import describe
 from fsdpx.elastic.moves import Message, RecutPlan, StridedRuns
 from fsdpx.errors import RankLost

@@ -12,9 +12,8 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.save import Choices
 from fsdpx.checkpoint.state import Scalars, restore
 from fsdpx.checkpoint.weights import WeightsReport
-from fsdpx.comm.communicator import Communicator, ReduceOp
+from fsdpx.comm.communicator import Communicator, ReduceOp, Survivor
 from fsdpx.comm.local import single
-from fsdpx.comm.survivors import Survivor
 from fsdpx.elastic.batches import Batch, Recent, arrays_of, part_of
 from fsdpx.elastic.coordinator import Coordinator, Recovery
 from fsdpx.elastic.options import Elastic

@@ -13,8 +13,8 @@ import numpy as np
 
 from fsdpx.array import blas
 from fsdpx.array.denormals import flushed
+from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import DONE, Handle
-from fsdpx.comm.poker import Poker
 from fsdpx.engine.executable import Executable, ExecutableAction
 from fsdpx.engine.recording import Recording
 from fsdpx.engine.run import ProgramRun, Worlds

@@ -9,8 +9,8 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, padded
+from fsdpx.comm.calls import Finish
 from fsdpx.comm.communicator import DONE, Communicator
-from fsdpx.comm.steps import Finish
 from fsdpx.engine import apart, computing, paging, updating
 from fsdpx.engine.messages import receive, send
 from fsdpx.engine.results import GradientScale, Mean

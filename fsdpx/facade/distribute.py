@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Never
 from fsdpx import environment
 from fsdpx.codecs import Choice
 from fsdpx.comm import default as defaults
-from fsdpx.comm.alike import with_arguments
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.default import uses
+from fsdpx.comm.guarded import with_arguments
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world

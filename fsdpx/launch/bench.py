@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.comm.clock import ranks_text
+from fsdpx.comm.calls import Steps
 from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.comm.meeting import Meeting
-from fsdpx.comm.node import SMALL
+from fsdpx.comm.mpi.clock import ranks_text
+from fsdpx.comm.node.meetings import Meeting
+from fsdpx.comm.node.node import SMALL
 from fsdpx.comm.opening import backend_name, carrier_of, node_of
-from fsdpx.comm.steps import Steps
 from fsdpx.config import byte_count
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init

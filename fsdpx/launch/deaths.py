@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from fsdpx.comm.start import waiting
+from fsdpx.comm.mpi.start import waiting
 from fsdpx.launch.notes import open_lifeline, read_notes
 
 __all__ = ["Deaths"]

@@ -17,12 +17,12 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import parallel
-from fsdpx.comm import aware, devices
-from fsdpx.comm.clock import ranks_text
+from fsdpx.comm.carrier import CHUNK
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.nccl import missing
+from fsdpx.comm.gpu import devices
+from fsdpx.comm.gpu.nccl import missing
+from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.comm.opening import backend_name, node_of
-from fsdpx.comm.relay import CHUNK
 from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
@@ -169,7 +169,7 @@ def _mpi(comm: Communicator) -> dict[str, Any] | None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or backend_name() not in ("mpi", "node"):
         return None
-    path, wanted = aware.library_path(), environment.mpi_library()
+    path, wanted = devices.library_path(), environment.mpi_library()
     if wanted is not None:
         how = f"MPI4PY_LIBMPI={wanted}"
     elif path is not None and path.startswith((sys.prefix, sys.base_prefix)):
@@ -194,17 +194,17 @@ def _gpus(comm: Communicator) -> tuple[list[devices.Seat] | None, str]:
         return None, str(error)
 
 
-def _awareness(comm: Communicator, gpus: bool) -> aware.Awareness:
+def _awareness(comm: Communicator, gpus: bool) -> devices.Awareness:
     """Whether MPI takes arrays of GPUs; where there are none, what it says of itself."""
     found = None
     if comm.rank == 0:
-        notes = tuple(text for _, text in aware.claims())
-        found = aware.awareness(environment.gpu_aware_mpi()) if gpus else aware.Awareness(False, ("no GPU", *notes))
+        notes = tuple(text for _, text in devices.claims())
+        found = devices.awareness(environment.gpu_aware_mpi()) if gpus else devices.Awareness(False, ("no GPU", *notes))
     return comm.all_gather_plain(found)[0]
 
 
 def ways_of(
-    comm: Communicator, facts: Sequence[RankFacts], mpi: dict[str, Any] | None, awareness: aware.Awareness | None,
+    comm: Communicator, facts: Sequence[RankFacts], mpi: dict[str, Any] | None, awareness: devices.Awareness | None,
     sharing: Sequence[Sequence[int]],
 ) -> list[Way]:  # fmt: skip
     """The transports with their evidence; for each kind of array one is chosen, the one that `distribute` takes."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdpx import environment
 from fsdpx.array.cores import cores
-from fsdpx.comm.left import left
+from fsdpx.comm.mpi.start import left
 from fsdpx.launch.library import library
 from fsdpx.state.tables import bytes_text
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from fsdpx import config, environment
 from fsdpx.array import blas
+from fsdpx.comm.default import place
 from fsdpx.comm.opening import backend_name
-from fsdpx.comm.place import place
 from fsdpx.launch import found
 from fsdpx.state.records import BUSY
 from fsdpx.state.tuning import stored

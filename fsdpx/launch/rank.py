@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from fsdpx import environment
-from fsdpx.comm.place import have_met
-from fsdpx.comm.start import together
+from fsdpx.comm.default import have_met
+from fsdpx.comm.mpi.start import together
 from fsdpx.launch.logs import asked, redirect
 from fsdpx.launch.notes import Note, hold_lifeline
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from fsdpx import environment, files
-from fsdpx.comm.clock import ranks_text
-from fsdpx.comm.start import clear, late, lives, owner, waiting
+from fsdpx.comm.mpi.clock import ranks_text
+from fsdpx.comm.mpi.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import batch, node_cores
 from fsdpx.launch.deaths import Deaths

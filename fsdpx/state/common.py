@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.comm.window import LINE, Window
+from fsdpx.comm.windows import LINE, Window
 from fsdpx.config import Async
 from fsdpx.errors import ConfigError
 from fsdpx.layout.ranges import Range

@@ -18,10 +18,10 @@ import numpy as np
 from fsdpx import environment
 from fsdpx.array import blas, cores, parallel
 from fsdpx.comm.backend import ALGORITHMS
+from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import carrier_of, node_of
-from fsdpx.comm.poker import Poker
 from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES
 from fsdpx.native.processor import cpuinfo
@@ -29,7 +29,7 @@ from fsdpx.state import records
 from fsdpx.version import __version__
 
 if TYPE_CHECKING:
-    from fsdpx.comm.node import NodeCommunicator
+    from fsdpx.comm.node.node import NodeCommunicator
 
 __all__ = ["Tuning", "stored", "tune_for"]
 

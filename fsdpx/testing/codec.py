@@ -10,9 +10,8 @@ import pytest
 
 from fsdpx.codecs import Codec
 from fsdpx.comm.calls import split_evenly
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.counted import Counted, Counters
-from fsdpx.comm.threads import spawn
+from fsdpx.comm.communicator import Communicator, Counted, Counters
+from fsdpx.comm.opening import spawn
 from fsdpx.testing.threads import switching
 
 __all__ = ["CodecContract"]

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from fsdpx.comm import Communicator, Wrapper
 from fsdpx.comm.calls import Array
-from fsdpx.comm.window import Window
+from fsdpx.comm.windows import Window
 from fsdpx.errors import CommTimeout
 
 __all__ = ["VirtualTime"]

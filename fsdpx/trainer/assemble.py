@@ -17,12 +17,12 @@ from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.codecs import Choice, Codec, Codecs
 from fsdpx.codecs import codec as codec_of
-from fsdpx.comm import devices
-from fsdpx.comm.clock import ranks_text
+from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.gpu import devices as devices
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, Mesh, connect
-from fsdpx.comm.poker import Poker
+from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.cuda.devices import current, take
 from fsdpx.engine.engine import ActionRecorder, Engine

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpx.comm.alike import compare
 from fsdpx.comm.communicator import Communicator, ReduceOp
-from fsdpx.comm.guarded import grouped
+from fsdpx.comm.guarded import compare, grouped
 from fsdpx.errors import DesyncError, FsdpxError
 
 __all__ = ["CALL", "CallRecord", "begin", "call_records", "different", "exchange", "largest", "number"]

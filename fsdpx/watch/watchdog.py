@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import environment, files
+from fsdpx.comm.calls import waits
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
-from fsdpx.comm.start import clear
-from fsdpx.comm.steps import waits
+from fsdpx.comm.mpi.start import clear
 from fsdpx.watch import report
 from fsdpx.watch.flight import LENGTH, FlightRecord, FlightRecorder, log, read, read_all
 from fsdpx.watch.leaving import (

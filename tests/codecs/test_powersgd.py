@@ -13,7 +13,7 @@ from fsdpx.array import kernels
 from fsdpx.codecs import Plain, PowerSGD
 from fsdpx.codecs.powersgd import outer
 from fsdpx.comm import Communicator, spawn
-from fsdpx.comm.counted import Counted, Counters
+from fsdpx.comm.communicator import Counted, Counters
 from fsdpx.errors import ConfigError
 
 SHAPES = ((5,), (12, 20), (20,), (3, 2), (8, 4, 3, 3), (7,))

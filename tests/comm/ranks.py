@@ -24,7 +24,7 @@ def carrier(timeout: float = 30.0) -> Carrier:
         from fsdpx.comm.gloo import GlooCommunicator
 
         return GlooCommunicator(roll.call(environment.read()), timeout)
-    from fsdpx.comm.mpi import MpiCommunicator
+    from fsdpx.comm.mpi.mpi import MpiCommunicator
 
     return MpiCommunicator(timeout=timeout)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fsdpx.comm import Counted, Counters, FakeCommunicator, ReduceOp, spawn
-from fsdpx.comm.counted import Count
+from fsdpx.comm.communicator import Count
 from fsdpx.testing.communicator import CommunicatorContract
 
 N = 10

@@ -12,7 +12,7 @@ import pytest
 from amount import in_full
 
 import fsdpx.comm as comms
-from fsdpx.comm import Communicator, ReduceOp, spawn, threads
+from fsdpx.comm import Communicator, ReduceOp, opening, spawn
 from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -133,7 +133,7 @@ def test_what_a_rank_has_sent_before_it_returned_still_comes():
 
 
 def test_the_environment_says_how_long_a_wait_may_last_and_a_note_where_the_late_rank_stands(monkeypatch):
-    monkeypatch.setattr(threads, "_GRACE", 0.01)
+    monkeypatch.setattr(opening, "_GRACE", 0.01)
     monkeypatch.setenv("FSDPX_TIMEOUT", "0.1")
     told = threading.Event()
 

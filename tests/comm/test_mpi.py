@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 @pytest.fixture(scope="module")
 def world():
-    from fsdpx.comm.mpi import MpiCommunicator
+    from fsdpx.comm.mpi.mpi import MpiCommunicator
 
     comm = MpiCommunicator(timeout=30)
     yield comm
@@ -64,7 +64,7 @@ class TestContractGuarded(OnEveryRank):
 def test_the_callers_communicator_is_duplicated(world):
     from mpi4py import MPI
 
-    from fsdpx.comm.mpi import MpiCommunicator
+    from fsdpx.comm.mpi.mpi import MpiCommunicator
 
     def body(comm):
         mine = MpiCommunicator(MPI.COMM_WORLD)

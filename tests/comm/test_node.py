@@ -11,8 +11,8 @@ from windows import ROOM, InWindows
 
 from fsdpx import environment
 from fsdpx.comm import Communicator, ReduceOp, split_evenly
-from fsdpx.comm.board import LETTER, SLOTS
 from fsdpx.comm.communicator import even_pieces
+from fsdpx.comm.node.memory import LETTER, SLOTS
 from fsdpx.errors import CommTimeout
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 
 def _node(machines=None, timeout=30.0):
-    from fsdpx.comm.node import NodeCommunicator
+    from fsdpx.comm.node.node import NodeCommunicator
 
     return NodeCommunicator(carrier(timeout), machines)
 
@@ -33,7 +33,7 @@ def _pairs(size: int) -> list[int]:
 @pytest.fixture(autouse=True)
 def _all_through_windows(monkeypatch):
     """Small arrays, too."""
-    from fsdpx.comm import node
+    from fsdpx.comm.node.node import node as node
 
     monkeypatch.setattr(node, "SMALL", -1)
 
@@ -233,7 +233,7 @@ def test_who_does_not_come_is_named():
 
 
 def test_a_machine_without_room_is_known_to_all(world, monkeypatch):
-    from fsdpx.comm import host
+    from fsdpx.comm.node import memory as host
 
     if world.rank == 0:
         monkeypatch.setattr(host, "free_bytes", lambda: 1000)

@@ -28,7 +28,7 @@ from fsdpx.comm import (
     single,
     spawn,
 )
-from fsdpx.comm.steps import Progress, spin
+from fsdpx.comm.calls import Progress, spin
 from fsdpx.testing import CommunicatorContract
 
 

@@ -10,8 +10,8 @@ from test_mpi import OnEveryRank, world
 
 from fsdpx import environment
 from fsdpx.comm import Communicator, Guarded
+from fsdpx.comm.communicator import Survivor, survives
 from fsdpx.comm.opening import resilient
-from fsdpx.comm.survivors import Survivor, survives
 
 __all__ = ["world"]
 
@@ -58,8 +58,8 @@ class TestWithoutDeaths(OnEveryRank):
     def test_from_whatever_there_is(self) -> None:
         from mpi4py import MPI
 
-        from fsdpx.comm.mpi import MpiCommunicator
-        from fsdpx.comm.node import NodeCommunicator
+        from fsdpx.comm.mpi.mpi import MpiCommunicator
+        from fsdpx.comm.node.node import NodeCommunicator
 
         def body(comm: Survivor) -> None:
             for given in (MPI.COMM_WORLD, NodeCommunicator(MpiCommunicator()), Guarded(MpiCommunicator()), comm):

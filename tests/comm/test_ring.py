@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.comm import Counted, Counters, ReduceOp, spawn
-from fsdpx.comm.ring import ring
+from fsdpx.comm.messages import ring
 
 
 @given(st.integers(1, 5), st.integers(0, 23), st.sampled_from(list(ReduceOp)))

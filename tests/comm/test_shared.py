@@ -16,7 +16,7 @@ from fsdpx.array.kernels import narrowed, store
 from fsdpx.comm.calls import address
 from fsdpx.native import image
 
-shared = pytest.importorskip("fsdpx.comm.shared")
+shared = pytest.importorskip("fsdpx.comm.node.shared")
 
 ADD = {
     ("float32", None): shared.add32, ("float64", None): shared.add64,

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpx import environment
-from fsdpx.comm import DONE, FakeCommunicator, Guarded, ReduceOp, direct, single, spawn
+from fsdpx.comm import DONE, FakeCommunicator, Guarded, ReduceOp, local, single, spawn
+from fsdpx.comm.communicator import Survivor, settle, survives
+from fsdpx.comm.local import Died
 from fsdpx.comm.opening import resilient
-from fsdpx.comm.rendezvous import Died
-from fsdpx.comm.survivors import Survivor, settle, survives
 from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
 from fsdpx.testing.chaos import Struck
 
@@ -134,7 +134,7 @@ def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
 def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 comes last and moves; rank 0 revokes in the middle of it."""
     inside, revoked, heard = threading.Event(), threading.Event(), []
-    fold = direct.fold
+    fold = local.fold
 
     def slow(*args: Any) -> None:
         inside.set()
@@ -143,7 +143,7 @@ def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pyte
         fold(*args)
 
     def body(comm: Survivor) -> float:
-        monkeypatch.setattr(direct, "fold", slow)
+        monkeypatch.setattr(local, "fold", slow)
         array = np.ones(2)
         if comm.rank == 2:
             comm.recv(np.ones(1), 0).wait()
@@ -169,7 +169,7 @@ def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     def die(*args: Any) -> None:
         raise Died
 
-    monkeypatch.setattr(direct, "fold", die)
+    monkeypatch.setattr(local, "fold", die)
 
     def body(comm: Survivor) -> int:
         with pytest.raises(RankLost, match="has died"):

@@ -93,7 +93,7 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
     """Two processes without MPI, as survivors of a job are; the second is killed with the lock of the first."""
     code = """
         import sys
-        from fsdpx.comm.mapped import MappedWindow
+        from fsdpx.comm.node.memory import MappedWindow
 
         class Pipe:  # as much of a communicator as the window needs
             rank, size = int(sys.argv[1]), 2
@@ -131,7 +131,7 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
 
 
 def test_no_room_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.comm.mapped import MappedWindow
+    from fsdpx.comm.node.memory import MappedWindow
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.calls import address
+from fsdpx.comm.calls import Finish, address, progress_of
 from fsdpx.comm.communicator import ReduceOp
-from fsdpx.comm.steps import Finish, progress_of
 
 ROOM = 1 << 20
 

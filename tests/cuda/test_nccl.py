@@ -14,8 +14,8 @@ from stand_in import Cupy, Device
 
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.comm.devices import Seat
-from fsdpx.comm.nccl import NcclCommunicator, check_seats
+from fsdpx.comm.gpu.devices import Seat
+from fsdpx.comm.gpu.nccl import NcclCommunicator, check_seats
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.testing.communicator import CommunicatorContract
 

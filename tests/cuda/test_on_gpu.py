@@ -103,7 +103,7 @@ import sys
 sys.path[:0] = {path!r}
 import numpy as np
 import cupy, fsdpx
-from fsdpx.comm.mpi import MpiCommunicator
+from fsdpx.comm.mpi.mpi import MpiCommunicator
 mpi = MpiCommunicator()
 ours = [np.random.default_rng(rank).standard_normal(3_000_001).astype("float32") for rank in range(mpi.size)]
 for turn in range(5):  # what does not wait is right now and then

@@ -14,12 +14,11 @@ from ranks import carrier, together
 from stand_in import Cupy, Device, Stream
 
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator, relay
-from fsdpx.comm.calls import Call, Handle
-from fsdpx.comm.carrier import Carrier
+from fsdpx.comm import Communicator
+from fsdpx.comm import carrier as relay
+from fsdpx.comm.calls import Call, Handle, Steps
+from fsdpx.comm.carrier import Carrier, relayed
 from fsdpx.comm.messages import Pairs
-from fsdpx.comm.relay import relayed
-from fsdpx.comm.steps import Steps
 from fsdpx.cuda import streams
 from fsdpx.errors import CommTimeout
 from fsdpx.testing.communicator import CommunicatorContract

@@ -312,7 +312,7 @@ def test_calls_out_of_order_are_refused() -> None:
 @pytest.mark.parametrize("dead", range(4))
 def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     """The others hear of it, and go on from the generation before, in new hands."""
-    from fsdpx.comm.rendezvous import Died
+    from fsdpx.comm.local import Died
 
     def body(comm: Any) -> Any:
         trainer = build(comm, FROM["fsdp 4"], "mlp")
@@ -353,7 +353,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
 @in_full
 def test_a_rank_that_dies_while_state_moves() -> None:
     """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
-    from fsdpx.comm.rendezvous import Died
+    from fsdpx.comm.local import Died
 
     left = left_by("fsdp 4", "wide")
 

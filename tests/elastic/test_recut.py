@@ -20,7 +20,7 @@ from fsdpx import Mesh
 from fsdpx.array.namespace import dtype
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.comm import Communicator
-from fsdpx.comm.counted import Counted, Counters
+from fsdpx.comm.communicator import Counted, Counters
 from fsdpx.elastic.descriptors import describe, missing, runs
 from fsdpx.elastic.recut import FLIGHT, recut
 from fsdpx.nn.cut import Cut

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 from fsdpx.comm.opening import resilient
-from fsdpx.comm.survivors import survives
+from fsdpx.comm.communicator import survives
 from fsdpx.errors import RankLost
 
 SIZE = 1 << 16

@@ -8,7 +8,7 @@ import pytest
 import fsdpx
 from fsdpx import environment, nn, optim, spawn
 from fsdpx.comm import Communicator, default
-from fsdpx.comm.alike import with_arguments
+from fsdpx.comm.guarded import with_arguments
 from fsdpx.comm.opening import carrier_of
 from fsdpx.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_what_ranks_agree_on_is_of_the_environment() -> None:
 def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
     with with_arguments(backend="mpi", check=True), with_arguments(backend=None) as inner:
         assert inner == {"backend": "None"}
-        assert fsdpx.comm.alike.given_to_call() == {"backend": "'mpi'", "check": "True"}
+        assert fsdpx.comm.guarded.given_to_call() == {"backend": "'mpi'", "check": "True"}
 
 
 @pytest.mark.world

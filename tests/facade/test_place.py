@@ -14,7 +14,7 @@ from trials import environment, job, none_left
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.comm import place as places
+from fsdpx.comm import default as places
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import _local_rank, finalize
 

@@ -354,7 +354,7 @@ def test_verify_under_mpiexec() -> None:
 def test_verify_names_the_first_tensor_that_differs(messages: bool) -> None:
     """A communicator that loses a little of what it sums; with --no-node it is another one that sums."""
     code = (
-        "import sys, fsdpx.comm.node as m, fsdpx.__main__ as f\n"
+        "import sys, fsdpx.comm.node.node as m, fsdpx.__main__ as f\n"
         "whole = m.NodeCommunicator.issue\n"
         "def lossy(self, call):\n"
         "    if call.verb == 'reduce_scatter':\n"

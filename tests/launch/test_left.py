@@ -17,8 +17,7 @@ import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
 from fsdpx import files
-from fsdpx.comm.left import left, remove_left
-from fsdpx.comm.start import lives, owner
+from fsdpx.comm.mpi.start import left, lives, owner, remove_left
 from fsdpx.launch.run import _temporary
 from fsdpx.watch.flight import FlightRecorder
 from fsdpx.watch.watchdog import _folder
@@ -134,7 +133,7 @@ def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return True
 
     (tmp_path / "mpich_shm_1f_0").write_bytes(b"x")
-    monkeypatch.setattr("fsdpx.comm.left.belongs", late)
+    monkeypatch.setattr("fsdpx.comm.mpi.start.belongs", late)
     assert left(tmp_path, -10.0) == []
 
 

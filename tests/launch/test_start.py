@@ -13,7 +13,7 @@ import pytest
 from amount import pairs
 from trials import Done, alive_in, environment, job, none_left
 
-from fsdpx.comm.clock import report
+from fsdpx.comm.mpi.clock import report
 from fsdpx.environment import StartedBy
 from fsdpx.launch.notes import Note
 from fsdpx.launch.run import Ending, _before_the_start

@@ -24,7 +24,7 @@ def test_the_example_learns(capsys):
 def test_the_example_does_the_same_on_three_ranks():
     import pytest
 
-    from fsdpx.comm.threads import spawn
+    from fsdpx.comm.opening import spawn
     from fsdpx.examples.custom_layer import main
 
     alone = main(steps=5)

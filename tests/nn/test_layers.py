@@ -11,7 +11,7 @@ from amount import few, in_full
 from fsdpx import nn
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.mesh import Mesh, connect
-from fsdpx.comm.threads import spawn
+from fsdpx.comm.opening import spawn
 from fsdpx.errors import ConfigError, DataError
 
 from .setting import env, gradients, normal, parameters

@@ -166,7 +166,7 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
 
 
 def test_averages_survive_the_death_of_a_rank() -> None:
-    from fsdpx.comm.rendezvous import Died
+    from fsdpx.comm.local import Died
 
     def run(comm: Communicator, dies: bool) -> tuple[bytes, str]:
         trainer = nn.Chain(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).as_distributed(

@@ -34,7 +34,7 @@ def world() -> Iterator[Communicator]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Communicator]:
     """Machines of two ranks where that comes out even, else of different sizes; neighbours on different machines."""
-    from fsdpx.comm.node import NodeCommunicator
+    from fsdpx.comm.node.node import NodeCommunicator
 
     messages = carrier(60)
     size = messages.size
@@ -129,10 +129,10 @@ def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None
 
 
 def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.comm import host
+    from fsdpx.comm.node import memory
 
     _, want, first = train(world, "mlp", "zero2", precision="float32")
-    monkeypatch.setattr(host, "free_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         _, got, trainer = train(world, "mlp", "zero2", precision="float32")

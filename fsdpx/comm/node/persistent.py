@@ -10,13 +10,10 @@ from weakref import ref
 
 import numpy as np
 
-from fsdpx.comm import shared
-from fsdpx.comm.board import SLOTS
-from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, address, named
-from fsdpx.comm.host import WindowAddress
-from fsdpx.comm.meeting import late
-from fsdpx.comm.neighbours import Neighbours
-from fsdpx.comm.steps import spin
+from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, address, named, spin
+from fsdpx.comm.node import shared as shared
+from fsdpx.comm.node.meetings import Neighbours, late
+from fsdpx.comm.node.memory import SLOTS, WindowAddress
 
 __all__ = ["STREAM", "Persistent", "Started", "added", "gathered"]
 

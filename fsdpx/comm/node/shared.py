@@ -1,7 +1,9 @@
 """Rendezvous of processes in shared memory, as compiled code on addresses: wait for flags, add arrays, set flags.
 
 A rendezvous ("meeting") is described by a row of 64-bit words, so that a call passes one address.
-`fsdpx.comm.persistent` writes the row."""
+`fsdpx.comm.node.persistent` writes the row."""
+
+from __future__ import annotations
 
 from typing import Any
 

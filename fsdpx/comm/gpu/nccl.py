@@ -12,13 +12,12 @@ from importlib import import_module
 from typing import Any
 
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay
-from fsdpx.comm.clock import ranks_text
+from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay, spin
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.devices import Seat, shared
+from fsdpx.comm.gpu.devices import Seat, shared
+from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.comm.reduction import fold, is_half
-from fsdpx.comm.steps import spin
-from fsdpx.comm.window import Window
+from fsdpx.comm.windows import Window
 from fsdpx.cuda.devices import cupy, is_on_gpu
 from fsdpx.cuda.streams import Side
 from fsdpx.errors import CommError, CommTimeout, ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.comm.calls import Array
-from fsdpx.comm.clock import ranks_text
+from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.errors import CommTimeout
 
 __all__ = ["LINE", "SharedParts", "ThreadWindow", "Window", "aligned"]

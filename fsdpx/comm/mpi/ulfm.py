@@ -8,13 +8,9 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx.comm.calls import Call, Handle
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
-from fsdpx.comm.mpi import MpiCommunicator
-from fsdpx.comm.requests import Requests
-from fsdpx.comm.steps import Progress, spin
-from fsdpx.comm.survivors import Survivor, settle
+from fsdpx.comm.calls import Call, Handle, Progress, spin
+from fsdpx.comm.communicator import Communicator, Survivor, settle
+from fsdpx.comm.mpi.mpi import MpiCommunicator, Requests, finalize_without_the_dead, lost, ulfm_active
 from fsdpx.errors import CommTimeout, RankLost
 
 __all__ = ["UlfmCommunicator"]

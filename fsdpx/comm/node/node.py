@@ -15,21 +15,28 @@ import numpy as np
 
 from fsdpx.array.kernels.choice import installed
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.board import LETTER
-from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay
-from fsdpx.comm.carrier import Carrier
+from fsdpx.comm.calls import (
+    AllCounts,
+    Array,
+    Arrays,
+    Call,
+    Handle,
+    Pieces,
+    ReduceOp,
+    Steps,
+    copy,
+    even_pieces,
+    overlay,
+)
+from fsdpx.comm.carrier import Carrier, of_gpu
 from fsdpx.comm.communicator import EVEN, Communicator
-from fsdpx.comm.host import Host, WindowAddress
-from fsdpx.comm.lanes import Lanes
-from fsdpx.comm.mapped import LOCKS, MappedWindow, memory_here
-from fsdpx.comm.neighbours import Neighbours
+from fsdpx.comm.node.meetings import Lanes, Neighbours
+from fsdpx.comm.node.memory import LETTER, LOCKS, Host, MappedWindow, WindowAddress, memory_here
 from fsdpx.comm.reduction import compilable, fold, is_half
-from fsdpx.comm.relay import of_gpu
-from fsdpx.comm.steps import Steps
-from fsdpx.comm.window import Window
+from fsdpx.comm.windows import Window
 
 if TYPE_CHECKING:
-    from fsdpx.comm.persistent import Persistent
+    from fsdpx.comm.node.persistent import Persistent
 
 __all__ = ["SMALL", "NodeCommunicator"]
 
@@ -319,7 +326,7 @@ class NodeCommunicator(Backend):
         """Sharing memory means that collectives should be fast: from now on those that repeat run as compiled code."""
         self._release_abandoned()
         if self.compiles and self.persistent is None:
-            from fsdpx.comm import persistent
+            from fsdpx.comm.node import persistent as persistent
 
             self.host.persistent = persistent
 

@@ -1,34 +1,199 @@
-"""Ranks as MPI processes, through mpi4py: nonblocking collectives, and waits that can end."""
+"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits that can end, windows, deaths of ranks."""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from os import _exit  # the original, before fsdpx.watch wraps it to report exits that others wait behind
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from os import _exit
 from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from fsdpx import environment
-from fsdpx.comm.calls import Array, Call, Handle, ReduceOp, copy, overlay
-from fsdpx.comm.carrier import TIMEOUT, Carrier
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
-from fsdpx.comm.mapped import MappedWindow
+from fsdpx.comm.calls import Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, overlay, spin
+from fsdpx.comm.carrier import TIMEOUT, Carrier, of_gpu, relayed
+from fsdpx.comm.communicator import Communicator, loss
 from fsdpx.comm.messages import Pairs
-from fsdpx.comm.reduction import in_rank_order
-from fsdpx.comm.relay import of_gpu, relayed
-from fsdpx.comm.requests import Requests, mpi_op, translated, wire
-from fsdpx.comm.steps import Finish, Progress, spin
-from fsdpx.comm.window import Window
+from fsdpx.comm.node.memory import MappedWindow
+from fsdpx.comm.reduction import in_rank_order, is_half
+from fsdpx.comm.windows import Window
 from fsdpx.cuda.streams import synchronise
 from fsdpx.errors import CommError, CommTimeout
 
-__all__ = ["LIMIT", "MpiCommunicator", "MpiWorld"]
+__all__ = [
+    "DEATHS", "LIMIT", "MpiCommunicator", "MpiWindow", "MpiWorld", "Requests", "finalize_without_the_dead", "lost",
+    "mpi_op", "translated", "ulfm_active", "wire",
+]  # fmt: skip
+
+DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
+"""Classes of errors that report a death; none where the MPI library has no user-level failure mitigation."""
+
+
+@cache
+def ulfm_active() -> bool:
+    """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
+    the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
+    return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
+
+
+def lost(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Ranks of `comm` that MPI knows here to be dead."""
+    if not DEATHS:
+        return ()
+    failed, everyone = comm.Get_failed(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(failed, None, everyone)
+    failed.Free()
+    everyone.Free()
+    return tuple(sorted(ranks))
+
+
+def finalize_without_the_dead() -> None:
+    """From now on this process ends without a barrier in MPI_Finalize: the launcher of Open MPI 5.0 sometimes counts
+    ranks that died at about the same time among those that others wait for there, and the job never ends. The same as
+    OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized."""
+    with suppress(ValueError, OSError):  # another version: nothing by that name
+        ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
+
+
+_OPS = {
+    ReduceOp.SUM: MPI.SUM, ReduceOp.AVG: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD
+}  # fmt: skip
+_BOOL_OPS = {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.PROD: MPI.LAND, ReduceOp.MIN: MPI.LAND}
+_BOOL = np.dtype(bool)
+
+
+class Requests:
+    """The handle of MPI requests that belong to one call. It keeps the buffers until all are complete, which mpi4py
+    does for some only. After an error each `test` raises it, and pokes the requests that are left."""
+
+    __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
+
+    def __init__(self, comm: MpiCommunicator, call: Call, requests: list[MPI.Request], buffers: object) -> None:
+        self._comm, self._verb, self._what = comm, call.verb, call.what
+        self._requests = requests
+        self._buffers = buffers
+        self._error: CommError | None = None
+        self._test: Callable[[], bool] = (
+            requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
+        )
+
+    def test(self) -> bool:
+        try:
+            done = self._test()
+        except MPI.Exception as error:
+            if self._error is None:
+                self._error = translated(error, str(self), self._comm.raw)
+                self._error.__cause__ = error
+            done = not self.active
+        if done:
+            self._buffers = None
+        if self._error is not None:
+            raise self._error
+        return done
+
+    @property
+    def active(self) -> bool:
+        """Whether MPI may still touch some buffer: one of several requests that fails leaves the others under way."""
+        return any(request != MPI.REQUEST_NULL for request in self._requests)
+
+    def wait(self) -> None:
+        if self.test():
+            return
+        comm = self._comm
+        if not spin(self.test, comm.progress, comm.timeout):
+            raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
+
+    def __str__(self) -> str:
+        return f"{named(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+
+
+def translated(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
+    """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else. Its class alone
+    does not say it: of several requests only "an error in a status" is known, a connection may break before MPI knows
+    why."""
+    dead = lost(comm)
+    if error.Get_error_class() in DEATHS or (DEATHS and (dead or comm.Is_revoked())):
+        return loss(where, dead)
+    return CommError(f"{where}: {error}")
+
+
+def wire(array: Array) -> Array:
+    """The buffer that MPI is given: it knows no bfloat16, and not always float16, so those travel as uint16."""
+    return array.view(np.uint16) if is_half(array.dtype) else array
+
+
+def mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
+    return _BOOL_OPS[op] if dtype == _BOOL else _OPS[op]
+
+
+PROBES = 8
+"""Open MPI looks at its sockets once in so many calls."""
+
+
+class MpiWindow(Window):
+    """A part of each rank of `comm`. Collective. What is opened is a copy, which is put back when it was to be written.
+
+    Where the network has no remote memory access, MPI libraries serve a part when its owner is inside some MPI call
+    that looks at the network. Calls about parts of the same machine may not: ranks that wait for each other's words
+    alone would keep those of other machines waiting. So a rank that waits looks at the network itself, and none leaves
+    a meeting before all have come, after which no rank looks at its words."""
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
+        self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
+        own = np.frombuffer(cast(Any, self._win.tomemory()), np.uint8)
+        self._win.Lock(comm.Get_rank())
+        own[...] = 0
+        self._win.Unlock(comm.Get_rank())
+        comm.Barrier()
+        super().__init__(comm.Get_rank(), comm.Get_size(), own, timeout)
+        self._comm = comm
+
+    @contextmanager
+    def open(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
+        self._win.Lock(rank, MPI.LOCK_EXCLUSIVE if write else MPI.LOCK_SHARED)
+        try:
+            block = np.empty(stop - start, np.uint8)
+            where = (start, block.size, MPI.BYTE)
+            self._win.Get([block, MPI.BYTE], rank, where)
+            self._win.Flush(rank)  # the lock is ours from here on: libraries may ask for it with the first access
+            yield block
+            if write:
+                self._win.Put([block, MPI.BYTE], rank, where)
+        finally:
+            self._win.Unlock(rank)
+
+    def word(self, rank: int, at: int) -> int:
+        found = np.empty(1, np.int64)
+        self._win.Lock(rank, MPI.LOCK_SHARED)
+        self._win.Fetch_and_op([found, MPI.INT64_T], [found, MPI.INT64_T], rank, 8 * at, MPI.NO_OP)
+        self._win.Unlock(rank)
+        return int(found[0])
+
+    def say(self, at: int, value: int) -> None:
+        given, before = np.array([value], np.int64), np.empty(1, np.int64)
+        self._win.Lock(self.rank, MPI.LOCK_SHARED)
+        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * at, MPI.REPLACE)
+        self._win.Unlock(self.rank)
+
+    def check(self, missing: Sequence[int] = (), what: str = "") -> None:
+        for _ in range(PROBES):
+            self._comm.Iprobe()
+
+    def meet(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        super().meet(missing, what)
+        others, barrier = [rank for rank in range(self.size) if rank != self.rank], self._comm.Ibarrier()
+        self.poll(lambda: [] if barrier.Test() else others, what)
+
+    def close(self) -> None:
+        self.own = np.empty(0, np.uint8)
+        self._win.Free()
+
 
 LIMIT = 2**31 - 1
 """Elements of one MPI message: counts and displacements are C ints before MPI 4."""
@@ -39,8 +204,8 @@ class MpiCommunicator(Carrier):
 
     timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
     several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
-    time. Arrays on a GPU are given to MPI if it `takes_gpus` (`fsdpx.comm.aware`), else they go through the host: small
-    ones at once, large ones by messages, whose sums are made on the GPU."""
+    time. Arrays on a GPU are given to MPI if it `takes_gpus` (`fsdpx.comm.gpu.devices`), else they go through the host:
+    small ones at once, large ones by messages, whose sums are made on the GPU."""
 
     library = "mpi"
 
@@ -191,7 +356,6 @@ class MpiCommunicator(Carrier):
 
     def window(self, nbytes: int) -> Window:
         """By MPI; where ranks may die, in memory that outlives them, if all are on one machine."""
-        from fsdpx.comm.onesided import MpiWindow
 
         if ulfm_active() and len(set(self.all_gather_plain(platform.node()))) == 1:
             finalize_without_the_dead()

@@ -3,6 +3,8 @@
 It is run as a file, to be there within milliseconds, so it needs the standard library only. Marks are names: it opens
 no file, and looks only into a folder of its own user that no other user can enter."""
 
+from __future__ import annotations
+
 import os
 import platform
 import re

@@ -1,25 +1,74 @@
 """The start of MPI: a rank waits there for all others, without running Python, so another process keeps the time.
 
 The ranks of a host that wait leave marks in a folder, which `fsdpx run` reads. The first one starts the clock
-(`fsdpx/comm/clock.py`), which ends the job when the last one does not come."""
+(`fsdpx/comm/mpi/clock.py`), which ends the job when the last one does not come. It also removes what killed jobs have
+left in the shared memory of MPI libraries: no library does, and memory is finite.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fsdpx import environment, files
-from fsdpx.comm.clock import CAME, LATE, began, came
-from fsdpx.comm.left import remove_left
-from fsdpx.comm.place import running_mpi
+from fsdpx.comm.default import running_mpi
+from fsdpx.comm.mpi.clock import CAME, LATE, began, came
+from fsdpx.files import belongs
 
-__all__ = ["PREFIX", "clear", "late", "lives", "owner", "together", "waiting"]
+__all__ = ["PREFIX", "SHARED", "clear", "late", "left", "lives", "owner", "remove_left", "together", "waiting"]
+
+SHARED = Path("/dev/shm")
+NAMES = ("mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*")
+"""Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows."""
+SECONDS = 60.0
+"""Files younger than this may belong to a job that is starting."""
+_SECONDS_TO_BEGIN = 600.0
+"""The same for files that are removed."""
+
+
+def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
+    """Files of this user that belong to an MPI library and that no process has mapped."""
+    old = time.time() - seconds
+    found = sorted(path for name in NAMES for path in folder.glob(name) if belongs(path) and _changed(path) < old)
+    used = _mapped(folder) if found else set()
+    return [path for path in found if str(path) not in used]
+
+
+def remove_left(folder: Path = SHARED) -> None:
+    """Remove what MPICH's jobs have left. Ranks map these files for as long as they live, and a job that has not begun
+    after so long never will; where another container shares the folder, its ranks need the names no more."""
+    for path in left(folder, _SECONDS_TO_BEGIN):
+        if path.name.startswith("mpich_"):
+            with suppress(OSError):  # gone meanwhile, or a folder that cannot be written
+                path.unlink()
+
+
+def _changed(path: Path) -> float:
+    """When the file was last written; never before, if it is gone by now."""
+    with suppress(FileNotFoundError):
+        return path.lstat().st_mtime
+    return math.inf
+
+
+def _mapped(folder: Path) -> set[str]:
+    """Files in `folder` that processes have mapped, of those that this process may see."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            for line in maps.read_text(errors="replace").splitlines():
+                _, between, name = line.partition(f" {folder}/")
+                if between:
+                    found.add(f"{folder}/{name.removesuffix(' (deleted)')}")
+    return found
+
 
 PREFIX = "fsdpx-start-"
 _inside: list[int] = []  # the rank of this process, while it waits

@@ -1,0 +1,1 @@
+"""Ranks of one machine: collectives in the memory that they share."""
