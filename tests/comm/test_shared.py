@@ -109,7 +109,7 @@ def test_code_is_kept_on_disk():
     code = """
 import sys
 import numpy as np
-from fsdpx.comm import shared
+from fsdpx.comm.node import shared
 row = np.array([1, 0, 0, 1, 0, 0, *[0] * 9], np.int64)
 for function in (shared.add32, shared.add64):
     function(row.__array_interface__["data"][0])
