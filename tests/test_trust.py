@@ -17,8 +17,7 @@ import pytest
 
 from fsdpx import files
 from fsdpx.checkpoint.commit import _lock
-from fsdpx.comm.mpi import clock as clock
-from fsdpx.comm.mpi import start as start
+from fsdpx.comm.mpi import clock, start
 from fsdpx.environment import Environment, StartedBy
 from fsdpx.errors import CheckpointError, LaunchError, OffloadError
 from fsdpx.launch.join import Guests

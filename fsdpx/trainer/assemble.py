@@ -19,7 +19,7 @@ from fsdpx.codecs import Choice, Codec, Codecs
 from fsdpx.codecs import codec as codec_of
 from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.gpu import devices as devices
+from fsdpx.comm.gpu import devices
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.mpi.clock import ranks_text

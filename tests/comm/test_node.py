@@ -33,7 +33,7 @@ def _pairs(size: int) -> list[int]:
 @pytest.fixture(autouse=True)
 def _all_through_windows(monkeypatch):
     """Small arrays, too."""
-    from fsdpx.comm.node.node import node as node
+    from fsdpx.comm.node import node
 
     monkeypatch.setattr(node, "SMALL", -1)
 

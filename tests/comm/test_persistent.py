@@ -102,7 +102,7 @@ def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(world, room)
 
 
 def test_streamed_results_are_the_same(world, room, monkeypatch):
-    from fsdpx.comm.node import persistent as persistent
+    from fsdpx.comm.node import persistent
 
     monkeypatch.setattr(persistent, "STREAM", 0)
 

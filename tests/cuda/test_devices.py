@@ -14,7 +14,7 @@ from fsdpx import environment, nn, optim, spawn
 from fsdpx.comm import default
 from fsdpx.comm.backend import staged
 from fsdpx.comm.calls import DONE, Call, Handle
-from fsdpx.comm.gpu import devices as devices
+from fsdpx.comm.gpu import devices
 from fsdpx.comm.gpu.devices import Seat, seats, shared
 from fsdpx.cuda.devices import choose, gpus
 from fsdpx.errors import ConfigError, DataError, DesyncError

@@ -14,8 +14,7 @@ from ranks import carrier, together
 from stand_in import Cupy, Device, Stream
 
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm import carrier
+from fsdpx.comm import Communicator, carrier
 from fsdpx.comm.calls import Call, Handle, Steps
 from fsdpx.comm.carrier import Carrier, relayed
 from fsdpx.comm.messages import Pairs

@@ -19,7 +19,7 @@ from fsdpx.comm import default
 from fsdpx.comm.carrier import inside
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.default import running_mpi
-from fsdpx.comm.gpu import probe as probe
+from fsdpx.comm.gpu import probe
 from fsdpx.cuda import devices
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError

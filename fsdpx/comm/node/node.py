@@ -326,7 +326,7 @@ class NodeCommunicator(Backend):
         """Sharing memory means that collectives should be fast: from now on those that repeat run as compiled code."""
         self._release_abandoned()
         if self.compiles and self.persistent is None:
-            from fsdpx.comm.node import persistent as persistent
+            from fsdpx.comm.node import persistent
 
             self.host.persistent = persistent
 

@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 
 from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, address, named, spin
-from fsdpx.comm.node import shared as shared
+from fsdpx.comm.node import shared
 from fsdpx.comm.node.meetings import Neighbours, late
 from fsdpx.comm.node.memory import SLOTS, WindowAddress
 
