@@ -14,7 +14,8 @@ from ranks import carrier, together
 from stand_in import Cupy, Device, Stream
 
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator, carrier
+from fsdpx.comm import Communicator
+from fsdpx.comm import carrier as relay
 from fsdpx.comm.calls import Call, Handle, Steps
 from fsdpx.comm.carrier import Carrier, relayed
 from fsdpx.comm.messages import Pairs
@@ -30,7 +31,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
     streams._side.cache_clear()
-    monkeypatch.setattr(carrier, "CHUNK", 16)
+    monkeypatch.setattr(relay, "CHUNK", 16)
     return made
 
 
@@ -43,13 +44,13 @@ class Threads(Carrier):
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size, comm.progress)
-        self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, carrier.CHUNK
+        self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, relay.CHUNK
 
     def move(self, call: Call) -> Handle:
-        return self.move_from_gpu(call, self.comm.move) if carrier.of_gpu(call.arrays) else self.comm.move(call)
+        return self.move_from_gpu(call, self.comm.move) if relay.of_gpu(call.arrays) else self.comm.move(call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        if carrier.of_gpu([part for _, part in (*outgoing, *incoming)]):
+        if relay.of_gpu([part for _, part in (*outgoing, *incoming)]):
             return relayed(self, call, outgoing, incoming)
         assert all(part.nbytes <= self.most for _, part in (*outgoing, *incoming))
         self.chunks += len(outgoing)
@@ -80,7 +81,7 @@ class TestContract(CommunicatorContract):
 def test_a_large_array_goes_in_chunks_in_few_slots(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """While chunks are copied others are under way, and never more than there are slots."""
     taken: list[int] = []
-    monkeypatch.setattr(carrier, "pinned", lambda nbytes: (taken.append(nbytes), streams.pinned(nbytes))[1])
+    monkeypatch.setattr(relay, "pinned", lambda nbytes: (taken.append(nbytes), streams.pinned(nbytes))[1])
 
     def body(comm: Any) -> None:
         over, other = Threads(comm), 1 - comm.rank
@@ -92,7 +93,7 @@ def test_a_large_array_goes_in_chunks_in_few_slots(cupy: Cupy, monkeypatch: pyte
         np.testing.assert_array_equal(y.get(), np.arange(100.0) + other)
 
     spawn(body, 2)
-    assert taken == [16] * carrier.SLOTS * 4  # an array that is sent and one that is received, of two ranks
+    assert taken == [16] * relay.SLOTS * 4  # an array that is sent and one that is received, of two ranks
 
 
 def test_sums_are_made_on_the_gpu_in_rank_order(cupy: Cupy) -> None:
