@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info, doctor, bench, run, train, show, ckpt, verify, trace, report, runs."""
+"""The command line: python -m fsdpx info, doctor, bench, run, train, show, ckpt, verify, diff, trace, report, runs."""
 
 import argparse
 import os
@@ -96,6 +96,10 @@ def _run(args: argparse.Namespace) -> int:
         from fsdpx.launch.ckpt import ckpt
 
         return ckpt(args)
+    if args.command == "diff":
+        from fsdpx.launch.diff import diff
+
+        return diff(args)
     if args.command in ("trace", "report", "runs"):
         return _observe(args)
     from fsdpx.launch.verify import verify
@@ -249,6 +253,12 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--png", default=None, help="draw the schedule into this file")
 
 
+def _diff(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.diff import add_options
+
+    add_options(p)
+
+
 def _verify(p: argparse.ArgumentParser) -> None:
     from fsdpx.launch.mesh import add_options
 
@@ -273,6 +283,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "trace": ("traces of all ranks in one file, on one clock, for Perfetto", _trace),
     "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", _report),
     "runs": ("list the runs in runs/, or compare some of them", _runs),
+    "diff": ("the first step, action, tensor and element at which two runs differ", _diff),
     "verify": ("under mpiexec: train N ranks against one process on the same batches", _verify),
 }
 

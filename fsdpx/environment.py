@@ -15,6 +15,8 @@ __all__ = [
 
 ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
 LEAST_SECRET = 16
+RECORDED = 3
+"""Steps of which values are recorded, unless FSDPX_RECORD_STEPS says otherwise."""
 _YES = ("1", "true", "yes", "on")
 _NO = ("", "0", "false", "no", "off")
 
@@ -311,6 +313,18 @@ def compiler(environ: Mapping[str, str] = os.environ) -> str:
 def traced(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder for traces of training (FSDPX_TRACE), where a script names none."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
+
+
+def recorded(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
+    """The folder for what all actions write (FSDPX_RECORD), and of how many steps (FSDPX_RECORD_STEPS)."""
+    if not environ.get("FSDPX_RECORD"):
+        return None
+    return Path(environ["FSDPX_RECORD"]), _count(environ, "FSDPX_RECORD_STEPS") or RECORDED
+
+
+def recording(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a run that records what its actions write."""
+    return {**environ, "FSDPX_RECORD": str(folder), "FSDPX_RECORD_STEPS": str(steps)}
 
 
 def allocated(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:

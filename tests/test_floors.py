@@ -31,7 +31,7 @@ FLOORS = (
 """From the ground up. Folders of one floor do not know each other."""
 
 BESIDE = ("testing",)
-"""What users inherit; of the floors only what users copy knows it."""
+"""What users inherit; of the floors only the highest knows it."""
 
 NARROWER = {
     "program": {"errors", "files"},
@@ -42,7 +42,7 @@ NARROWER = {
 }
 """Folders that may import less than all that is below."""
 
-WIDER = {"examples": {"testing"}}
+WIDER = {"examples": {"testing"}, "launch": {"testing"}}
 
 OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
@@ -311,7 +311,7 @@ def test_what_is_no_import_is_not_seen() -> None:
         ({"nn/layer.py": "import fsdpx.optim"}, "nn/layer.py imports fsdpx.optim"),
         ({"watch/__init__.py": "import fsdpx.checkpoint"}, "watch/__init__.py imports fsdpx.checkpoint"),
         ({"launch/__init__.py": "import fsdpx.examples"}, "launch/__init__.py imports fsdpx.examples"),
-        ({"launch/__init__.py": "import fsdpx.testing"}, "launch/__init__.py imports fsdpx.testing"),
+        ({"facade/__init__.py": "import fsdpx.testing"}, "facade/__init__.py imports fsdpx.testing"),
         ({"optim/__init__.py": "import fsdpx.comm"}, "optim/__init__.py imports fsdpx.comm"),
         ({"data/__init__.py": "import fsdpx.nn"}, "data/__init__.py imports fsdpx.nn"),
         ({"program/__init__.py": "import fsdpx.config"}, "program/__init__.py imports fsdpx.config"),

@@ -23,6 +23,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.interop import handed_on, native, same_values
 from fsdpx.layout.stages import Stages
+from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Trace, Tracer
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.calls import begin
@@ -169,6 +170,8 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     trace = recipe.machinery.traced()
     if trace is not None and not session.place.imaginary:
         session.tracer = Tracer(session.engine, trace)
+    if (wanted := environment.recorded()) is not None and not session.place.imaginary:
+        Recorder(session.engine, wanted[1], wanted[0])
     if device != "shape":
         handed_on(recipe.training.model, world)
     return Trainer(session)

@@ -15,7 +15,7 @@ from fsdpx.config import byte_count
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.trainer.series import Checkpoints
 
-__all__ = ["add_options", "ckpt"]
+__all__ = ["add_options", "ckpt", "differences"]
 
 DTYPES = ("float64", "float32", "float16", "fp16", "bf16", "bfloat16")
 
@@ -49,7 +49,7 @@ def _ckpt(args: argparse.Namespace) -> int:
     if args.action == "verify":
         return _verify(_newest(args.path))
     if args.action == "diff":
-        return _diff(args.path, args.other)
+        return differences(args.path, args.other)
     made = offline.convert(args.path, args.target, args.dtype, _bytes(args.shard_bytes))
     for name, contents in made.files.items():
         print(f"{args.target / name}: {len(contents.tensors)} tensors, {_size(contents.size)}")
@@ -94,7 +94,8 @@ def _verify(path: Path) -> int:
     return 1 if wrong else 0
 
 
-def _diff(first: Path, second: Path) -> int:
+def differences(first: Path, second: Path) -> int:
+    """Print what differs between two checkpoints; the exit status is 1 if anything does."""
     a, b = offline.find(first), offline.find(second)
     count = 0
     for found in offline.compare(a, b):

@@ -16,10 +16,13 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.config import PRESETS, sharding
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
+from fsdpx.launch.diff import first_difference
 from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.nn.plan import SEQUENCES
+from fsdpx.observe.record import RankRecord, Recorder
 from fsdpx.program import SCHEDULES
+from fsdpx.trainer.trainer import Trainer
 
 __all__ = ["verify", "verify_on"]
 
@@ -139,7 +142,26 @@ def _compare(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
         good, line = verdict
         what = f"{case.strategy} {case.precision}, {comm.size} ranks{case}{text}"
         print(f"{'OK' if good else 'DIFFERS'}  {what}: {line}", flush=True)
-    return bool(comm.all_gather_plain(verdict)[0][0])
+    good = bool(comm.all_gather_plain(verdict)[0][0])
+    if not good:
+        _tell(comm, case, size)
+    return good
+
+
+def _tell(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
+    """Train once more, and print the first value that is not the same. Collective."""
+    everyone = comm.all_gather_plain(_recorded(comm, case, size))
+    if comm.rank == 0:
+        print(first_difference([_recorded(single(), case.alone, size)], everyone, case.tolerance), flush=True)
+
+
+def _recorded(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
+    trainer = _trainer(comm, case, size)
+    recorder = Recorder(trainer.engine, case.steps)
+    for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len):
+        trainer.step(x, y)
+    trainer.close()
+    return recorder.kept
 
 
 @cache
@@ -148,10 +170,20 @@ def _alone(case: VerifyCase, size: VerifySize) -> Found:
 
 
 def _train(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
-    """Train a small GPT with tied weights, dropout and clipping on batches of which the last is short."""
+    """Losses, parameters, and in words what else is to be the same, after batches of which the last is short."""
+    trainer = _trainer(comm, case, size)
+    losses = [trainer.step(x, y) for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len)]
+    text = "" if case.chunks is None else f", chunks {case.chunks}, sha256 {trainer.fingerprint()[:16]}"
+    parameters = trainer.parameters()
+    trainer.close()
+    return losses, parameters, text
+
+
+def _trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
+    """A small GPT with tied weights, dropout and clipping."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
-    trainer = model.as_distributed(
+    return model.as_distributed(
         loss=nn.CrossEntropy(),
         optimizer=optim.AdamW(lr=1e-3, eps=1e-6) if case.precision == "float64" else optim.SGD(lr=0.05, momentum=0.9),
         strategy=case.strategy,
@@ -167,11 +199,6 @@ def _train(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
         sequence=case.sequence,
         recompute=parse_recompute(case.recompute),
     )
-    losses = [trainer.step(x, y) for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len)]
-    text = f", chunks {case.chunks}, sha256 {trainer.fingerprint()[:16]}" if exact else ""
-    parameters = trainer.parameters()
-    trainer.close()
-    return losses, parameters, text
 
 
 def _microbatches(case: VerifyCase) -> int:

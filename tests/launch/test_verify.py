@@ -83,7 +83,9 @@ def test_a_difference_is_found_and_named(capsys: pytest.CaptureFixture[str], mon
 
     monkeypatch.setitem(operations.OPERATIONS, "SEND", lossy)
     assert on_threads("--mesh pipe=2 --precision float64 --steps 2", 2) == [1, 1]
-    (line,) = lines(capsys)
+    line, *where = lines(capsys)
+    assert re.match(r"step 1, action F\d.0 on rank 0, unit", where[0])
+    assert re.match(r"activation, .* \(F\d.0 on rank 1\):", where[1])
     assert re.match(r"DIFFERS  fsdp float64, 2 ranks, pipe=2, 1f1b: .* differs by \S+ relative, more than 1e-12", line)
 
 

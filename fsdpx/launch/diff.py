@@ -1,0 +1,216 @@
+"""`diff`: the first step, action, tensor and element at which two runs differ, and by how much."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fsdpx import environment
+from fsdpx.errors import ConfigError, LaunchError
+from fsdpx.launch.ckpt import differences
+from fsdpx.observe import chrome
+from fsdpx.observe.record import WHAT, RankRecord, Written, read
+from fsdpx.program import VERBS
+from fsdpx.testing.compare import WorstElement, difference
+
+LANES = frozenset(verb.lane for verb in VERBS.values())
+__all__ = ["FirstDifference", "add_options", "diff", "first_difference"]
+
+Piece = tuple[int, int, np.ndarray]
+"""Elements [start, stop) of a tensor, with their values."""
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first value in the order of the first run's programs that the second run has otherwise.
+
+    Parameters
+    ----------
+    step : counted from 1
+    written : what was written, and by which action of the first run
+    by : that action with its rank, and the one that wrote the same in the second run
+    worst : its worst element; of values of samples the first index counts the global batch
+    ranks : how many ranks both runs have
+    before : how many values before it are the same in both
+    """
+
+    step: int
+    written: Written
+    by: tuple[str, str]
+    worst: WorstElement
+    ranks: tuple[int, int]
+    before: int
+
+    def __str__(self) -> str:
+        one, worst, (first, second) = self.written, self.worst, self.ranks
+        at = f"[{', '.join(map(str, worst.index))}]" if worst.index else ""
+        also = "" if self.by[0] == self.by[1] else f" ({self.by[1]})"
+        why = ""
+        if one.kind in ("total", "mean") and first != second:
+            why = f"\nThe first run sums over {first} ranks and the second over {second}, in another order."
+        return (
+            f"step {self.step}, action {self.by[0]}, {one.about}:\n{WHAT[one.kind]}, {one.tensor}{at}, is "
+            f"{worst.want!s} in the first run and {worst.got!s} in the second{also}:\n{worst.relative:.3g} of the "
+            f"largest element apart. {worst.beyond:,} of {worst.elements:,} elements differ, and {self.before:,} "
+            f"values before agree.{why}"
+        )
+
+
+def first_difference(
+    a: Sequence[RankRecord], b: Sequence[RankRecord], tolerance: float = 0.0
+) -> FirstDifference | None:
+    """Compare what all ranks of two runs wrote. Runs of one shape are compared rank by rank and action by action,
+    others by the elements of whole tensors."""
+    alike = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
+    agreed = compared = 0
+    for step in range(min(len(one.steps) for one in (*a, *b))):
+        theirs: dict[Hashable, list[tuple[Written, str]]] = defaultdict(list)
+        for other, by, of in _written(b, step, alike):
+            theirs[of].append((other, by))
+        last = Counter(key[0] for key in theirs)  # type: ignore[index]
+        for one, by, (key, time) in _written(a, step, alike):
+            for other, other_by in theirs.get((key, min(time, last[key] - 1)), ()):
+                compared += 1
+                worst = _compare(one, other, tolerance)
+                if worst is not None:
+                    return FirstDifference(step + 1, one, (by, other_by), worst, (len(a), len(b)), agreed)
+            agreed += 1
+    if not compared:
+        raise ConfigError("these runs have no value in common: compare runs of one model on the same batches")
+    return None
+
+
+def _written(
+    records: Sequence[RankRecord], step: int, alike: bool
+) -> Iterator[tuple[Written, str, tuple[Hashable, int]]]:
+    """What ranks wrote in a step, in the order of their programs, each with its action and rank, and with a key that
+    both runs know: of a tensor, and for the how-many-th time it is written."""
+    times: Counter[Hashable] = Counter()
+    rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
+    for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
+        if not (alike or one.whole):
+            continue
+        key: Hashable = (rank, one.action, one.kind, one.tensor, one.runs) if alike else (one.kind, one.tensor)
+        mine = rank, key, one.runs
+        yield one, f"{one.action} on rank {rank}", (key, times[mine])
+        times[mine] += 1
+
+
+def _pieces(one: Written) -> list[Piece]:
+    at, found = 0, []
+    for start, stop in one.runs:
+        found.append((start, stop, one.values[at : at + stop - start]))
+        at += stop - start
+    return found
+
+
+def _compare(one: Written, other: Written, tolerance: float) -> WorstElement | None:
+    """The worst element of what both have of a tensor."""
+    overlaps = [
+        (low, want[low - start : high - start], got[low - first : high - first])
+        for start, stop, want in _pieces(one)
+        for first, last, got in _pieces(other)
+        if (low := max(start, first)) < (high := min(stop, last))
+    ]
+    if not overlaps:
+        return None
+    starts, wants, gots = zip(*overlaps, strict=True)
+    want, got = np.concatenate(wants), np.concatenate(gots)
+    wide = np.result_type(want, got)
+    found = difference(got.astype(wide), want.astype(wide), tolerance)
+    if found is None:
+        return None
+    numbers = np.concatenate([np.arange(low, low + part.size) for low, part in zip(starts, wants, strict=True)])
+    index = _unravel(int(numbers[found.index[0]]), one.shape)
+    return WorstElement(**{**vars(found), "tensor": one.tensor, "index": index})
+
+
+def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element; the first dim may be longer than this rank's part of it."""
+    index: list[int] = []
+    for size in reversed(shape[1:]):
+        element, at = divmod(element, size)
+        index.append(at)
+    return tuple([element, *index[::-1]] if shape else index)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    what = (
+        "a run, in quotes as after `fsdpx run`: '-n 2 script.py' or '-n 2 run.toml --set ...'; or the folder of a run "
+        "with FSDPX_RECORD, of a checkpoint, or of traces"
+    )
+    p.add_argument("first", help=what)
+    p.add_argument("second", help="another one")
+    p.add_argument("--steps", type=int, default=3, help="how many are recorded of runs that are started (default: 3)")
+    p.add_argument("--tolerance", type=float, default=0.0, help="as a part of a tensor's largest element (default: 0)")
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print the first difference; the exit status is 1 if there is one."""
+    first, second = Path(args.first), Path(args.second)
+    kinds = [_kind(path) for path in (first, second)]
+    if kinds == ["trace", "trace"]:
+        return _printed(_traces(first, second))
+    if kinds == ["checkpoint", "checkpoint"]:
+        return differences(first, second)
+    if {"trace", "checkpoint"} & set(kinds):
+        raise ConfigError(f"{first} is a {kinds[0]} and {second} is a {kinds[1]}: two of one kind are compared")
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            path if kind == "record" else _run(text, Path(folder, name), args.steps)
+            for path, kind, text, name in zip((first, second), kinds, (args.first, args.second), "ab", strict=True)
+        ]
+        return _printed(first_difference(read(runs[0]), read(runs[1]), args.tolerance))
+
+
+def _printed(found: object) -> int:
+    print("no difference" if found is None else found)
+    return 0 if found is None else 1
+
+
+def _kind(path: Path) -> str:
+    """What lies there."""
+    if not path.exists():
+        return "run"
+    if path.is_dir() and any(path.glob("values-*")):
+        return "record"
+    return "trace" if path.is_dir() and any(path.glob("rank-*.json.gz")) else "checkpoint"
+
+
+def _run(text: str, folder: Path, steps: int) -> Path:
+    """Start a run that records what it writes, and wait for its end."""
+    words = shlex.split(text)
+    script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
+    if script is None:
+        raise ConfigError(f"{text!r}: this is no folder, and there is no script.py or run.toml in it to run")
+    if words[script].endswith(".toml"):
+        words[script:script] = ["-m", "fsdpx", "train"]
+        words += ["--run", str(folder.with_name(f"{folder.name}-run"))]
+    command = [sys.executable, "-m", "fsdpx", "run", "--max-restarts", "0", *words]
+    done = subprocess.run(command, env=environment.recording(folder, steps), stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise LaunchError(f"{shlex.join(command)} has ended with status {done.returncode}: there is no run to compare")
+    return folder
+
+
+def _traces(first: Path, second: Path) -> str | None:
+    """The first action that ranks of two traced runs did not both do. Times are not compared."""
+    for a, b in zip(chrome.read(first), chrome.read(second), strict=False):
+        one, other = ([event["name"] for event in rank.events if event.get("cat") in LANES] for rank in (a, b))
+        for n in range(max(len(one), len(other))):
+            pair = [names[n] if n < len(names) else "nothing" for names in (one, other)]
+            if pair[0] != pair[1]:
+                return f"rank {a.header.rank}, action {n + 1}: {pair[0]} in the first trace, {pair[1]} in the second"
+    return None
