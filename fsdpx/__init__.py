@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fsdpx import data, errors, models, nn, optim, testing
     from fsdpx.checkpoint.weights import WeightsReport
     from fsdpx.codecs import Between, Cast, Codec, Int8, Plain, PowerSGD, TopK
+    from fsdpx.comm.backend import FakeCommunicator
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
-    from fsdpx.comm.fake import FakeCommunicator
     from fsdpx.comm.mesh import Mesh
     from fsdpx.comm.opening import spawn
     from fsdpx.config import Async, Gossip, Offload, Precision, Sharding
@@ -47,7 +47,7 @@ _NAMES = {
     "fsdpx.checkpoint.weights": ("WeightsReport",),
     "fsdpx.codecs": ("Between", "Cast", "Codec", "Int8", "Plain", "PowerSGD", "TopK"),
     "fsdpx.comm.communicator": ("Communicator", "Handle", "ReduceOp"),
-    "fsdpx.comm.fake": ("FakeCommunicator",),
+    "fsdpx.comm.backend": ("FakeCommunicator",),
     "fsdpx.comm.mesh": ("Mesh",),
     "fsdpx.comm.opening": ("spawn",),
     "fsdpx.config": ("Async", "Gossip", "Offload", "Precision", "Sharding"),

@@ -1,9 +1,8 @@
 """Communication between ranks: communicators, the mesh and the functional API. Importing it loads no MPI."""
 
-from fsdpx.comm.backend import Backend
+from fsdpx.comm.backend import Backend, FakeCommunicator
 from fsdpx.comm.calls import DONE, Call, Done, Handle, ReduceOp, split_evenly
 from fsdpx.comm.communicator import Communicator, Count, Counted, Counters, Survivor, Wrapper, survives
-from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import Died, LocalCommunicator, single
 from fsdpx.comm.mesh import Axes, Coordinates, Mesh, alone, connect

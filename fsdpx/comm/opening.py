@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from fsdpx import environment
 from fsdpx.comm import default
+from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.calls import PATIENT
 from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.guarded import compare, given_to_call
 from fsdpx.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, single
 from fsdpx.comm.mpi.start import together

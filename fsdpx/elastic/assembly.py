@@ -10,8 +10,8 @@ from typing import NamedTuple
 from fsdpx.checkpoint.kept import arrivals
 from fsdpx.checkpoint.pieces import held
 from fsdpx.checkpoint.state import Scalars, restore, scalars_of
+from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.communicator import Communicator, Survivor
-from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.elastic.copies import Copies, Generation
 from fsdpx.elastic.descriptors import Descriptor, describe, missing, uncovered
 from fsdpx.elastic.options import Elastic

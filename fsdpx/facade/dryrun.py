@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx import environment
-from fsdpx.comm.fake import FakeCommunicator, FakeNode
+from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.engine.activations import Activations, is_activation
 from fsdpx.errors import ConfigError
 from fsdpx.facade.baseline import baseline

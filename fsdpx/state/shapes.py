@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.mesh import Axes, connect
 from fsdpx.nn.sort import Sorted, shapes
 from fsdpx.shapes import ShapeArray

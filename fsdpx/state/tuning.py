@@ -17,10 +17,9 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import blas, cores, parallel
-from fsdpx.comm.backend import ALGORITHMS
+from fsdpx.comm.backend import ALGORITHMS, FakeCommunicator, FakeNode
 from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator, even_pieces
-from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES

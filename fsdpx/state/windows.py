@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.arena import ALIGN, Arena, WindowMemory, address
+from fsdpx.comm.backend import FakeNode
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.fake import FakeNode
 from fsdpx.comm.opening import node_of
 from fsdpx.state.ledger import LedgerRow
 from fsdpx.state.placement import Placement

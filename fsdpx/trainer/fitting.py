@@ -10,8 +10,8 @@ from traceback import clear_frames
 from typing import Any
 
 from fsdpx.array.heap import give_back
+from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.errors import FsdpxError, OutOfMemory
 from fsdpx.shapes import ShapeArray

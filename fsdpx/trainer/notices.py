@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, TextIO
 
-from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.comm.backend import FakeCommunicator
 
 __all__ = ["LOGGER", "SILENCE", "line", "say", "slow"]
 

@@ -17,7 +17,7 @@ import fsdpx
 from fsdpx import environment, nn, optim
 from fsdpx.array import blas
 from fsdpx.array.blas import libraries, mkl, onednn
-from fsdpx.comm.fake import FakeNode
+from fsdpx.comm.backend import FakeNode
 from fsdpx.launch.info import info
 from fsdpx.state import records, tuning
 from fsdpx.state.tuning import Tuning, stored, tune_for

@@ -19,13 +19,16 @@ from fsdpx.comm import default
 from fsdpx.comm.carrier import inside
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.default import running_mpi
-from fsdpx.comm.gpu import probe
 from fsdpx.cuda import devices
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
 
 __all__ = ["Awareness", "Seat", "awareness", "claims", "library_path", "probed", "seats", "settle", "shared", "take"]
 
+MODULE = "fsdpx.comm.gpu.devices"
+"""This file, which the child job runs."""
+ELEMENTS = 1 << 18
+WORKED = "fsdpx: MPI has moved and added arrays of a GPU"
 SECONDS = 60.0
 CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
@@ -102,7 +105,7 @@ def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
         beside = Path(sys.executable).with_name("mpiexec")
         found = str(beside) if beside.exists() else shutil.which("mpiexec")
         launcher = [] if found is None else [found, "-n", "2"]
-    command = [*launcher, sys.executable, "-m", probe.__name__]
+    command = [*launcher, sys.executable, "-m", MODULE]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, env=environment.alone()
@@ -112,7 +115,7 @@ def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
     except OSError as error:
         return False, f"the probe could not be started ({error})"
     for line in done.stdout.splitlines():
-        if probe.WORKED in line and done.returncode == 0:
+        if WORKED in line and done.returncode == 0:
             return True, f"a probe of{line.rpartition(',')[2]} moved and added arrays of a GPU"
     if done.returncode == 0:
         return False, "the probe got other numbers than were sent"
@@ -199,3 +202,26 @@ def _known(size: int) -> int | None:
         return None
     everyone = (settings.expected_size or 0) if mpi is None else mpi.COMM_WORLD.Get_size()
     return settings.launcher.local_rank if everyone > size else None
+
+
+def main() -> int:
+    """The child job: it ends with `WORKED`, or as the library ends a process that gives it arrays of a GPU."""
+    from mpi4py import MPI
+
+    comm, cupy = MPI.COMM_WORLD, devices.cupy()
+    devices.take(comm.rank % len(devices.gpus()))
+    mine = cupy.full(ELEMENTS, comm.rank + 1.0, dtype="float32")
+    theirs, total = cupy.zeros_like(mine), mine[:1024].copy()
+    cupy.cuda.get_current_stream().synchronize()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.Sendrecv(mine, right, recvbuf=theirs, source=left)
+    comm.Allreduce(MPI.IN_PLACE, total)
+    want = (left + 1.0, comm.size * (comm.size + 1) / 2)
+    good = bool((theirs == want[0]).all()) and bool((total == want[1]).all())
+    if comm.allreduce(good, MPI.LAND) and comm.rank == 0:
+        print(f"{WORKED}, {comm.size} ranks", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
