@@ -62,6 +62,8 @@ train: $(VENV)/.ready
 ONE_THREAD := $(if $(EXTRAS),OPENBLAS_NUM_THREADS=1)
 
 test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
+	@$(PY) -c 'import importlib.util as i; print("layers were compared with PyTorch" if i.find_spec("torch") else \
+		"PyTorch is not installed: what compares layers with it was skipped (pip install torch, and it runs)")'
 
 test-threads: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest tests -m "not world" -n $(JOBS) --dist worksteal

@@ -96,6 +96,18 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Layers and losses are compared with PyTorch's: where it is not installed, the last lines say so."""
+    skipped = [report for report in terminalreporter.getreports("skipped") if "'torch'" in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(
+            f"PyTorch is not installed: {len(skipped)} tests or files of tests that compare with it were skipped; "
+            "pip install torch, and they run",
+            yellow=True,
+        )
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Python need not search modules and thousands of tests for garbage again and again: a sixth of all time."""
     gc.collect()
