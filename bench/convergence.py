@@ -5,14 +5,16 @@
 The model, the text and all options are those of `make train`. Losses do not depend on what else the machine does.
 """
 
+import argparse
 import json
 import sys
+from itertools import product
 from typing import Any
 
-import trainings
-from records import lines
+from jobs import environ, finish, mpiexec, start
+from records import arguments, lines, save
 
-__all__ = ["tables"]
+__all__ = ["compare", "parser", "tables"]
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -25,10 +27,33 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    if (this := trainings.job()) is not None:
-        return job(*this)
-    options = trainings.parser(__doc__, "--formats", FORMATS).parse_args()
-    return trainings.compare(__file__, "format", options, {"steps": 20 if options.quick else options.steps}, tables)
+    if sys.argv[1:2] == ["job"]:  # a rank of a training: the format, and what it is asked for
+        return job(sys.argv[2], json.loads(sys.argv[3]))
+    return compare(__file__, parser().parse_args())
+
+
+def parser() -> argparse.ArgumentParser:
+    p = arguments(__doc__, rounds=1)
+    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    p.add_argument("--ranks", type=int, default=1)
+    p.add_argument("--steps", type=int, default=300, help="of each training; schedules of learning rates follow")
+    p.add_argument("--formats", nargs="+", default=[*FORMATS], choices=[*FORMATS])
+    return p
+
+
+def compare(script: str, options: argparse.Namespace) -> int:
+    """Every format and seed is a job of its own, and a row of the results."""
+    steps = 20 if options.quick else options.steps
+    found: dict[str, Any] = {"steps": steps, "ranks": options.ranks, "rows": []}
+    here = [sys.executable] if options.ranks == 1 else mpiexec(options.ranks)
+    for seed, name in product(options.seeds[:1] if options.quick else options.seeds, options.formats):
+        words = [*here, script, "job", name, json.dumps({"steps": steps, "seed": seed})]
+        found["rows"].append({"format": name, "seed": seed, **finish(start(words, environ()), patience=7200)})
+        print(json.dumps(found["rows"][-1]), flush=True)
+        save("convergence", options, found)
+    for title, text in tables(found):
+        print(f"{title}\n{text}\n", flush=True)
+    return 0
 
 
 def job(name: str, asked: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ BENCH = Path(__file__).parent
 @dataclass(frozen=True)
 class Job:
     """library: fsdpx or torch, with "-bf16" where it computes in bfloat16 beside float32 masters, and "-sums" after it
-    where gradients are reduced in it as well; fsdpx-gloo is fsdpx without MPI."""
+    where gradients are reduced in it as well."""
 
     library: str
     strategy: str
@@ -44,11 +44,9 @@ def command(job: Job, model: str, *options: str) -> list[str]:
 
 
 def launcher(job: Job) -> list[str]:
-    """One rank is a plain process; several are started by mpiexec, without MPI by fsdpx, PyTorch's by torchrun."""
+    """One rank is a plain process; several are started by mpiexec, PyTorch's by torchrun."""
     if job.ranks == 1:
         return [sys.executable]
-    if job.library == "fsdpx-gloo":
-        return [sys.executable, "-m", "fsdpx", "run", "--backend", "gloo", "--max-restarts", "0", "-n", str(job.ranks)]
     if job.library.startswith("fsdpx"):
         return mpiexec(job.ranks)
     return [beside("torchrun"), "--nproc-per-node", str(job.ranks), "--master-port", str(free_port())]

@@ -3,7 +3,7 @@
     python bench/page.py
 
 A mark `<!-- name: table -->` is followed by that table of NAME.json, up to `<!-- end -->`; `command` and `machine` are
-what the file says of itself, and `plot x` is the plot NAME_x.png, if there is one.
+what the file says of itself.
 """
 
 import importlib
@@ -18,20 +18,7 @@ __all__ = ["PAGE", "PAGES", "render"]
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "benchmarks.md"
-PAGES = (
-    PAGE,
-    DOCS / "parallelism.md",
-    DOCS / "checkpoints.md",
-    DOCS / "offload.md",
-    DOCS / "observe.md",
-    DOCS / "generation.md",
-    DOCS / "launching.md",
-    DOCS / "models.md",
-    DOCS / "finetuning.md",
-    DOCS / "precision.md",
-    DOCS / "pytorch.md",
-    DOCS / "memory-and-traffic.md",
-)
+PAGES = (PAGE, DOCS / "checkpoints.md", DOCS / "pytorch.md")
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -41,9 +28,6 @@ def render(text: str, folder: Path = RESULTS) -> str:
 
 
 def _content(name: str, title: str, folder: Path) -> str:
-    if title.startswith("plot "):
-        plot = folder / f"{name}_{title.removeprefix('plot ')}.png"
-        return f"![{title}](../bench/results/{plot.name})\n" if plot.exists() else ""
     found = load(name, folder)
     text = _text(name, title, found) if found else f"not measured yet: python bench/{name}.py"
     return f"```text\n{text}\n```\n" if text else ""

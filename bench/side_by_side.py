@@ -1,4 +1,4 @@
-"""How fast, how large and how soon is training beside PyTorch on the same cores? Tables, a JSON file and plots.
+"""How fast, how large and how soon is training beside PyTorch on the same cores? Tables and a JSON file.
 
     python bench/side_by_side.py [--models tiny small mlp many cnn] [--rounds 6] [--seconds 1] [--quick]
 
@@ -13,10 +13,8 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import plots
 from duel import duel, outcome
 from goals import AGAINST, GOALS, verdicts
 from jobs import Job, run
@@ -47,8 +45,8 @@ JOBS = [
 """Rivals stand side by side: the machine changes least between them."""
 DUELS = (
     "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1", "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1",
-    "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1", "fsdpx-gloo ddp 2x1", "fsdpx-gloo fsdp 2x1",
-    "fsdpx-module ddp 2x1", "fsdpx-module fsdp 2x1",
+    "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1", "fsdpx-module ddp 2x1",
+    "fsdpx-module fsdp 2x1",
 )  # fmt: skip
 """Who takes turns with whom it is compared with."""
 
@@ -163,21 +161,6 @@ def _promised(goals: list[dict[str, Any]]) -> str:
     return lines(["model", "figure", "of", "over", "promised", "ratio", "reached"], rows, left=4)
 
 
-def draw(found: dict[str, Any], beginning: Path) -> None:
-    """Plots in files whose names begin so."""
-    for figure, unit, scale, title in (
-        ("rate", "", 1.0, "Training rate, higher is better"),
-        ("pss", "MiB", 2**20, "Peak memory of all ranks (sum of PSS), lower is better"),
-        ("first", "s", 1.0, "Launch to the end of the first step, lower is better"),
-    ):
-        panels = {}
-        for r in found["rows"]:
-            if r.get(figure):
-                label = f"{r['model']} ({unit or r['unit']})"
-                panels.setdefault(label, []).append((r["job"], r[figure] / scale, r["library"].startswith("fsdpx")))
-        plots.bars(beginning.with_name(f"{beginning.name}_{figure}.png"), title, panels)
-
-
 def main() -> int:
     return compare(__doc__, "side_by_side", JOBS)
 
@@ -204,12 +187,11 @@ def compare(
         run(Job("fsdpx", "ddp", 1), model, 0.1, 60.0)  # fills the caches of compiled code, after changes to it
         found["rows"] += rows_of(model, alone(model, chosen, options), together(model, chosen, options))
         found["goals"] = verdicts(found["rows"], goals)
-        folder = save(name, options, found)
+        save(name, options, found)
         print(f"\n{model}\n{dict(tables(found))[model]}", flush=True)
     print(f"\n{dict(tables(found))['promised']}")
     if also is not None:
         print(f"\n{also(found)}")
-    draw(found, folder / name)
     return 0
 
 

@@ -2,8 +2,8 @@
 
     python bench/worker.py fsdpx|torch|... --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns FOLDER]
 
-fsdpx-gloo is fsdpx without MPI, and fsdpx-module trains the `torch.nn.Module` that torch trains. fsdpx-bf16 and
-torch-bf16 compute in bfloat16 beside float32 masters; with -sums they reduce gradients in it as well.
+fsdpx-module trains the `torch.nn.Module` that torch trains. fsdpx-bf16 and torch-bf16 compute in bfloat16 beside
+float32 masters; with -sums they reduce gradients in it as well.
 
 Rank 0 prints one line of JSON: seconds of each timed step, seconds from the start of the job to the end of the first
 step, and for every rank the peak RSS of its life and the peak PSS of some steps that follow the timed ones.
@@ -23,9 +23,7 @@ from typing import Any
 from memory import PeakPss, peak_rss
 from workloads import MODELS, batch, in_fsdpx, in_torch
 
-LIBRARIES = (
-    "fsdpx", "torch", "fsdpx-gloo", "fsdpx-module", "fsdpx-bf16", "torch-bf16", "fsdpx-bf16-sums", "torch-bf16-sums",
-)  # fmt: skip
+LIBRARIES = ("fsdpx", "torch", "fsdpx-module", "fsdpx-bf16", "torch-bf16", "fsdpx-bf16-sums", "torch-bf16-sums")
 
 START = float(os.environ.get("BENCH_START", time.time()))  # when the driver started this job
 TURN = 1.0  # seconds of whole steps, at least

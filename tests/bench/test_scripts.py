@@ -9,10 +9,6 @@ import numpy as np
 import pytest
 from amount import in_full
 
-import fsdpx
-from fsdpx import nn, optim
-from fsdpx.comm import Communicator
-
 
 @pytest.mark.parametrize(
     ("code", "reason"),
@@ -80,37 +76,26 @@ def test_a_duel_counts_whole_steps_by_turn_and_the_median_ratio() -> None:
 TRAINING = """
 import json, sys
 name, asked = sys.argv[2], json.loads(sys.argv[3])
-print(json.dumps({"validation": len(name) + asked["steps"]})) if name == "good" else sys.exit(3)
+print(json.dumps({"validation": len(name) + asked["steps"]})) if name == "bf16" else sys.exit(3)
 """
 
 
 @in_full
-def test_variants_of_a_training_are_jobs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import trainings
+def test_formats_of_a_training_are_jobs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import convergence
 
     (tmp_path / "losses.py").write_text(TRAINING)
-    parser = trainings.parser("Losses.", "--codecs", ["good", "bad", "other"], seeds=[0, 7])
-    options = parser.parse_args(["--codecs", "good", "bad", "--out", str(tmp_path)])
-    script = str(tmp_path / "losses.py")
-    assert trainings.compare(script, "codec", options, {"steps": 9}, lambda found: [("a title", "a table")]) == 0
+    asked = ["--formats", "float32", "bf16", "--seeds", "0", "7", "--steps", "9", "--out", str(tmp_path)]
+    assert convergence.compare(str(tmp_path / "losses.py"), convergence.parser().parse_args(asked)) == 0
     wanted = [
         row for n in (0, 7) for row in (
-            {"codec": "good", "seed": n, "validation": 13}, {"codec": "bad", "seed": n, "failed": "exit status 3"}
+            {"format": "float32", "seed": n, "failed": "exit status 3"}, {"format": "bf16", "seed": n, "validation": 13}
         )
     ]  # fmt: skip
-    saved = json.loads((tmp_path / "losses.json").read_text())
+    saved = json.loads((tmp_path / "convergence.json").read_text())
     assert saved["rows"] == wanted
     assert (saved["steps"], saved["ranks"]) == (9, 1)
-    out = capsys.readouterr().out.splitlines()
-    assert [json.loads(line) for line in out[:4]] == wanted
-    assert out[4:6] == ["a title", "a table"]
-    again = parser.parse_args(["--codecs", "good", "--seeds", "7", "--out", str(tmp_path), "--add"])
-    trainings.compare(script, "codec", again, {"steps": 9}, lambda found: [])
-    added = json.loads((tmp_path / "losses.json").read_text())
-    assert added["rows"] == [wanted[0], wanted[1], wanted[3], wanted[2]]
-    assert added["command"].startswith(saved["command"] + "; python bench/losses.py")
-    with pytest.raises(SystemExit, match="--add: the results are of steps=9, not 10"):
-        trainings.compare(script, "codec", again, {"steps": 10}, lambda found: [])
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()[:4]] == wanted
 
 
 JOB = """
@@ -184,37 +169,15 @@ def test_limits_follow_from_bytes_read_and_written() -> None:
 def test_the_page_has_a_table_where_there_are_results_and_says_so_where_not(tmp_path: Path) -> None:
     from page import PAGE, render
 
-    text = "<!-- scaling: communication -->\nold\n<!-- end -->\n<!-- breakdown: products -->\n<!-- end -->\n"
-    point = {"model": "small", "units": 9, "on": 0.2, "off": 0.19, "steps": 3, "reported": 0.04, "note": ""}
-    found = {"command": "here", "machine": "this", "sweeps": {}, "shares": [point]}
-    (tmp_path / "scaling.json").write_text(json.dumps(found))
+    text = "<!-- convergence: validation loss -->\nold\n<!-- end -->\n<!-- efficiency: weak -->\n<!-- end -->\n"
+    rows = [{"format": name, "seed": 0, "validation": loss} for name, loss in (("float32", 2.0), ("bf16", 2.1))]
+    (tmp_path / "convergence.json").write_text(json.dumps({"command": "here", "machine": "this", "rows": rows}))
     made = render(text, tmp_path)
-    assert "5.0 %" in made
-    assert "4.0 %" in made
+    assert "+5.00 %" in made
     assert "old" not in made
-    assert "not measured yet: python bench/breakdown.py" in made
+    assert "not measured yet: python bench/efficiency.py" in made
     assert render(made, tmp_path) == made
     assert render(PAGE.read_text(), tmp_path).count("<!-- end -->") == PAGE.read_text().count("<!-- end -->")
-
-
-def test_silence_lets_a_rank_step_alone() -> None:
-    from silent import silence
-
-    def rank(comm: Communicator) -> tuple[float, int]:
-        model = nn.Chain(nn.Linear(4, 8), nn.Linear(8, 4))
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), strategy="fsdp", comm=comm)
-        x = np.random.default_rng(comm.rank).normal(size=(3, 4)).astype(np.float32)
-        before = trainer.step(x, x)
-        switch = silence(trainer)
-        switch.on = False
-        alone = trainer.step(x, x) if comm.rank == 0 else before
-        comm.barrier().wait()
-        return alone, switch.calls
-
-    (alone, calls), (_, unused) = fsdpx.spawn(rank, 2, timeout=20.0)
-    assert np.isfinite(alone)
-    assert calls > 0
-    assert unused == 0
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "mlp", "many", "cnn"])
@@ -225,16 +188,6 @@ def test_models_are_the_same_in_both_libraries(name: str) -> None:
     ours = sorted(spec.shape for spec in in_fsdpx(MODELS[name])[0].specs().values() if not spec.state)
     theirs = sorted(tuple(p.shape) for p in in_torch(MODELS[name])[0].parameters())
     assert ours == theirs
-
-
-def test_every_product_is_taken_apart() -> None:
-    from inside import PRODUCTS
-
-    from fsdpx.array import blas
-
-    about = {"available", "choose", "chosen", "halves", "measure", "measure_halves", "pointer"}
-    assert set(PRODUCTS) - {"product"} == set(blas.__all__) - about - {"present", "threads"}
-    assert "product" in blas.halves.__all__
 
 
 def test_ranks_share_the_batch() -> None:
@@ -248,7 +201,6 @@ def test_ranks_share_the_batch() -> None:
 
 def test_efficiency_is_held_against_its_promise_at_its_worst() -> None:
     import efficiency
-    import scaling
 
     row = {"model": "tiny", "rate": 1.0, "apart": 1.0}
     found = [{**row, "kind": "strong", "ranks": n, "efficiency": e} for n, e in ((1, 0.9), (2, 0.8), (4, 0.6))]
@@ -261,9 +213,3 @@ def test_efficiency_is_held_against_its_promise_at_its_worst() -> None:
         ["tiny", "2", "at", "least", "70%", "80%", "yes"],
         ["tiny", "4", "at", "least", "50%", "0%", "no"],
     ]
-    shares = [
-        {"model": name, "units": n, "on": on, "off": 0.5}
-        for name, n, on in (("many", 1, 1.0), (scaling.ALONE, 1000, 9.0))
-    ]
-    assert scaling._grouping(shares).splitlines()[1].split()[-5:] == ["at", "least", "10", "times", "no"]
-    assert scaling._grouping(shares[:1]) == "not measured"
