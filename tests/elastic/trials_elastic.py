@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "watch"), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "watch"))
 from jobs_threads import ROWS, make
 from jobs_ulfm import Done, job
 from trials import none_left
