@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fsdpx.optim.average import EMA, SWA
     from fsdpx.state.local import Local
     from fsdpx.trainer.costs import layer_costs
+    from fsdpx.trainer.recipe import Machinery
     from fsdpx.trainer.series import Checkpoints
     from fsdpx.trainer.trainer import Trainer
     from fsdpx.watch.preempt import Preempted, Preemption
@@ -68,6 +69,7 @@ _NAMES = {
     "fsdpx.optim.average": ("EMA", "SWA"),
     "fsdpx.state.local": ("Local",),
     "fsdpx.trainer.costs": ("layer_costs",),
+    "fsdpx.trainer.recipe": ("Machinery",),
     "fsdpx.trainer.series": ("Checkpoints",),
     "fsdpx.trainer.trainer": ("Trainer",),
     "fsdpx.watch.preempt": ("Preempted", "Preemption"),

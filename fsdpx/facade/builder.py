@@ -15,7 +15,7 @@ from fsdpx.comm import mesh
 from fsdpx.data.loader import DataLoader
 from fsdpx.elastic import options as elastic
 from fsdpx.errors import ConfigError
-from fsdpx.facade.distribute import distribute
+from fsdpx.facade.distribute import OPTIONS, distribute
 from fsdpx.files import read
 from fsdpx.nn import models
 from fsdpx.observe import trace
@@ -150,8 +150,8 @@ class ModelBuilder:
     def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
         """Check that a call has the arguments that it needs."""
         taken = signature(function)
-        if "unknown" in taken.parameters:  # which `bind` would take for an option
-            demand_known(f"{self.source}: [{where}] {function.__name__}", named, taken.parameters)
+        if function is distribute:  # `bind` takes all names for options
+            demand_known(f"{self.source}: [{where}] distribute", named, OPTIONS)
         try:
             taken.bind(*args, **named)
         except TypeError as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from inspect import signature
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 from fsdpx import environment
 from fsdpx.codecs import Choice
@@ -24,7 +24,7 @@ from fsdpx.facade.functional import default
 from fsdpx.interop import handed_on, native, same_values
 from fsdpx.layout.stages import Stages
 from fsdpx.observe.record import Recorder
-from fsdpx.observe.trace import Trace, Tracer
+from fsdpx.observe.trace import Tracer
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.calls import begin
 from fsdpx.trainer.choices import demand_known
@@ -36,7 +36,7 @@ from fsdpx.watch.watchdog import note, unwatch, watch_axes
 if TYPE_CHECKING:
     from fsdpx.elastic.trainer import ElasticTrainer
 
-__all__ = ["distribute"]
+__all__ = ["OPTIONS", "distribute"]
 
 
 def distribute(
@@ -47,33 +47,23 @@ def distribute(
     strategy: str | Sharding | Local | Apart = "fsdp",
     mesh: Mesh | None = None,
     comm: Any = None,
-    backend: str | None = None,
     microbatches: int | None = None,
     seed: int = 0,
     precision: str | Precision | None = None,
     clip_norm: float | None = None,
-    group_bytes: int | str | None = None,
     codec: Choice = None,
     chunks: int | None = None,
-    ahead: int | None = None,
     frozen: Sequence[str] = (),
-    device: str = "cpu",
-    check: bool | None = None,
-    check_finite: bool = False,
-    tune: bool | None = None,
-    progress: str | None = None,
     schedule: str | Callable[..., Any] = "1f1b",
     stages: Stages | None = None,
-    costs: Mapping[str, float] | None = None,
     recompute: Any = None,
     tensor_plan: Mapping[str, Any] | None = None,
     sequence: str | None = None,
     elastic: bool | Elastic = False,
     average: Any = None,
     offload: Offload | None = None,
-    trace: str | PathLike[str] | Trace | None = None,
-    device_map: DeviceMap = None,
-    **unknown: Never,
+    machinery: Machinery | None = None,
+    **rarely: Any,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -88,28 +78,19 @@ def distribute(
         `fsdpx.Gossip(...)`
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
-    backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
     seed : of initialisation and dropout, independent of the layout
     precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
         but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
-    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: measured)
     codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "topk", "powersgd" or a
         `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
         one of these: the first that fits counts (docs/compression.md)
     chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
-    ahead : pages gathered ahead of use
     frozen : name patterns of parameters that are not trained
-    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs/gpu.md)
-    check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
-    check_finite : look for NaN and Inf in every unit
-    tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
-    progress : transfers move on between actions, "loop", or during them as well, "thread" (default: measured)
     schedule : of a pipe: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
     stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
         pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs/schedules.md)
-    costs : path pattern -> cost of a layer, for the automatic cut
     recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
     tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
     sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples"
@@ -117,8 +98,8 @@ def distribute(
     elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
     offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
-    trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
-    device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
+    machinery : `fsdpx.Machinery(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
+    rarely : fields of `fsdpx.Machinery` by name, `device="cuda"`; they replace those of `machinery`
 
     Returns
     -------
@@ -129,18 +110,28 @@ def distribute(
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     choice = Elastic.of(elastic)
-    with with_arguments(comm=defaults.kind(comm), backend=backend, elastic=elastic, check=check, tune=tune) as given:
-        world: Any = _met(comm, backend, device, device_map, choice is not None, given)
-    demand_known("distribute", unknown, signature(distribute).parameters)
-    _check_elastic(choice, backend, offload, strategy, trace)
+    if not isinstance(machinery, Machinery | None):
+        raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
+    chosen: dict[str, Any] = vars(machinery or Machinery()) | rarely
+    given = {name: chosen[name] for name in ("backend", "check", "tune")}
+    with with_arguments(comm=defaults.kind(comm), elastic=elastic, **given) as words:
+        where = chosen["backend"], chosen["device"], chosen["device_map"]
+        world: Any = _met(comm, *where, choice is not None, words)
+    demand_known("distribute", rarely, OPTIONS)
+    _check_elastic(choice, chosen["backend"], offload, strategy, chosen["trace"])
     recipe = Recipe(
-        Training(*native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite,
-            recompute, average),
-        Distribution(
-            strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
-        ), Machinery(precision, device, check, tune, progress, trace, device_map),
+        Training(
+            *native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
+            precision,
+        ),
+        Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload),
+        Machinery(**chosen),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
+
+
+OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)]
+"""All that `distribute` takes by name."""
 
 
 def _check_elastic(

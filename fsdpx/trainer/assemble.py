@@ -108,13 +108,13 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
     xp, local = _namespace(machinery, world), local_of(distribution.strategy)
-    formats = _asked(machinery.precision, xp)
+    formats = _asked(training.precision, xp)
     recomputing = recompute(training.recompute)
     settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
     with slow(world, "measuring", records.kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
-    axes, sharding = _axes(distribution, world, guard)
+    axes, sharding = _axes(distribution, machinery.ahead, world, guard)
     planned = _planned(training, axes, distribution, dtype_of(formats.compute))
     ordered = sort(planned.model)
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
@@ -128,7 +128,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     codecs = _codecs(distribution.codec, formats, tuning, training.chunks, outer)
     check_packed(codecs, training.chunks, axes, formats)
     chunked = accumulation(training.chunks, axes, codecs.packs)
-    layout = _layout(training, distribution, ordered, planned, axes, pipe, each_rank, formats, tuning, codecs)
+    parts = training, distribution, machinery
+    layout = _layout(*parts, ordered, planned, axes, pipe, each_rank, formats, tuning, codecs)
     _check_recompute(recomputing, layout)
     products = _products(world, formats, xp)
     schedule = distribution.schedule
@@ -137,7 +138,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_offload(offload, training.optimizer, training.average)
     apart = config.apart(distribution.strategy)
     options = Options(
-        training.seed, training.clip_norm, training.chunks, training.check_finite, words, recomputing, offload, local,
+        training.seed, training.clip_norm, training.chunks, machinery.check_finite, words, recomputing, offload, local,
         apart,
     )  # fmt: skip
     if apart is not None:
@@ -205,6 +206,7 @@ def _formats(formats: Precision) -> Formats:
 def _layout(
     training: Training,
     distribution: Distribution,
+    machinery: Machinery,
     ordered: Sorted,
     planned: Planned,
     axes: Axes,
@@ -217,10 +219,10 @@ def _layout(
     """Units and pages. microbatches: of each rank."""
     assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
     home = pipe.home(microbatches)
-    starts = cut_stages(ordered, len(home), distribution.stages, distribution.costs, pipe.many(home))
+    starts = cut_stages(ordered, len(home), distribution.stages, machinery.costs, pipe.many(home))
     apart = accumulation(training.chunks, axes).bitwise
     spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, apart)
-    wanted = distribution.group_bytes
+    wanted = machinery.group_bytes
     group = tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
 
@@ -311,7 +313,7 @@ def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Dis
     return replace(distribution, stages=stages), Pipe(distribution.schedule, ranks, dealt)
 
 
-def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
+def _axes(distribution: Distribution, ahead: int | None, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
     choice = config.apart(distribution.strategy)
     strategy = distribution.within(world.size) if choice is None else choice.sharding
     mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
@@ -320,7 +322,7 @@ def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple
         raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
     width = mesh.width("replica") * mesh.width("shard")
     lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
-    ahead = lifetimes.ahead if distribution.ahead is None else distribution.ahead
+    ahead = lifetimes.ahead if ahead is None else ahead
     axes = connect(mesh, world, check=check, local=local_of(distribution.strategy) is not None)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
 

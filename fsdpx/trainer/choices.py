@@ -41,7 +41,7 @@ __all__ = [
 
 def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
     """ConfigError for options that a call does not have, with what may be meant."""
-    known = [name for name in known if name != "unknown"]
+    known = list(known)
     for name in options:
         if name not in known:
             raise ConfigError(f"{call}({name}=...): no such option" + (meant(name, known) or ": " + ", ".join(known)))

@@ -37,9 +37,9 @@ class Training:
     seed: int = 0
     clip_norm: float | None = None
     chunks: int | None = None
-    check_finite: bool = False
     recompute: Any = None
     average: Any = None
+    precision: str | Precision | None = None
 
     def __post_init__(self) -> None:
         python_fields(self)
@@ -57,23 +57,16 @@ class Distribution:
 
     strategy: str | Sharding | Local | Apart = "fsdp"
     mesh: Mesh | None = None
-    group_bytes: int | str | None = None
-    ahead: int | None = None
     codec: Choice = None
     schedule: str | Callable[..., Any] = "1f1b"
     stages: Stages | None = None
-    costs: Mapping[str, float] | None = None
     tensor_plan: Mapping[str, Any] | None = None
     sequence: str | None = None
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
         python_fields(self)
-        check_numbers(ahead=self.ahead)
-        if self.group_bytes is not None:
-            byte_count(self.group_bytes, "group_bytes")
         Offload.of(self.offload)
-        check_options(self.mesh, self.stages, self.costs, self.tensor_plan, self.sequence)
 
     def within(self, ranks: int) -> str | Sharding:
         """The strategy of ranks that train together: of one replica, where replicas train by themselves."""
@@ -87,18 +80,40 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Machinery:
-    """The device to compute on, the formats, and the checks on the way."""
+    """What is rarely set: where a trainer computes, what it checks and records, and what is measured otherwise.
 
-    precision: str | Precision | None = None
+    Parameters
+    ----------
+    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs/gpu.md)
+    device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
+    backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
+    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: measured)
+    ahead : pages gathered ahead of use
+    progress : transfers move on between actions, "loop", or during them as well, "thread" (default: measured)
+    costs : path pattern -> cost of a layer, for the automatic cut of a pipe
+    check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
+    check_finite : look for NaN and Inf in every unit
+    tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
+    trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
+    """
+
     device: str = "cpu"
-    check: bool | None = None
-    tune: bool | None = None
-    progress: str | None = None
-    trace: str | PathLike[str] | Trace | None = None
     device_map: DeviceMap = None
+    backend: str | None = None
+    group_bytes: int | str | None = None
+    ahead: int | None = None
+    progress: str | None = None
+    costs: Mapping[str, float] | None = None
+    check: bool | None = None
+    check_finite: bool = False
+    tune: bool | None = None
+    trace: str | PathLike[str] | Trace | None = None
 
     def __post_init__(self) -> None:
         python_fields(self)
+        check_numbers(ahead=self.ahead)
+        if self.group_bytes is not None:
+            byte_count(self.group_bytes, "group_bytes")
         self.traced()
         if self.device_map is not None and self.device != "cuda":
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
@@ -118,8 +133,9 @@ class Recipe:
     machinery: Machinery = field(default_factory=Machinery)
 
     def __post_init__(self) -> None:
-        t = self.training
-        check_parts(t.model, t.loss, t.optimizer, self.distribution.mesh, t.frozen)
+        t, d = self.training, self.distribution
+        check_options(d.mesh, d.stages, self.machinery.costs, d.tensor_plan, d.sequence)
+        check_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def on(self, mesh: Mesh) -> Recipe:
         """The same on another mesh."""
