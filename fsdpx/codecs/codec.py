@@ -31,14 +31,14 @@ class Codec(ABC):
     calls: Calls = (("reduce_scatter", 1),)
     """The collectives that `reduce` makes, and how many times each moves n - own elements of `itemsize` bytes."""
     calls_all: Calls = (("all_reduce", 2),)
-    """The same of `reduce_all`."""
+    """The collectives that `reduce_all` makes, in the form of `calls`."""
 
     elementwise: bool = False
     """Whether what becomes of an element does not depend on the others that are carried with it."""
     feedback: bool = False
     """Whether it keeps what was lost of gradients, and so depends on the scale of the loss."""
     whole_steps: bool = False
-    """Whether it follows gradients from step to step, and so must see that of each step whole and once."""
+    """Whether it follows gradients from step to step, and so must see the gradient of each step whole and once."""
     recut: Mapping[str, Recut] = {"error": "sum"}
     """How each `memory` reaches other ranks; "reset" if it is not named. A "sum" has `size` elements."""
 
@@ -85,7 +85,7 @@ class Codec(ABC):
         return self._times(self.calls, sum(counts) - counts[rank], itemsize)
 
     def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
-        """The same of a `reduce_all` of `size` elements over `width` ranks, by `calls_all`."""
+        """The collectives and bytes of a `reduce_all` of `size` elements over `width` ranks, by `calls_all`."""
         return self._times(self.calls_all, size - split_evenly(size, width)[rank], itemsize)
 
     def _times(self, calls: Calls, elements: int, itemsize: int) -> Moves:

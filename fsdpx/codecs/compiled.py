@@ -208,8 +208,8 @@ def take_largest(
 
 
 def _least_of_all(x: np.ndarray, k: int) -> np.int32:
-    """The same of all elements. Most of them may be zeros, as in sums of what was chosen before: those are left out,
-    since equals are what takes long."""
+    """The size of the k-th largest of all elements. Most of them may be zeros, as in sums of what was chosen before:
+    those are left out, since equals are what takes long."""
     with np.errstate(over="ignore", under="ignore"):
         sizes = x.astype(np.float32, copy=False).view(np.int32) & np.int32(0x7FFFFFFF)
     if np.count_nonzero(sizes) < x.size // 2:

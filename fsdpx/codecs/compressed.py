@@ -67,7 +67,7 @@ class Compressed(Codec):
         """Unpack what `pack` made: write it to `out`, or add it to `out` if `add`."""
 
     def prepare(self, grad: Array, memory: Memory, turn: int) -> Array:
-        """What is packed of a gradient: what is kept of those before joins it, where it is kept."""
+        """The array to pack: the gradient, with what earlier reduces could not send, in the place of the latter."""
         if "error" not in memory:
             return grad
         error = memory["error"]

@@ -68,7 +68,7 @@ class Codecs:
         return cls((*((pattern, route(one)) for pattern, one in rows), (ANY, route(None))))
 
     def number(self, names: Collection[str]) -> int:
-        """Of the rule for a parameter with these names."""
+        """The number of the first rule that fits a parameter with one of these names."""
         return next(i for i, (pattern, _) in enumerate(self.rules) if any(fnmatchcase(n, pattern) for n in names))
 
     @property

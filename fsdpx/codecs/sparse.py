@@ -30,7 +30,7 @@ def chosen(size: int, block: int, share: float) -> tuple[int, int]:
 
 
 def _each(size: int, block: int, share: float) -> tuple[int, int]:
-    """Of one whole block, and of what is left."""
+    """How many are chosen of one whole block, and of what is left after the whole ones."""
     return ceil(share * block), ceil(share * (size % block))
 
 
@@ -178,7 +178,7 @@ class TopK(Compressed):
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
     def share(self, turn: int) -> float:
-        """Of the elements, in reduce number `turn`."""
+        """The share of the elements that travels in reduce number `turn`."""
         if turn >= self.warmup:
             return self.fraction
         return max(self.fraction, FIRST * (self.fraction / FIRST) ** (turn / self.warmup))

@@ -72,7 +72,7 @@ class Backend(Communicator):
         return COLLECTIVES[call.verb](self, call)
 
     def move_rounded(self, call: Call) -> Handle:
-        """The same for a sum whose summands are rounded to `call.wire` on their way."""
+        """Begin a checked call of a sum whose summands are rounded to `call.wire` on their way."""
         return ROUNDED[call.verb](self, call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
@@ -350,7 +350,7 @@ class FakeCommunicator(Backend):
         return [obj] * self.size
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The same."""
+        """As if every rank had given `data`."""
         return [data] * self.size
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def terms(call: Call) -> dict[str, Any]:
 
 
 def described(call: Call) -> str:
-    """The same as text, after its name."""
+    """A call as text: its name, and what must be equal on all ranks."""
     return call.name + "".join(f", {key} {value}" for key, value in terms(call).items())
 
 
@@ -295,7 +295,7 @@ class Wrapper(Communicator):
         return self.comm.issue(call)
 
     def wrap(self, group: Communicator) -> Communicator:
-        """The same around a group of `comm`."""
+        """This wrapper around a group of `comm`."""
         return type(self)(group)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:

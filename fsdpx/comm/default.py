@@ -103,7 +103,7 @@ class Agreement:
         return True
 
     def after(self, call: Signature, begin: Callable[[], Handle]) -> Handle:
-        """The same at once: the handle of what `begin` begins on `comm` when all ranks have come."""
+        """Return at once: the handle of what `begin` begins on `comm` when all ranks have come to this call."""
         number = self._number()
 
         def steps() -> Iterator[Handle]:
@@ -161,7 +161,7 @@ class AgreementStage(ABC):
         return alike is True
 
     def over(self) -> bool:
-        """The same without the error, which the next `test` raises."""
+        """Whether the stage is over; an error is kept for the next `test`, which raises it."""
         try:
             return self.test()
         except DesyncError:

@@ -174,7 +174,7 @@ class Axes:
 
     @property
     def uncounted(self) -> Communicator:
-        """All ranks, for what is no part of training."""
+        """The communicator of all ranks that counts nothing: for messages that are no part of training."""
         return self.world.comm if isinstance(self.world, Counted) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:

@@ -203,7 +203,7 @@ def reduce_scatter_rounded(comm: Communicator, call: Call) -> Handle:
 
 
 def all_reduce_rounded(comm: Communicator, call: Call) -> Handle:
-    """The same, and an all-gather of the sums, rounded once more: the first of them is waited for here."""
+    """Sums at their owners, then an all-gather of the sums, rounded once more. The sums are waited for here."""
     (buf,) = call.arrays
     xp, cut = namespace_of(buf), even_pieces(buf.size, comm.size)
     own, wire = cut.counts[comm.rank], buf.view(call.wire)[: buf.size]
@@ -251,7 +251,7 @@ def _narrow(xp: Any, x: Array, out: Array) -> None:
 
 
 def _widen(xp: Any, x: Array, out: Array) -> None:
-    """The same where they are larger."""
+    """out = x, where `out` begins at the same byte and its elements are larger."""
     for start, stop in reversed(list(_doubling(x.size))):
         store(xp, x[start:stop], out[start:stop])
     out[:FIRST] = narrowed(xp, x[:FIRST], out.dtype)

@@ -163,7 +163,7 @@ def adopt(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -
 
 
 def backend_name() -> str:
-    """Of the default communicator; if there is none, of the one that would be opened."""
+    """The name of the backend of the default communicator; if there is none, of the one that would be opened."""
     opened = default.current()
     if opened is None:
         return next(name for name, opener in BACKENDS.items() if opener.suits(Asked(environment.read())))

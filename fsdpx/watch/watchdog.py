@@ -88,7 +88,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
 
 
 def watch_axes(axes: Axes, timeout: float | None = None) -> FlightRecorder | None:
-    """The same for all communicators of a mesh; the record that the engine of this rank keeps."""
+    """Watch all communicators of a mesh; the record that the engine of this rank keeps, or None. Collective."""
     watchdog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor, timeout=timeout)
     return None if watchdog is None else watchdog.record
 

@@ -58,8 +58,10 @@ def settle(world: Communicator) -> Awareness | None:
 
 
 def awareness(wanted: bool | None) -> Awareness:
-    """Of the MPI library of this process. wanted: False, it is not used; True, the probe alone counts; None, the probe
-    is made where the library says yes."""
+    """Whether the MPI library of this process takes arrays of a GPU.
+
+    wanted : False, they are not given to it; True, the probe alone counts; None, the probe is made where the library
+        says yes"""
     if wanted is False:
         return Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = claims()
@@ -157,7 +159,7 @@ def take(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
 
 
 def seats(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
-    """The same without taking it."""
+    """The seat that each rank would get from `take`, which is not taken."""
     here, process = platform.node(), os.getpid()
     try:
         mine = _RankFacts(here, process, _known(world.size), devices.gpus(), device_map)

@@ -44,7 +44,7 @@ def came(name: str) -> tuple[int, str, str] | None:
 
 
 def come(folder: str) -> dict[int, tuple[str, str]]:
-    """Rank -> process with its birth, and local rank, of those that wait. Nothing in a folder that is not private."""
+    """The process (with its birth) and the local rank of each rank that waits; none in a folder that is not private."""
     found = {}
     with suppress(FileNotFoundError):
         for rank, process, local in filter(None, map(came, _names(folder))):

@@ -31,7 +31,7 @@ NAMES = ("mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_s
 SECONDS = 60.0
 """Files younger than this may belong to a job that is starting."""
 _SECONDS_TO_BEGIN = 600.0
-"""The same for files that are removed."""
+"""Seconds after which a file can belong to no starting job, and may be removed."""
 
 
 def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
@@ -59,7 +59,7 @@ def _changed(path: Path) -> float:
 
 
 def _mapped(folder: Path) -> set[str]:
-    """Files in `folder` that processes have mapped, of those that this process may see."""
+    """The files in `folder` that processes have mapped, as far as this process may see their maps."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended, or is another user's

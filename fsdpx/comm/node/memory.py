@@ -167,7 +167,7 @@ class WindowAddress(NamedTuple):
 
     @property
     def words(self) -> memoryview:
-        """The same as three 64-bit words."""
+        """This address as three 64-bit words."""
         return np.array(self, np.int64).data
 
 

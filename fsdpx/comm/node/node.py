@@ -118,7 +118,7 @@ class NodeCommunicator(Backend):
         return None if number is None else self.host.windows[number].parts[self.host.rank]
 
     def share_one(self, nbytes: int) -> Array | None:
-        """The same, but one piece of memory for all ranks of this group on a machine."""
+        """Memory as of `share`, but one piece for all ranks of this group on a machine."""
         self._prepare()
         number = self.host.window(nbytes if self.rank == self.machine[0] else 0)
         if number is None:
@@ -159,8 +159,9 @@ class NodeCommunicator(Backend):
     def _known(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
     ) -> Persistent | None:
-        """A call that was made before with these arrays is known to be good, and how it goes. That no array is given
-        another shape or dtype in place is taken for granted; that its id may belong to another by now is not."""
+        """The persistent collective of a call that was made before with the same arrays: its arguments are known to be
+        good. The key has ids, which may belong to other arrays by now, so the arrays themselves are compared as well;
+        an array whose shape or dtype was changed in place is not noticed."""
         if not arrays:
             return self._kept.get(verb)
         first, last = arrays[0], arrays[-1]
