@@ -44,14 +44,15 @@ class Case(NamedTuple):
 Cases = dict[str, list[Case]]
 
 
-def agree(got: Any, case: Case) -> None:
-    """`got` is `case.want`, NaN and Inf where that is, up to rounding; too large for its format is Inf."""
+def agree(got: Any, case: Case, share: float = TOLERANCE) -> None:
+    """`got` is `case.want`, NaN and Inf where that is, up to rounding; too large for its format is Inf. share:
+    of its terms, by which it may be off."""
     want, values = np.asarray(case.want), np.asarray(got).astype(np.float64)
     assert values.shape == want.shape
     unit, least, limit = UNITS.get(np.asarray(got).dtype.name, (0.0, 0.0, math.inf))
     size, rounded = (np.nan_to_num(np.asarray(s), nan=0.0, posinf=0.0) for s in (case.size, case.rounded))
     with np.errstate(invalid="ignore"):  # Inf less Inf
-        allowed = TOLERANCE * size + case.tiny
+        allowed = share * size + case.tiny
         allowed = allowed + unit * (np.abs(want) + rounded + allowed) * (1 + unit) + least
         near = np.abs(values - want) <= allowed
         end = np.where(np.abs(want) + allowed >= limit * (1 - unit), np.copysign(np.inf, want), np.nan)

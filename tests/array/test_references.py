@@ -1,4 +1,4 @@
-"""Every kernel in float32, bfloat16 and float16 against float64: on random shapes, and with denormals, Inf and NaN.
+"""Every kernel in every format against NumPy in float64: on random shapes, and with denormals, Inf and NaN.
 
 Relative to the sum of the magnitudes of an element's terms, not to the element: where terms cancel (a mean that is
 subtracted, a gradient near its zero) no float32 code has digits left, whatever the size of the result. An exponential
@@ -6,12 +6,14 @@ counts its exponent as a term as well, since that is rounded too. GELU and SiLU 
 16-bit kernels compute in float32, so a 16-bit result may differ by half a unit of its last place beyond that.
 """
 
+import math
+
 import numpy as np
 import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import BF16, F16, FAMILIES, agree, cases
+from references import BF16, F16, FAMILIES, TOLERANCE, agree, cases
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.compiled import winograd
@@ -38,7 +40,7 @@ def compare(family, mode, dtype, x, dy):
             got = case.run(np, *arrays)
         assert got.dtype in (dtype, BF16, np.float32, np.float64), name
         try:
-            agree(got, case)
+            agree(got, case, 1e-13 if dtype == np.float64 else TOLERANCE)
         except AssertionError as error:
             error.add_note(f"{name}, {mode}, {dtype.name}, {x.shape}")
             raise
@@ -50,6 +52,22 @@ def compare(family, mode, dtype, x, dy):
 def test_against_float64(family, rows, columns, scale, mode, dtype, seed):
     rng = np.random.default_rng(seed)
     compare(family, mode, dtype, rng.normal(size=(rows, columns)) * scale, rng.normal(size=(rows, columns)))
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.__name__ != "gelu"], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mode", ["plain", "numba"])
+def test_in_float64(family, mode):
+    rng = np.random.default_rng(0)
+    compare(family, mode, np.dtype(np.float64), rng.normal(size=(33, 37)) * 3, rng.normal(size=(33, 37)))
+
+
+def test_gelu_in_float64(mode):
+    """Its reference among the families rounds what is recomputed, as float32 does."""
+    x = np.random.default_rng(0).normal(size=(33, 37)) * 3
+    below = np.vectorize(math.erfc)(-x / math.sqrt(2.0)) / 2
+    slope = below + x * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    np.testing.assert_allclose(kernels.gelu(np, x), x * below, rtol=1e-12, atol=1e-30)
+    np.testing.assert_allclose(kernels.gelu_backward(np, x, np.ones_like(x)), slope, rtol=1e-12, atol=1e-14)
 
 
 @families
