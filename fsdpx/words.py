@@ -1,13 +1,14 @@
 """Words of other libraries, and of earlier versions of this one, and what to write instead: one table for all errors
 about names that are unknown."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["LEFT", "OTHERS", "demand_match", "left", "meant"]
+__all__ = ["LEFT", "OTHERS", "demand_match", "left", "meant", "patterns_of"]
 
 OTHERS: dict[str, str] = {
     "FULL_SHARD": 'strategy="fsdp"',
@@ -100,6 +101,15 @@ def meant(word: str, known: Iterable[str]) -> str:
         return f"; here that is {ours}"
     near = get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def patterns_of(argument: str, given: Any) -> tuple[str, ...]:
+    """The name patterns that an argument was given, a string as one of them; ConfigError for what is none."""
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Collection) or isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
+        raise ConfigError(f"{argument}={given!r}: a list of name patterns is needed, such as ['0.*', 'head.weight']")
+    return tuple(given)
 
 
 def demand_match(

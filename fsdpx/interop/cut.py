@@ -28,7 +28,7 @@ from fsdpx.interop.tensors import tensor_of
 from fsdpx.nn.container import ChildCall, Container
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.layer import Env, Params, Spec, dotted
-from fsdpx.words import demand_match
+from fsdpx.words import demand_match, patterns_of
 
 __all__ = ["CutModule", "UnitFunction", "cut", "shared"]
 
@@ -356,7 +356,7 @@ def _chooser(units: Units | Sequence[str] | None, modules: Mapping[str, torch.nn
     if units is None:
         lists = [name for name, one in modules.items() if isinstance(one, torch.nn.ModuleList)]
         return lambda path, module: path.rpartition(".")[0] in lists
-    patterns = (units,) if isinstance(units, str) else tuple(units)
+    patterns = patterns_of("units", units)
     inside = [(type(one).__name__, path) for path, one in modules.items() if path]
     demand_match("units", patterns, dict.fromkeys(name for names in inside for name in names), "module")
     return lambda path, module: any(_fits(pattern, path, module) for pattern in patterns)

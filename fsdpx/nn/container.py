@@ -18,7 +18,7 @@ from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
 from fsdpx.program import constants
-from fsdpx.words import demand_match
+from fsdpx.words import demand_match, patterns_of
 
 __all__ = ["Chain", "ChildCall", "Container", "Residual", "chained", "check_name", "free"]
 
@@ -216,7 +216,7 @@ class Container(Layer):
         specs = prefixed(self.children().items())
         ties = resolve_ties(type(self).__name__, ties, specs)
         free = {name: spec for name, spec in specs.items() if name not in ties}
-        frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+        frozen = patterns_of("frozen", frozen)
         demand_match(f"{type(self).__name__}(frozen=)", frozen, free)
         for name, spec in free.items():
             if any(fnmatchcase(name, pattern) for pattern in frozen):

@@ -26,7 +26,7 @@ def recompute(choice: Any) -> Recompute:
     """From what a user says: None, "all", "attention", every k-th unit as a number, or a budget such as "512MiB"."""
     if choice is None:
         return Recompute()
-    if choice is True or choice == "all":
+    if choice == "all":
         return Recompute(every=1)
     if choice == "attention":
         return Recompute(cores=frozenset({"attention"}))

@@ -329,8 +329,6 @@ def _axes(distribution: Distribution, ahead: int | None, world: Communicator, ch
 
 def _poker(progress: str, place: Placement) -> Poker | None:
     """Layers that call collectives themselves leave no action to a thread."""
-    if progress not in ("loop", "thread"):
-        raise ConfigError(f"progress={progress!r}: choose loop or thread")
     busy = place.axes.tensor.size > 1 or any(is_collective(node.layer) for node in place.model.nodes)
     if progress != "thread" or busy:
         return None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
-
-import numpy as np
 
 from fsdpx import optim
 from fsdpx.array.sums import GRAIN
@@ -23,13 +21,13 @@ from fsdpx.nn.sort import Sorted
 from fsdpx.optim.kept import needs_whole
 from fsdpx.state.local import Local
 from fsdpx.state.placement import Options
-from fsdpx.words import meant
+from fsdpx.words import meant, patterns_of
 
 __all__ = [
     "agree",
+    "check_kinds",
     "check_local",
     "check_model",
-    "check_numbers",
     "check_offload",
     "check_options",
     "check_packed",
@@ -62,21 +60,40 @@ def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequenc
         raise ConfigError("stages and costs: the first cuts by hand, the second automatically; give only one of them")
 
 
-def check_numbers(**options: Any) -> None:
-    """All but the seed may be None."""
-    wanted = {
-        "microbatches": (int, 1, "a positive number"),
-        "clip_norm": (float, None, "a positive number, or None"),
-        "seed": (int, 0, "a whole number, 0 or more"),
-        "ahead": (int, 0, "a number of pages, 0 or more"),
-    }
-    for name, value in options.items():
-        kind, least, text = wanted[name]
-        if value is None and name != "seed":
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _one_of(*known: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in known)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "microbatches": (_whole(1), "a whole number, 1 or more"),
+    "clip_norm": (_positive, "a positive number, or None"),
+    "seed": (_whole(0), "a whole number, 0 or more"),
+    "ahead": (_whole(0), "a number of pages, 0 or more"),
+    "check": (_one_of(True, False), "True, False, or None for what FSDPX_CHECK says"),
+    "tune": (_one_of(True, False), "True, False, or None for what FSDPX_TUNE says"),
+    "check_finite": (_one_of(True, False), "True or False"),
+    "progress": (_one_of("loop", "thread"), "'loop', 'thread', or None to measure"),
+}
+"""Option -> what it may be, and that in words. None is a choice of those whose default it is."""
+
+
+def check_kinds(options: Any) -> None:
+    """ConfigError for a field of a dataclass whose value is of another kind than it takes."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _KINDS or (value is None and field.default is None):
             continue
-        number = isinstance(value, int | np.integer) or (kind is float and isinstance(value, float))
-        if isinstance(value, bool) or not number or (value < least if least is not None else not value > 0):
-            raise ConfigError(f"{name}={value!r}: {text}")
+        fits, text = _KINDS[field.name]
+        if not fits(value):
+            raise ConfigError(f"{field.name}={value!r}: {text}")
 
 
 def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
@@ -93,6 +110,7 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
         raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed")
     if isinstance(frozen, str):
         raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
+    patterns_of("frozen", frozen)
 
 
 def of_torch(value: Any) -> str:

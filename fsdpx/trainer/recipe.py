@@ -20,7 +20,7 @@ from fsdpx.observe.trace import Trace
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.absent import NoLoss, NoOptimizer
-from fsdpx.trainer.choices import check_numbers, check_options, check_parts
+from fsdpx.trainer.choices import check_kinds, check_options, check_parts
 
 __all__ = ["Distribution", "Machinery", "Recipe", "Training"]
 
@@ -43,12 +43,12 @@ class Training:
 
     def __post_init__(self) -> None:
         python_fields(self)
+        check_kinds(self)
         if self.optimizer is None and self.average is not None:
             raise ConfigError(f"average={self.average!r}: without an optimizer nothing moves; leave average out")
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
         object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
         check_chunks(self.chunks, self.microbatches)
-        check_numbers(microbatches=self.microbatches, clip_norm=self.clip_norm, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Machinery:
 
     def __post_init__(self) -> None:
         python_fields(self)
-        check_numbers(ahead=self.ahead)
+        check_kinds(self)
         if self.group_bytes is not None:
             byte_count(self.group_bytes, "group_bytes")
         self.traced()

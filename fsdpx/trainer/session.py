@@ -36,6 +36,7 @@ from fsdpx.trainer import calls
 from fsdpx.trainer.outputs import whole_outputs
 from fsdpx.trainer.recompute import recomputed_units
 from fsdpx.trainer.twins import Twins
+from fsdpx.words import patterns_of
 
 __all__ = ["Session"]
 
@@ -242,6 +243,7 @@ class Session:
                 f"{call}: replicas have parameters of their own after step {steps}; call it at the end of a round of "
                 f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
             )
+        patterns_of(call, patterns)
         self.begin(f"{call}({', '.join(map(repr, patterns))})")
         names = [self.place.layout.matching(pattern, call) for pattern in patterns]
         self.state.frozen = change(self.state.frozen, *names)

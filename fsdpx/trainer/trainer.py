@@ -60,7 +60,7 @@ from fsdpx.trainer.whole import (
     whole_state,
 )
 from fsdpx.watch.preempt import Preemption
-from fsdpx.words import demand_match
+from fsdpx.words import demand_match, patterns_of
 
 __all__ = ["LastUpdate", "Trainer"]
 
@@ -291,7 +291,7 @@ class Trainer:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
         with_: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is sent."""
         if names is not None:
-            names = (names,) if isinstance(names, str) else names
+            names = patterns_of("names", names)
             demand_match("parameters(names=)", names, self.placement.layout.specs, fits=operator.eq)
         exchange = self._session.state.exchange
         if exchange is not None and with_ == "parameters":

@@ -69,7 +69,7 @@ TRAIN = (
 )
 TOGETHER = {
     "a batch": ("rank = fsdpx.rank()\ntrainer().step(np.ones((2, 4)), np.ones((2 + rank, 2)))\n", "the target has 3"),
-    "a number": ("trainer(microbatches=0)\n", "ConfigError: microbatches=0: a positive number"),
+    "a number": ("trainer(microbatches=0)\n", "ConfigError: microbatches=0: a whole number, 1 or more"),
 }
 
 

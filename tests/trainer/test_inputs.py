@@ -109,7 +109,7 @@ def test_an_input_of_indices_and_numbers_is_what_two_inputs_are() -> None:
     "options",
     [
         {"strategy": "fsdp"},
-        {"strategy": "ddp", "recompute": True},
+        {"strategy": "ddp", "recompute": "all"},
         {"mesh": Mesh(shard=1, pipe=2), "microbatches": 2},
         {"mesh": Mesh(shard=1, tensor=2), "tensor_plan": {"n.last": nn.Column, "1": nn.Row}},
     ],

@@ -1,5 +1,6 @@
 """Patterns of names: those that match nothing are errors, and norms are found by what they are."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,20 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(use: 
     said, _, near = str(caught.value).partition(" matches no parameter; ")
     assert said == text
     assert near.startswith("the nearest are 'normal." if "norml" in text else "there are '")
+
+
+@pytest.mark.parametrize(
+    ("use", "given"),
+    [
+        (lambda: made(frozen=5), "frozen=5"),
+        (lambda: made().parameters(names=5), "names=5"),
+        (lambda: made().freeze(5), "freeze=(5,)"),
+        (lambda: nn.Chain(nn.Linear(2, 2), frozen={"0.*": True}), "frozen={'0.*': True}"),
+    ],
+)
+def test_what_is_no_list_of_patterns_is_an_error(use: Any, given: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{given}: a list of name patterns is needed")):
+        use()
 
 
 def test_names_of_files_that_nothing_has_are_an_error_with_the_nearest() -> None:
