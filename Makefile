@@ -41,7 +41,7 @@ help:
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
 	@echo "make bench-gpu    GPT-2 on a GPU beside PyTorch, products and kernels"
-	@echo "make lint type    ruff; mypy"
+	@echo "make lint type    ruff and the rules of imports; mypy"
 	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, about a minute on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
 	@echo "make bench        the benchmarks: tables in bench/results and docs (ARGS=--quick to try)"
@@ -113,6 +113,7 @@ test-gpu: $(VENV)/.ready
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
 	@lines=$$(find fsdpx -name '*.py' | xargs cat | wc -l); test $$lines -le $$(cat .ceiling) || \
 	{ echo "fsdpx/ has $$lines lines, more than .ceiling allows: make room, or write a decision (docs/decisions)"; exit 1; }
 
@@ -156,4 +157,4 @@ docs: $(VENV)/.ready
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
 
 clean:
-	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .grimp_cache .import_linter_cache .hypothesis

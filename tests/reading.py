@@ -1,13 +1,11 @@
-"""What the sources of a package say without being run: imports of every kind, fields, lengths, the environment."""
+"""What the sources of a package say without being run: fields, lengths, what they open, the environment."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 NAME = "fsdpx"
-LOADERS = ("import_module", "__import__")
 
 
 @dataclass(frozen=True)
@@ -16,7 +14,6 @@ class Package:
 
     sources: Mapping[str, str]
     walked: dict[str, list[ast.AST]] = field(default_factory=dict)
-    found: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> "Package":
@@ -26,100 +23,6 @@ class Package:
         if file not in self.walked:
             self.walked[file] = list(ast.walk(ast.parse(self.sources[file], file)))
         return self.walked[file]
-
-    @cached_property
-    def modules(self) -> dict[str, str]:
-        """Dotted name -> file."""
-        return {_dotted(file): file for file in self.sources}
-
-    @cached_property
-    def door(self) -> dict[str, str]:
-        """Names that `__init__.py` fetches from elsewhere -> the module that has them."""
-        found: dict[str, str] = {}
-        if "__init__.py" not in self.sources:
-            return found
-        for node in self.nodes("__init__.py"):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{NAME}."):
-                found |= {alias.asname or alias.name: node.module for alias in node.names}
-            elif isinstance(node, ast.Dict):
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if _text(key) in self.modules and isinstance(value, ast.Tuple):
-                        found |= {str(_text(name)): str(_text(key)) for name in value.elts}
-        return found
-
-    def imports(self, file: str) -> set[str]:
-        """Modules of the package that a file imports: lazily, for type checking, by name and through the door too."""
-        if file not in self.found:
-            self.found[file] = self._imports(file)
-        return self.found[file]
-
-    def _imports(self, file: str) -> set[str]:
-        nodes, found = self.nodes(file), set[str]()
-        known: dict[str, str] = {}  # local name -> the module it stands for
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    if alias.name.split(".")[0] == NAME:
-                        known[alias.asname or NAME] = alias.name if alias.asname else NAME
-                        found |= {self.module(alias.name)} - {NAME}
-            elif isinstance(node, ast.ImportFrom):
-                base = _absolute(node, file)
-                if base.split(".")[0] == NAME:
-                    for alias in node.names:
-                        target = self.module(f"{base}.{alias.name}")
-                        found.add(target)
-                        if target == f"{base}.{alias.name}":
-                            known[alias.asname or alias.name] = target
-        return found | set(self._used(nodes, known)) | set(self._loaded(nodes))
-
-    def module(self, dotted: str) -> str:
-        """The module that holds what `dotted` names; a name of the door belongs to the module it is fetched from."""
-        parts = dotted.split(".")
-        for length in range(len(parts), 1, -1):
-            if ".".join(parts[:length]) in self.modules:
-                return ".".join(parts[:length])
-        if len(parts) > 1 and parts[1] in self.door:
-            return self.door[parts[1]]
-        return NAME
-
-    def _used(self, nodes: list[ast.AST], known: Mapping[str, str]) -> Iterator[str]:
-        """What attributes of imported modules lead to; the door itself where a name of it cannot be read."""
-        inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-        for node in nodes:
-            if id(node) in inner:
-                continue
-            chain, base = list[str](), node
-            while isinstance(base, ast.Attribute):
-                chain.insert(0, base.attr)
-                base = base.value
-            if isinstance(base, ast.Name) and base.id in known and isinstance(base.ctx, ast.Load):
-                yield self.module(".".join([known[base.id], *chain]))
-
-    def _loaded(self, nodes: list[ast.AST]) -> Iterator[str]:
-        """What is imported by its name as text: where it is no constant, all modules that the file has as text."""
-        calls = [n for n in nodes if isinstance(n, ast.Call) and _called(n) in LOADERS]
-        for call in calls:
-            text = _text(call.args[0]) if call.args else None
-            if text is not None:
-                if text.split(".")[0] == NAME:
-                    yield self.module(text)
-                continue
-            texts = [_text(n) for n in nodes]
-            named = [text for text in texts if text in self.modules]
-            yield from named or [NAME]  # it could be anything
-
-    def circles(self) -> list[list[str]]:
-        """Of each set of files that import, over others, each other: the shortest way from one back to itself."""
-        arrows = {file: {self.modules.get(m, "__init__.py") for m in self.imports(file)} for file in self.sources}
-        ahead = {file: _reached(arrows, file) for file in arrows}
-        left = {file for file in arrows if file in ahead[file]}
-        found = []
-        while left:
-            first = min(left)
-            circle = {other for other in ahead[first] if first in ahead[other]}
-            found.append(min((_way_home(arrows, file) for file in sorted(circle)), key=len))
-            left -= circle
-        return found
 
     def foreign(self, file: str) -> set[str]:
         """Top-level names of what a file imports from elsewhere."""
@@ -234,11 +137,6 @@ def _spread(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def _dotted(file: str) -> str:
-    parts = [NAME, *file.removesuffix(".py").split("/")]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def _absolute(node: ast.ImportFrom, file: str) -> str:
     """The module of a `from` import, relative ones worked out."""
     if node.level == 0:
@@ -253,29 +151,6 @@ def _text(node: ast.AST | None) -> str | None:
 
 def _called(node: ast.Call) -> str:
     return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
-
-
-def _reached(arrows: Mapping[str, set[str]], start: str) -> set[str]:
-    """Files at the ends of ways of one arrow or more."""
-    found, ahead = set[str](), [start]
-    while ahead:
-        for file in arrows.get(ahead.pop(), ()):
-            if file not in found:
-                found.add(file)
-                ahead.append(file)
-    return found
-
-
-def _way_home(arrows: Mapping[str, set[str]], start: str) -> list[str]:
-    """The shortest way from a file to itself, which there must be."""
-    ways = [[start]]
-    for way in ways:
-        for file in sorted(arrows[way[-1]]):
-            if file == start:
-                return way
-            if all(file not in other for other in ways):
-                ways.append([*way, file])
-    raise AssertionError(f"{start} is in no circle")
 
 
 def _fields(node: ast.ClassDef) -> set[str]:
