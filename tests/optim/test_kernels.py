@@ -14,6 +14,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.optim import Segment, Segments, kernels, plain
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.kept import kept_of, zeros
+from fsdpx.testing import demand_close
 
 OPTIMIZERS = {
     "sgd": optim.SGD(weight_decay=0.1),
@@ -39,10 +40,6 @@ def train(optimizer, p, g, steps=3, version="default"):
     return state
 
 
-def same(a, b):
-    return all(a[name].tobytes() == b[name].tobytes() for name in a)
-
-
 @ALL
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("n", [1, 7, 1003, plain.BLOCK + 5])
@@ -50,7 +47,7 @@ def test_compiled_and_plain_give_the_same_bits(optimizer, dtype, n):
     random = np.random.default_rng(n)
     p = (random.standard_normal(n) * 10.0 ** random.integers(-6, 4, n)).astype(dtype)
     g = (random.standard_normal(n) * 10.0 ** random.integers(-12, 4, n)).astype(dtype)
-    assert same(train(optimizer, p, g, version="numba"), train(optimizer, p, g, version="plain"))
+    demand_close(train(optimizer, p, g, version="numba"), train(optimizer, p, g, version="plain"))
 
 
 @ALL
@@ -76,7 +73,7 @@ def test_any_cut_gives_the_bits_of_the_whole(optimizer, version, cuts, seed, sin
     whole = train(optimizer, p, g, version=version)
     bounds = [0, *sorted(cuts), 300]
     parts = [train(optimizer, p[a:b], g[a:b], version=version) for a, b in pairwise(bounds)]
-    assert same(whole, {name: np.concatenate([part[name] for part in parts]) for name in whole})
+    demand_close(whole, {name: np.concatenate([part[name] for part in parts]) for name in whole})
 
 
 @ALL
@@ -87,7 +84,7 @@ def test_plain_blocks_do_not_show(optimizer, monkeypatch):
         monkeypatch.setattr("fsdpx.optim.lamb.BLOCK", 2048)
     whole = train(optimizer, p, g, version="plain")
     monkeypatch.setattr(plain, "BLOCK", 777)
-    assert same(whole, train(optimizer, p, g, version="plain"))
+    demand_close(whole, train(optimizer, p, g, version="plain"))
 
 
 @ALL

@@ -11,6 +11,7 @@ from fsdpx import Mesh, nn, optim
 from fsdpx.comm import Communicator
 from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.testing import demand_close
 
 FORMATS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", ">i4", ">u2", ">f4")
 IMAGES = np.arange(4 * 3 * 4 * 4).reshape(4, 3, 4, 4) * 7 % 120
@@ -65,10 +66,7 @@ def results(comm: Communicator | None, model: nn.Layer, x: Any, **options: Any) 
 
 
 def same(a: Any, b: Any) -> None:
-    for one, other in zip(a[:-1], b[:-1], strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert a[-1].keys() == b[-1].keys()
-    assert all(np.array_equal(a[-1][name], b[-1][name]) for name in b[-1])
+    demand_close(a, b)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
