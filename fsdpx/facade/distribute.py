@@ -16,7 +16,7 @@ from fsdpx.comm.guarded import with_arguments
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
-from fsdpx.config import Apart, Offload, Precision, Sharding, apart
+from fsdpx.config import Apart, Offload, Precision, Sharding
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.elastic.options import Elastic
 from fsdpx.errors import ConfigError
@@ -25,9 +25,10 @@ from fsdpx.interop import handed_on, native, same_values
 from fsdpx.layout.stages import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
-from fsdpx.state.local import Local, local_of
+from fsdpx.state.local import Local
 from fsdpx.trainer.calls import begin
 from fsdpx.trainer.choices import demand_known
+from fsdpx.trainer.excluded import ELASTIC, Beside, demand_together
 from fsdpx.trainer.fitting import made
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
@@ -118,7 +119,6 @@ def distribute(
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _met(comm, *where, choice is not None, words)
     demand_known("distribute", rarely, OPTIONS)
-    _check_elastic(choice, chosen["backend"], offload, strategy, chosen["trace"])
     recipe = Recipe(
         Training(
             *native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
@@ -132,25 +132,6 @@ def distribute(
 
 OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)]
 """All that `distribute` takes by name."""
-
-
-def _check_elastic(
-    choice: Elastic | None,
-    backend: str | None,
-    offload: Offload | None,
-    strategy: Any,
-    trace: Any,
-) -> None:
-    if choice is None:
-        return
-    if backend not in (None, "mpi"):
-        raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
-    if offload is not None:
-        raise ConfigError("offload: elastic ranks keep copies of each other's state in memory; leave elastic out")
-    if trace is not None:
-        raise ConfigError("trace: elastic ranks change, and a trace is of ranks that stay; leave trace or elastic out")
-    if local_of(strategy) is not None:
-        raise ConfigError(f"strategy={strategy!r}: elastic ranks train together; leave elastic out, or choose 'hybrid'")
 
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
@@ -171,8 +152,7 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
     from fsdpx.elastic.trainer import ElasticTrainer  # loaded only where it is asked for
 
-    if apart(strategy := recipe.distribution.strategy) is not None:
-        raise ConfigError(f"strategy {strategy!r}: elastic ranks step together; leave elastic out")
+    demand_together(ELASTIC, Beside(recipe))
     trainer = ElasticTrainer(recipe, world, choice)
     if (opened := defaults.current()) is not None:
         unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies

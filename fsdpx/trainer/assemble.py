@@ -40,23 +40,20 @@ from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state import records
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
-from fsdpx.state.local import local_of
+from fsdpx.state.local import Local, local_of
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.rows import memories
 from fsdpx.state.tuning import Tuning, tune_for
 from fsdpx.trainer.absent import NoOptimizer
-from fsdpx.trainer.apart import check_apart
 from fsdpx.trainer.choices import (
     agree,
-    check_local,
-    check_model,
     check_offload,
     check_packed,
     check_whole,
-    is_collective,
 )
+from fsdpx.trainer.excluded import CHUNKS, LOCAL, OWN, Beside, demand_together, is_collective
 from fsdpx.trainer.notices import say, slow
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
@@ -119,9 +116,9 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     ordered = sort(planned.model)
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
         check_whole(optimizer, axes.tensor.size)
-    check_model(ordered, training.chunks)
+    chosen = Beside(recipe, ordered, formats, axes.mesh, xp=xp)
+    _check_together(chosen, training.chunks, local)
     distribution, pipe = _dealt(distribution, ordered, axes.pipe.size)
-    check_local(local, training.chunks, training.average, distribution.offload, formats, ordered, training.optimizer)
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
     outer = None if local is None else local.carried
@@ -142,7 +139,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         apart,
     )  # fmt: skip
     if apart is not None:
-        check_apart(apart, axes.mesh, recipe, layout, formats, ordered, xp)
+        demand_together(OWN, replace(chosen, state=layout.state), f"strategy {apart!r}: ")
     agree(
         world, axes.mesh, sharding, formats, replace(options, local=None), layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
@@ -257,6 +254,13 @@ def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: 
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
+
+
+def _check_together(chosen: Beside, chunks: int | None, local: Local | None) -> None:
+    if chunks is not None:
+        demand_together(CHUNKS, chosen, f"chunks={chunks}: ")
+    if local is not None:
+        demand_together(LOCAL, chosen, "local training with ")
 
 
 def _check_recompute(recomputing: Recompute, layout: Layout) -> None:

@@ -19,21 +19,17 @@ from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim.kept import needs_whole
-from fsdpx.state.local import Local
 from fsdpx.state.placement import Options
 from fsdpx.words import meant, patterns_of
 
 __all__ = [
     "agree",
     "check_kinds",
-    "check_local",
-    "check_model",
     "check_offload",
     "check_options",
     "check_packed",
     "check_parts",
     "check_whole",
-    "is_collective",
 ]
 
 
@@ -46,8 +42,7 @@ def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> Non
 
 
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """ConfigError for options of an axis without a mesh, and for stages beside costs. On an axis of one rank they are
-    allowed, without effect."""
+    """ConfigError for options of an axis without a mesh. On an axis of one rank they are allowed, without effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),
@@ -56,8 +51,6 @@ def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequenc
     ):
         if given is not None and mesh is None:
             raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
-    if stages is not None and costs is not None:
-        raise ConfigError("stages and costs: the first cuts by hand, the second automatically; give only one of them")
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
@@ -141,32 +134,6 @@ def _short(value: Any) -> str:
     return first if not more and len(first) < 200 else f"{first[:100]}... ({type(value).__name__})"
 
 
-def check_local(
-    local: Local | None, chunks: Any, average: Any, offload: Any, formats: Precision, model: Sorted, optimizer: Any
-) -> None:
-    """ConfigError for options that do not suit replicas training by themselves; each of these sees its own samples
-    only."""
-    collective = next((node for node in model.nodes if is_collective(node.layer)), None)
-    for wrong, what, remedy in (
-        (chunks is not None, f"chunks={chunks}", "its bits depend on the mesh; leave chunks out"),
-        (
-            formats.loss_scale == "dynamic",
-            "a dynamic loss scale",
-            "replicas would skip different steps; choose a fixed loss_scale, or precision='bf16'",
-        ),
-        (formats.master == "bf16", "16-bit masters", "outer steps are smaller than their last bit; precision='bf16'"),
-        (average is not None, f"average={average!r}", "outer parameters are a mean already"),
-        (offload is not None, "offload", "what replicas exchange must be in memory; leave offload out"),
-        (
-            collective is not None,
-            f"layer {getattr(collective, 'path', '')!r}",
-            "it speaks with all ranks in every step; take one that does not, such as GroupNorm",
-        ),
-    ):
-        if local is not None and wrong:
-            raise ConfigError(f"local training with {what}: {remedy}")
-
-
 def agree(world: Communicator, *choices: Any) -> None:
     """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
     names = (
@@ -206,15 +173,6 @@ def _text(choice: Any) -> str:
     return type(choice).__name__ if " at 0x" in text else text
 
 
-def check_model(model: Sorted, chunks: int | None) -> None:
-    collective = [node.path for node in model.nodes if is_collective(node.layer)]
-    if chunks is not None and collective:
-        raise ConfigError(
-            f"chunks={chunks}: layer {collective[0]!r} takes statistics over the global batch, so chunks cannot be "
-            "computed one by one; use LayerNorm or RMSNorm, or leave chunks out"
-        )
-
-
 def check_packed(codecs: Codecs, chunks: int | None, axes: Axes, formats: Precision) -> None:
     """Gradients of chunks are packed independently of the number of ranks, or travel as they are."""
     if chunks is None or all(isinstance(codec, Plain) for codec in codecs):
@@ -251,7 +209,3 @@ def check_whole(optimizer: Any, tensor: int) -> None:
 def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None:
     if offload is not None and offload.what == ("optimizer",) and not optimizer.slots and average is None:
         raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")
-
-
-def is_collective(layer: Layer) -> bool:
-    return layer.collective or any(map(is_collective, layer.children().values()))

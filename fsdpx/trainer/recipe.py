@@ -21,6 +21,7 @@ from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.absent import NoLoss, NoOptimizer
 from fsdpx.trainer.choices import check_kinds, check_options, check_parts
+from fsdpx.trainer.excluded import STAGES, Beside, demand_together
 
 __all__ = ["Distribution", "Machinery", "Recipe", "Training"]
 
@@ -135,6 +136,8 @@ class Recipe:
     def __post_init__(self) -> None:
         t, d = self.training, self.distribution
         check_options(d.mesh, d.stages, self.machinery.costs, d.tensor_plan, d.sequence)
+        if d.stages is not None:
+            demand_together(STAGES, Beside(self))
         check_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def on(self, mesh: Mesh) -> Recipe:
