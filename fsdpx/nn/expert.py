@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.comm.communicator import split_evenly
 from fsdpx.nn import moves
 from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.init import Init
@@ -117,13 +116,17 @@ class CutMoE(Layer):
             own = moves.join(env.xp, env.mesh.tensor, own, 0, _rows(shape), what=named(env, what))
         return own.reshape(shape)
 
+    def _evenly(self, rows: int) -> list[int]:
+        """How many of `rows` fall on each expert where all have equally many."""
+        return [stop - start for start, stop in (share(rows, e, self.experts) for e in range(self.experts))]
+
     def _way(self, env: Env, chosen: Array) -> _Way:
         """Agreed on by the ranks of the axis, by all-gather; without data, as many rows for each expert."""
         xp, comm, choices = env.xp, env.mesh.tensor, chosen.reshape(-1)
         imagined = getattr(xp, "holds_no_data", False)
         mine = xp.zeros((self.experts,), dtype=np.int64) if imagined else xp.bincount(choices, minlength=self.experts)
         counts = moves.gather(xp, comm, mine.astype(np.int64, copy=False)[None], 0, what=named(env, "counts of rows"))
-        known = [split_evenly(choices.size, self.experts)] * comm.size if imagined else counts.tolist()
+        known = [self._evenly(choices.size)] * comm.size if imagined else counts.tolist()
         bounds = [share(self.experts, rank, comm.size) for rank in range(comm.size)]
         here = range(*bounds[comm.rank])
         places: list[list[Array]] = [[] for _ in here]

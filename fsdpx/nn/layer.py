@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from fsdpx.array.random import Random
-from fsdpx.comm.mesh import Axes
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.cut import Cut, share
@@ -17,13 +16,63 @@ from fsdpx.nn.describe import describe
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
 
-__all__ = ["Array", "Env", "Layer", "Parameters", "Params", "Spec", "branches", "dotted", "prefixed", "time_of"]
+__all__ = [
+    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Spec", "branches", "dotted",
+    "prefixed", "time_of",
+]  # fmt: skip
 
 NO_TIES: dict[str, str] = {}
 Array = Any
 """A NumPy, CuPy or shape-only array."""
 Params = Mapping[str, Array]
 """Parameters by name, or their gradients."""
+
+
+class Pending(Protocol):
+    """A transfer that was issued; its arrays belong to it until `wait` returns."""
+
+    def wait(self) -> None: ...
+
+
+class AxisRanks(Protocol):
+    """The ranks along one axis of the mesh, and the verbs by which layers talk to them: a part of a communicator."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, buf: Array, op: Any = ..., /, *, what: str = "") -> Pending: ...
+
+    def all_gather(
+        self, send: Array, recv: Array, counts: Sequence[int] | None = None, /, *, what: str = ""
+    ) -> Pending: ...
+
+    def reduce_scatter(
+        self, send: Array, recv: Array, *, counts: Sequence[int] | None = None, what: str = ""
+    ) -> Pending: ...
+
+    def all_to_all(
+        self, send: Array, recv: Array, sent: Sequence[int], received: Sequence[int], /, *, what: str = ""
+    ) -> Pending: ...
+
+    def send(self, buf: Array, dest: int, tag: int, /, *, what: str = "") -> Pending: ...
+
+    def recv(self, buf: Array, source: int, tag: int, /, *, what: str = "") -> Pending: ...
+
+
+class LayerAxes(Protocol):
+    """What layers know of the connected mesh: the ranks that cut layers, those that cut samples, and the counters."""
+
+    @property
+    def tensor(self) -> AxisRanks: ...
+
+    @property
+    def data(self) -> AxisRanks: ...
+
+    @property
+    def counters(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +129,7 @@ class Env:
     """
 
     xp: Any
-    mesh: Axes
+    mesh: LayerAxes
     random: Random
     training: bool = True
     recompute: frozenset[str] = frozenset()

@@ -25,9 +25,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsdpx.comm.communicator import Communicator, Handle
 from fsdpx.errors import ShapeError
 from fsdpx.nn.cut import share
+from fsdpx.nn.layer import AxisRanks, Pending
 
 __all__ = [
     "PendingMove", "copy", "cut", "dispatch", "exchange", "gather", "join", "part", "scatter_sum", "start_gather",
@@ -43,7 +43,7 @@ class PendingMove:
 
     __slots__ = ("_finish", "_handle", "_sent")
 
-    def __init__(self, handle: Handle | None, finish: Any, sent: Array = None) -> None:
+    def __init__(self, handle: Pending | None, finish: Any, sent: Array = None) -> None:
         self._handle, self._finish, self._sent = handle, finish, sent
 
     def wait(self) -> Array:
@@ -52,17 +52,17 @@ class PendingMove:
         return self._finish()
 
 
-def copy(xp: Any, comm: Communicator, x: Array) -> Array:
+def copy(xp: Any, comm: AxisRanks, x: Array) -> Array:
     """The replicated `x` itself: from here on each rank's value is its own, so the adjoint is `sum`."""
     return x
 
 
-def sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, what: str = "") -> Array:
+def sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
     """The sum over the ranks, on every rank. fresh: `x` may be overwritten with it."""
     return start_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
-def start_sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
+def start_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
     """`sum`, issued and not waited for."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
@@ -72,13 +72,13 @@ def start_sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, wha
     return PendingMove(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
 
 
-def gather(xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+def gather(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
     """The parts of all ranks concatenated along `dim`. total: the full size; None: `comm.size` equal parts."""
     return start_gather(xp, comm, x, dim, total, what=what).wait()
 
 
 def start_gather(
-    xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = ""
+    xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> PendingMove:
     """`gather`, issued and not waited for."""
     if comm.size == 1:
@@ -92,12 +92,12 @@ def start_gather(
     return PendingMove(handle, lambda: _unpacked(xp, flat, shapes, dim), sent)
 
 
-def scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, what: str = "") -> Array:
+def scatter_sum(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
     """This rank's part, along `dim`, of the sum over the ranks."""
     return start_scatter_sum(xp, comm, x, dim, what=what).wait()
 
 
-def start_scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, what: str = "") -> PendingMove:
+def start_scatter_sum(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingMove:
     """`scatter_sum`, issued and not waited for."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
@@ -109,18 +109,18 @@ def start_scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, what: 
     return PendingMove(handle, lambda: mine.reshape(shapes[comm.rank]), sent)
 
 
-def cut(xp: Any, comm: Communicator, x: Array, dim: int) -> Array:
+def cut(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
     """This rank's part of the replicated `x` along `dim`, a view."""
     return part(x, dim, *share(x.shape[dim], comm.rank, comm.size))
 
 
-def join(xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+def join(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
     """As `gather`, but the result is replicated: what follows is the same on every rank, so the adjoint is `cut`."""
     return gather(xp, comm, x, dim, total, what=what)
 
 
 def exchange(
-    xp: Any, comm: Communicator, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
+    xp: Any, comm: AxisRanks, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
 ) -> Array:
     """All-to-all, from cut along `merge` to cut along `split`: `split` is scattered, `merge` concatenated.
 
@@ -138,7 +138,7 @@ def exchange(
 
 
 def dispatch(
-    xp: Any, comm: Communicator, x: Array, leaving: Sequence[int], arriving: Sequence[int], *, what: str = ""
+    xp: Any, comm: AxisRanks, x: Array, leaving: Sequence[int], arriving: Sequence[int], *, what: str = ""
 ) -> Array:
     """All-to-all of rows, which lie by the rank that they go to; what arrives lies by the rank that it comes from.
 
@@ -167,7 +167,7 @@ def want_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> Non
         )
 
 
-def _part_shapes(shape: Sequence[int], dim: int, total: int, comm: Communicator) -> list[Shape]:
+def _part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRanks) -> list[Shape]:
     """The shape of every rank's part of `total` along `dim`."""
     shapes = []
     for rank in range(comm.size):

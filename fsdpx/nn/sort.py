@@ -10,11 +10,10 @@ import numpy as np
 from fsdpx import shapes as xp
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Random
-from fsdpx.comm.mesh import Axes, alone
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted, time_of
+from fsdpx.nn.layer import Array, Env, Layer, LayerAxes, Params, Spec, dotted, time_of
 from fsdpx.nn.numeric import as_indices, is_index
 from fsdpx.nn.ties import canonical
 
@@ -25,6 +24,24 @@ __all__ = [
 
 NUMBERS = frozenset({"numbers"})
 WORDS = {"numbers", "indices", "given"}
+
+
+class OneRank:
+    """The axes of one rank by itself, and the ranks along each of them: on shapes, a sum is what it was given."""
+
+    rank, size, counters = 0, 1, None
+
+    @property
+    def tensor(self) -> Any:
+        return self
+
+    data = tensor
+
+    def all_reduce(self, buf: Array, op: Any = "sum", *, what: str = "") -> "OneRank":
+        return self
+
+    def wait(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -193,7 +210,7 @@ def specs_of(model: Sorted) -> dict[str, Spec]:
     return specs
 
 
-def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Axes | None = None) -> list[Any]:
+def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: LayerAxes | None = None) -> list[Any]:
     """The shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
 
     dtype: of the parameters. axes: the connected mesh of this rank, for models that are cut over a tensor axis; None:
@@ -204,12 +221,12 @@ def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Ax
 
 
 def shapes(
-    model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True, axes: Axes | None = None
+    model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True, axes: LayerAxes | None = None
 ) -> list[Any]:
     """As `infer`, but all values, in their numbering."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
-    axes = axes or alone()
+    axes = axes or OneRank()
     env = Env(xp, axes, Random(0), training, time=time_of(inputs))
     real = dtype_of(dtype) if isinstance(dtype, str) else dtype
     values = list(inputs)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import kernels
-from fsdpx.comm.communicator import ReduceOp
 from fsdpx.nn import moves
 from fsdpx.nn.check import positive, want_time
 from fsdpx.nn.cut import Cut, share
@@ -128,7 +127,7 @@ class VocabCrossEntropy(Loss):
         logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
         logits = logits.astype(wide(y.dtype), copy=False)
         top = xp.max(logits, axis=1).astype(np.float64)
-        comm.all_reduce(top, ReduceOp.MAX, what="largest logits").wait()
+        comm.all_reduce(top, "max", what="largest logits").wait()
         exponentials = xp.exp(logits - top.astype(logits.dtype)[:, None])
         inside, index = _local_index(env, labels, self.classes)
         picked = xp.take_along_axis(logits, index[:, None], axis=1)[:, 0]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.mesh import alone
 from fsdpx.config import Async
 from fsdpx.engine.direct import Direct
 from fsdpx.engine.engine import Engine
@@ -213,7 +214,8 @@ class Session:
         place, key = self.place, _shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
-            outputs = infer(self.model, [ShapeArray(a.shape, a.dtype) for a in inputs], place.compute)
+            given = [ShapeArray(a.shape, a.dtype) for a in inputs]
+            outputs = infer(self.model, given, place.compute, alone())
             if place.axes.tensor.size > 1:  # what is cut must divide
                 place.shapes.of(0, batches.largest(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]

@@ -105,6 +105,13 @@ def test_infer_holds_no_data():
     assert logits.dtype.name == "bfloat16"
 
 
+def test_infer_without_axes_is_of_one_rank():
+    """Also with layers that sum over ranks: their sums are their own."""
+    model = nn.sort(nn.Chain(nn.Linear(3, 4), nn.BatchNorm(4)))
+    (y,) = nn.infer(model, [ShapeArray((7, 3), np.float32)])
+    assert y.shape == (7, 4)
+
+
 def test_infer_of_several_inputs_and_outputs():
     nodes = {"a": (nn.Linear(3, 4), "x"), "b": (nn.Concat(), "a", "z"), "c": (nn.Linear(9, 2), "b")}
     model = nn.sort(nn.Graph(nodes, inputs=("x", "z"), outputs=("c", "a")))
