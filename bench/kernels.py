@@ -20,7 +20,7 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.array import dtype as dtype_of
 from fsdpx.array import heap, kernels, parallel
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.random import Stretch
 from fsdpx.optim import Segment, Segments
 

@@ -157,9 +157,7 @@ def _bench(p: argparse.ArgumentParser) -> None:
 
 
 def _observe(args: argparse.Namespace) -> int:
-    from fsdpx.launch.report import report
-    from fsdpx.launch.runs import runs
-    from fsdpx.launch.trace import trace
+    from fsdpx.launch.runs import report, runs, trace
 
     return {"trace": trace, "report": report, "runs": runs}[args.command](args)
 
@@ -226,7 +224,7 @@ def _train(p: argparse.ArgumentParser) -> None:
 
 
 def _show(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.mesh import add_options
+    from fsdpx.launch.show import add_options
 
     p.add_argument(
         "example", nargs="?", default="gpt-tiny",
@@ -260,7 +258,7 @@ def _diff(p: argparse.ArgumentParser) -> None:
 
 
 def _verify(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.mesh import add_options
+    from fsdpx.launch.show import add_options
 
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid, or `all`")
     p.add_argument("--precision", default="all", help="float64, float32, or `all`: both")

@@ -21,8 +21,7 @@ from fsdpx.comm.mpi import clock, start
 from fsdpx.environment import Environment, StartedBy
 from fsdpx.errors import CheckpointError, LaunchError, OffloadError
 from fsdpx.launch.join import Guests
-from fsdpx.launch.logs import Follower, redirect
-from fsdpx.launch.notes import Note, read_notes
+from fsdpx.launch.notes import Follower, Note, read_notes, redirect
 from fsdpx.launch.run import _private, _temporary
 from fsdpx.state.disk import taken
 from fsdpx.watch.flight import FlightRecorder, read, read_all

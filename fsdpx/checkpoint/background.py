@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import to_host
-from fsdpx.checkpoint.agree import alone, in_words, together
+from fsdpx.checkpoint.commit import alone, in_words, together
 from fsdpx.checkpoint.disk import opened, write_at
-from fsdpx.checkpoint.manifest import SUMS
 from fsdpx.checkpoint.save import Prepared
-from fsdpx.checkpoint.write import write
+from fsdpx.checkpoint.write import SUMS, write
 from fsdpx.errors import CheckpointError
 from fsdpx.files import read_json
 from fsdpx.state.state import TrainState

@@ -1,11 +1,13 @@
-"""One safetensors file as bytes: its header, and where in the file each tensor lies."""
+"""The format of a file: header, numbers, and digests."""
 
 from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,91 @@ from fsdpx.array.namespace import dtype as dtype_of_name
 from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json
 
-__all__ = ["Contents", "TensorEntry", "array_type", "code_of", "lay", "parse"]
+__all__ = ["Contents", "Sum", "TensorEntry", "array_type", "code_of", "lay", "parse", "rounded", "whole"]
+
+def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`array` in `dtype`; itself if it is that already. What is too large becomes Inf, without a warning."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if dtype.name == "bfloat16" and array.dtype == np.float64:
+            array = _to_odd(array)
+        return array.astype(dtype)
+
+
+def _to_odd(array: np.ndarray) -> np.ndarray:
+    """float64 as float32, inexact ones to the neighbour with an odd last bit: rounding on is then as if from the start
+    (Boldo and Melquiond, 2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes itself rounds twice."""
+    near = array.astype(np.float32)
+    back = near.astype(np.float64)
+    bits = near.view(np.uint32)
+    inexact = (back != array) & ~np.isnan(array)
+    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)  # now towards zero
+    bits |= inexact.astype(np.uint32)
+    return near
+
+
+ONES = 0xFFFFFFFF
+POLYNOMIAL = 0xEDB88320  # bits mirrored: the highest bit is x**0
+NOTHING = memoryview(bytes(4096))  # up to here it is quicker to read zeros than to multiply
+
+
+class Sum:
+    """What one rank's parts of a tensor add to its CRC; parts come in ascending order."""
+
+    __slots__ = ("at", "value")
+
+    def __init__(self) -> None:
+        self.at, self.value = 0, 0
+
+    def add(self, start: int, data: Any) -> None:
+        """`data`: bytes from byte `start` of the tensor on."""
+        assert start >= self.at, "parts of a tensor ascend"
+        state = _shift(self.value, start - self.at)
+        self.value = zlib.crc32(data, state ^ ONES) ^ ONES
+        self.at = start + len(data)
+
+    def of(self, nbytes: int) -> int:
+        """The sum, for a tensor of this size."""
+        return _shift(self.value, nbytes - self.at)
+
+
+def whole(sums: int, nbytes: int) -> int:
+    """The CRC-32 of a tensor of `nbytes` from the exclusive or of all ranks' sums."""
+    return sums ^ _shift(ONES, nbytes) ^ ONES
+
+
+def _shift(state: int, zeros: int) -> int:
+    """The state after `zeros` more zero bytes."""
+    if state == 0 or zeros == 0:
+        return state
+    if zeros <= len(NOTHING):
+        return zlib.crc32(NOTHING[:zeros], state ^ ONES) ^ ONES
+    return _times(state, _power(zeros))
+
+
+@lru_cache(maxsize=1024)
+def _power(nbytes: int) -> int:
+    """x ** (8 nbytes) modulo the polynomial."""
+    result, square = 1 << 31, 1 << 23  # 1 and x**8
+    while nbytes:
+        if nbytes & 1:
+            result = _times(result, square)
+        square = _times(square, square)
+        nbytes >>= 1
+    return result
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo the CRC's."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = a << 1 & ONES
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return product
+
 
 LARGEST_HEADER = 100_000_000
 """Bytes, as the reference reader has it."""

@@ -8,19 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.checkpoint.agree import alone, place, together
-from fsdpx.checkpoint.files import STATE, STATE_KEY, Tensors
+from fsdpx.checkpoint.commit import alone, place, together
+from fsdpx.checkpoint.disk import STATE, STATE_KEY, Tensors
 from fsdpx.checkpoint.format import array_type
-from fsdpx.checkpoint.kept import Name, arrivals, landed
-from fsdpx.checkpoint.pieces import Held, held
-from fsdpx.checkpoint.read import read, sums
+from fsdpx.checkpoint.pieces import Held, Name, arrivals, held, landed
+from fsdpx.checkpoint.read import Source, checkpoint, read, sums
 from fsdpx.checkpoint.save import added
-from fsdpx.checkpoint.source import Source, checkpoint
 from fsdpx.checkpoint.state import Scalars, demand_rounds, demand_state, restore
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.optim.rounded import inside
-from fsdpx.state.rows import saved_format, saved_tensors
+from fsdpx.state.ledger import saved_format, saved_tensors
 from fsdpx.state.state import TrainState
 from fsdpx.words import left
 

@@ -14,15 +14,14 @@ import numpy as np
 
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.commit import Target
-from fsdpx.checkpoint.files import STATE, STATE_KEY, FileLayout, lay_out
+from fsdpx.checkpoint.disk import STATE, STATE_KEY, FileLayout, lay_out
 from fsdpx.checkpoint.format import array_type, code_of
 from fsdpx.checkpoint.load import FLOATS, damaged
-from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import BLOCK, Held
-from fsdpx.checkpoint.source import Source, checkpoint, weights
+from fsdpx.checkpoint.read import Source, checkpoint, weights
+from fsdpx.checkpoint.save import read_note
 from fsdpx.checkpoint.state import Scalars
-from fsdpx.checkpoint.write import write
-from fsdpx.checkpoint.written import read_note
+from fsdpx.checkpoint.write import Manifest, write
 from fsdpx.errors import CheckpointError
 from fsdpx.files import open_file
 from fsdpx.nn.layer import Spec

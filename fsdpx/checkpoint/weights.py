@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import to_host
-from fsdpx.checkpoint.agree import agreed, alone, together
-from fsdpx.checkpoint.commit import named
-from fsdpx.checkpoint.files import Tensors
+from fsdpx.checkpoint.commit import agreed, alone, named, together
+from fsdpx.checkpoint.disk import Tensors
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.load import demand_data_here, demand_fit, demand_intact, fill, listed, weights_of
 from fsdpx.checkpoint.pieces import Held
-from fsdpx.checkpoint.read import read, take
-from fsdpx.checkpoint.source import weights
+from fsdpx.checkpoint.read import read, take, weights
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.nn.layer import Layer, dotted

@@ -1,12 +1,11 @@
 """Data: datasets, the order in which ranks train on their samples, and reading them ahead."""
 
-from fsdpx.data.dataset import ArrayDataset, Dataset
+from fsdpx.data.dataset import ArrayDataset, Dataset, TokenDataset
 from fsdpx.data.images import ImageFolder
 from fsdpx.data.loader import DataLoader
 from fsdpx.data.sampler import DistributedSampler, Share
 from fsdpx.data.supervised import SupervisedDataset
 from fsdpx.data.text import TextDataset, stdlib_sources
-from fsdpx.data.tokens import TokenDataset
 
 __all__ = [
     "ArrayDataset", "DataLoader", "Dataset", "DistributedSampler", "ImageFolder", "Share", "SupervisedDataset",

@@ -1,18 +1,89 @@
-"""The loader: this rank's part of every global batch, read ahead, with an exact position to resume from."""
+"""The loader: batches of a dataset for this rank, prepared ahead."""
 
+from __future__ import annotations
+
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from operator import index
+from queue import Empty, Full, Queue
 from typing import Any
 
 import numpy as np
 
 from fsdpx.data.dataset import Dataset, collate, emptied
-from fsdpx.data.prefetch import Prefetch
 from fsdpx.data.sampler import DistributedSampler, Pass
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["DataLoader"]
+__all__ = ["DataLoader", "Prefetch"]
+
+POLL = 0.2  # seconds between looks at `stopped` while the queue is full
+
+
+@dataclass
+class _Channel:
+    """What the iterator and its thread share. The thread has no reference to the iterator, so that garbage collection
+    of the iterator ends the thread."""
+
+    queue: Queue[tuple[str, Any]]
+    stopped: bool = field(default=False)
+
+
+def _fill(source: Iterator[Any], channel: _Channel) -> None:
+    def put(kind: str, value: Any) -> None:
+        while not channel.stopped:
+            try:
+                return channel.queue.put((kind, value), timeout=POLL)
+            except Full:
+                continue
+
+    try:
+        for item in source:
+            put("item", item)
+            if channel.stopped:
+                return
+        put("end", None)
+    except BaseException as error:
+        put("error", error)
+
+
+def _stop(channel: _Channel) -> None:
+    channel.stopped = True  # takes no lock: it may run inside the garbage collection of any thread
+
+
+class Prefetch:
+    """Iterates over `source` with up to `depth` items ready. An exception of the source is raised from `next`, with its
+    traceback. The thread ends with exhaustion, `close()` or garbage collection."""
+
+    def __init__(self, source: Iterator[Any], depth: int, name: str) -> None:
+        self._channel = _Channel(Queue(depth))
+        self._thread = threading.Thread(target=_fill, args=(source, self._channel), name=name, daemon=True)
+        self._finalizer = weakref.finalize(self, _stop, self._channel)
+        self._thread.start()
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Any:
+        if self._channel.stopped:
+            raise StopIteration
+        kind, value = self._channel.queue.get()
+        if kind == "item":
+            return value
+        self.close()
+        if kind == "end":
+            raise StopIteration
+        raise value
+
+    def close(self) -> None:
+        """End the thread and wait for it (for the item it is reading)."""
+        self._finalizer()
+        while self._thread.is_alive():
+            try:
+                self._channel.queue.get_nowait()
+            except Empty:
+                self._thread.join(POLL / 10)
 
 
 class DataLoader:
@@ -116,7 +187,7 @@ class DataLoader:
         for running in list(self._running):
             running.close()
 
-    def __enter__(self) -> "DataLoader":
+    def __enter__(self) -> DataLoader:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -147,7 +218,7 @@ class _Iteration:
         name = f"fsdpx loader (rank {loader.sampler.rank})"
         self._source: Any = Prefetch(source, loader.prefetch, name) if loader.prefetch else source
 
-    def __iter__(self) -> "_Iteration":
+    def __iter__(self) -> _Iteration:
         return self
 
     def __next__(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpx.data.windows import maps, windows
+from fsdpx.data.dataset import maps, windows
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import open_file, unreadable
 

@@ -1,34 +1,81 @@
-"""A session for the ranks that are here now: which train, from which step on, and which have that step in memory."""
+"""How ranks come together again after a change, and new ones are seated."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fsdpx.checkpoint.kept import arrivals
-from fsdpx.checkpoint.pieces import held
+import numpy as np
+
+from fsdpx.checkpoint.pieces import arrivals, held
 from fsdpx.checkpoint.state import Scalars, restore, scalars_of
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.communicator import Communicator, Survivor
+from fsdpx.comm.mesh import Mesh
+from fsdpx.comm.plain import LIMIT, pack, unpack
+from fsdpx.config import Apart, Sharding
 from fsdpx.elastic.copies import Copies, Generation
 from fsdpx.elastic.descriptors import Descriptor, describe, missing, uncovered
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import recut
-from fsdpx.elastic.seats import mesh_for, seated
 from fsdpx.engine.engine import ActionRecorder
-from fsdpx.errors import StateLost
+from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
 from fsdpx.state.allocate import initialise
+from fsdpx.state.ledger import saved_tensors
 from fsdpx.state.placement import Placement
-from fsdpx.state.rows import saved_tensors
 from fsdpx.state.tuning import Tuning
-from fsdpx.trainer.fitting import made
+from fsdpx.trainer.fit import made
 from fsdpx.trainer.recipe import Recipe
 from fsdpx.trainer.session import Commit, Session
 from fsdpx.watch.watchdog import Watchdog, watch
 
-__all__ = ["Assembler", "Assembly", "Member"]
+__all__ = ["Assembler", "Assembly", "Member", "hear", "mesh_for", "seated", "tell"]
+
+def mesh_for(mesh: Mesh | None, strategy: str | Sharding | Apart, ranks: int) -> Mesh:
+    """The widest mesh for at most `ranks` ranks: the pipe and tensor axes as they are, the data axes as they must be.
+
+    Where all widths were given, there may be fewer replicas. MeshError if not even one fits."""
+    asked = mesh or Mesh()
+    widths = range(asked.replica or 1, 0, -1)
+    tries = [asked, *(replace(asked, replica=width) for width in widths)]
+    for size in range(ranks, 0, -1):
+        for one in tries:
+            try:
+                return one.filled(strategy, size)
+            except ConfigError:
+                continue
+    raise MeshError(f"mesh {asked} with strategy {strategy!r}: {ranks} ranks are left, which is too few for it")
+
+
+def seated(seats: Sequence[int | None], count: int) -> list[int]:
+    """The `count` ranks that train from now on, in order: first those that did, in the order of their seats, since they
+    hold the state; then idle ones. seats: by rank, None if idle."""
+    order = sorted(range(len(seats)), key=lambda rank: (seats[rank] is None, seats[rank] or 0, rank))
+    return order[:count]
+
+
+def tell(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
+    """Send `value` to the ranks that `hear` it: two messages to each."""
+    if not listeners:
+        return
+    data = np.frombuffer(pack(value), np.uint8)
+    size = np.array([data.size])
+    handles = [comm.send(part, rank, what="the result") for rank in listeners for part in (size, data)]
+    for handle in handles:
+        handle.wait()
+
+
+def hear(comm: Communicator, source: int) -> Any:
+    """The value that rank `source` sends."""
+    size = np.empty(1, np.int64)
+    comm.recv(size, source, what="the result").wait()
+    if not 0 <= size[0] <= LIMIT:
+        raise CommError(f"rank {source} says that the result has {size[0]} bytes: at most {LIMIT} go at once")
+    data = np.empty(int(size[0]), np.uint8)
+    comm.recv(data, source, what="the result").wait()
+    return unpack(data)
 
 
 class GenerationSummary(NamedTuple):

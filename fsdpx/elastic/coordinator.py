@@ -16,13 +16,12 @@ import numpy as np
 from fsdpx import environment, errors
 from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.comm.communicator import Survivor
-from fsdpx.elastic import follow
-from fsdpx.elastic.assembly import Assembler, Assembly, Member
+from fsdpx.elastic import assembly as follow
+from fsdpx.elastic.assembly import Assembler, Assembly, Member, mesh_for
 from fsdpx.elastic.copies import Generation
 from fsdpx.elastic.descriptors import live, moving
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import let_go
-from fsdpx.elastic.seats import mesh_for
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
 from fsdpx.files import read
 from fsdpx.state.ledger import Key

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.checkpoint.kept import kept
-from fsdpx.checkpoint.pieces import Held, held
+from fsdpx.checkpoint.pieces import Held, held, kept
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.layer import Spec
 from fsdpx.state.ledger import Key

@@ -17,13 +17,13 @@ from fsdpx.comm.local import single
 from fsdpx.elastic.batches import Batch, Recent, arrays_of, part_of
 from fsdpx.elastic.coordinator import Coordinator, Recovery
 from fsdpx.elastic.options import Elastic
-from fsdpx.engine.results import GradientScale, Mean
+from fsdpx.engine.views import GradientScale, Mean
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.trainer.batch import sum_of
 from fsdpx.trainer.recipe import Recipe
+from fsdpx.trainer.report import Summary
 from fsdpx.trainer.routing import Routing
-from fsdpx.trainer.summary import Summary
 from fsdpx.trainer.trainer import LastUpdate, Trainer
 
 __all__ = ["ElasticTrainer"]

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fsdpx.engine import compute
-from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.run import ProgramRun, Values, microbatch_of, number_of
+from fsdpx.engine.run import ProgramRun, Values, demand_finite, microbatch_of, number_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradients import Entries
 from fsdpx.program import Action, StageUnit

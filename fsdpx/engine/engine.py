@@ -23,9 +23,8 @@ from fsdpx.errors import CommTimeout
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env, Parameters
 from fsdpx.program import VERBS, Action, Program, Request, Slot
-from fsdpx.state.clock import PROGRESS, Clock
 from fsdpx.state.feed import Feed, Microbatch
-from fsdpx.state.state import TrainState
+from fsdpx.state.state import PROGRESS, Clock, TrainState
 from fsdpx.state.transfer import Transfer
 
 __all__ = ["ActionRecorder", "Engine"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdpx.engine.activations import planned
 from fsdpx.engine.run import ProgramRun, Values
+from fsdpx.engine.views import planned
 from fsdpx.program import Action
-from fsdpx.state.spill import root_of, spill
+from fsdpx.state.disk import root_of, spill
 from fsdpx.state.transfer import Transfer
 
 __all__ = ["evict", "fetch", "store"]

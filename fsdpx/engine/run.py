@@ -1,4 +1,4 @@
-"""The context of the operations in one run of a program."""
+"""The context of the operations in one run of a program, and the search for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import REPLICA
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, NumericsError
 from fsdpx.layout.units import Unit
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.layer import Env, time_of
@@ -20,12 +20,29 @@ from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
-from fsdpx.state.scaler import Scaler
-from fsdpx.state.state import TrainState
+from fsdpx.state.state import Scaler, TrainState
 from fsdpx.state.ties import Tie
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Operation", "ProgramRun", "Values", "Worlds", "demand_alike", "microbatch_of", "number_of", "words"]
+__all__ = [
+    "Operation", "ProgramRun", "Values", "Worlds", "demand_alike", "demand_finite", "microbatch_of", "number_of",
+    "words",
+]  # fmt: skip
+
+def demand_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
+    """NumericsError naming rank, tensor, action and the first bad element, if there is one."""
+    xp = placement.xp
+    if placement.imaginary or array.dtype.kind not in "fV" or bool(xp.isfinite(array).all()):
+        return
+    bad = xp.asarray(~xp.isfinite(array)).reshape(-1)
+    first = int(xp.argmax(bad))
+    value = float(array.reshape(-1)[first])
+    where = f" in action {action}" if action is not None else ""
+    raise NumericsError(
+        f"rank {placement.axes.world.rank}: {what} has {int(bad.sum())} of {bad.size} elements NaN or Inf{where}, "
+        f"the first is {value} at flat index {first}"
+    )
+
 
 Values = tuple[Any, ...]
 

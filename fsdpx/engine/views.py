@@ -1,16 +1,22 @@
-"""Named views of flat buffers, made once: what layers see of pages."""
+"""Named views of flat buffers, and values that programs give."""
+
+from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from fsdpx.array.arena import Arena
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
 from fsdpx.nn.gradients import Entries, GradientEntry, Gradients
 from fsdpx.nn.layer import Parameters, dotted
+from fsdpx.program import SLOTS, Slot
+from fsdpx.state.disk import root_of
+from fsdpx.state.state import Scaler
 
-__all__ = ["Views"]
-
+__all__ = ["Activations", "GradientScale", "Mean", "RoundShare", "Views", "is_activation", "planned", "roots"]
 
 class Views:
     """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views.
@@ -84,3 +90,103 @@ class Views:
         for views in pages:
             known.update(views)
         return [{local: known[full] for local, full in names if full in known} for names in self._names[unit]]
+
+
+def is_activation(slot: Slot) -> bool:
+    return SLOTS[slot.kind].memory == "activations"
+
+
+def planned(arena: Arena) -> set[int]:
+    """Identities of the memory that the arena holds: what lies there is counted by the ledger."""
+    return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
+
+
+class Activations:
+    """Bytes of arrays in activation slots, followed from action to action by what each of them takes and gives. Views
+    count once, with the array that they are views of; parameters that a layer keeps for backward do not: the ledger
+    counts them. alive: bytes now; most: at any time."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+        self._held: dict[Slot, dict[int, int]] = {}
+        self._users: dict[int, int] = {}
+        self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
+
+    def within(self, arena: Arena) -> None:
+        """A program begins whose buffers lie there."""
+        state = (arena.generation, len(arena.kept))
+        if self._planned[0] != state:
+            self._planned = state, planned(arena)
+
+    def take(self, slot: Slot) -> None:
+        """A slot is emptied."""
+        for root, nbytes in self._held.pop(slot, {}).items():
+            self._users[root] -= 1
+            if not self._users[root]:
+                del self._users[root]
+                self.alive -= nbytes
+
+    def give(self, slot: Slot, value: Any) -> None:
+        """A slot is filled, or refilled."""
+        self.take(slot)
+        there = self._planned[1]
+        self._held[slot] = held = {root: nbytes for root, nbytes in roots(value) if root not in there}
+        for root, nbytes in held.items():
+            users = self._users.get(root, 0)
+            self._users[root] = users + 1
+            self.alive += 0 if users else nbytes
+        self.most = max(self.most, self.alive)
+
+
+def roots(value: Any) -> Iterable[tuple[int, int]]:
+    """(identity, bytes) of the memory behind every array in tuples, lists and dicts."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for one in value:
+            yield from roots(one)
+    elif (root := root_of(value)) is not None:
+        yield id(root), root.nbytes
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The loss of the global batch: total / weight, nan in a program without one. shared: the weight of all gradients
+    that were added up, 0 where no sample came. rate: the learning rate, on which ranks agreed in the same message; 0
+    in a program without an update."""
+
+    total: float
+    weight: float
+    shared: float
+    rate: float = 0.0
+
+    @property
+    def each(self) -> float:
+        """The divisor of gradients."""
+        return self.shared or 1.0
+
+    @property
+    def value(self) -> float:
+        return self.total / (self.weight or 1.0)
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if it was
+    not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss
+    scale from the next step on."""
+
+    factor: float
+    norm: float
+    skip: bool
+    rate: float
+    scaler: Scaler
+
+
+@dataclass(frozen=True)
+class RoundShare:
+    """own: of what all replicas have trained on in a round, this one's part. loss: mean over the batches of all of them
+    in its last step."""
+
+    own: float
+    loss: float

@@ -13,8 +13,7 @@ from fsdpx.array.arena import Life, SlabPlan, place
 from fsdpx.engine.views import Views
 from fsdpx.program import Program, Slot, lifetimes
 from fsdpx.state.gradients import Gradient
-from fsdpx.state.ledger import Key
-from fsdpx.state.rows import local_gradient
+from fsdpx.state.ledger import Key, local_gradient
 from fsdpx.state.state import TrainState
 
 __all__ = ["Workspace", "lives", "plan"]

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 
 from fsdpx import files
-from fsdpx.checkpoint.agree import alone, place
+from fsdpx.checkpoint.commit import alone, place
 from fsdpx.checkpoint.format import code_of, lay
-from fsdpx.checkpoint.source import contents
+from fsdpx.checkpoint.read import contents
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.beside import object_of
 from fsdpx.models.reading import Stored
 from fsdpx.nn.layer import Layer, dotted
-from fsdpx.nn.lowcut import adapter_of
-from fsdpx.nn.lowrank import LOW, LoRALinear
+from fsdpx.nn.lowrank import LOW, LoRALinear, adapter_of
 from fsdpx.trainer.trainer import Trainer
 
 __all__ = ["load_adapter", "merged_parameters", "save_adapter"]

@@ -17,7 +17,7 @@ from fsdpx import environment
 from fsdpx.errors import ConfigError
 from fsdpx.files import typed
 from fsdpx.native import image
-from fsdpx.state import records
+from fsdpx.state import tuning
 from fsdpx.version import __version__
 
 __all__ = ["Baseline", "baseline"]
@@ -78,7 +78,7 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
     key |= {"code": image.able(), "fsdpx": __version__, "asked": crc32(CODE.encode())} | {
         name: _version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
-    known = records.read("process", key, lambda value: Baseline(**typed(value, _KINDS)), times=False)
+    known = tuning.read("process", key, lambda value: Baseline(**typed(value, _KINDS)), times=False)
     if known is not None:
         return known
     _ask(mpi, blas, ranks_here)  # compiles what is not compiled yet, which takes memory of its own
@@ -87,7 +87,7 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
         return baseline(False, blas, ranks_here)
     if isinstance(found, str):
         raise ConfigError(f"the memory of a process cannot be measured here: {found}")
-    records.write("process", key, asdict(found))
+    tuning.write("process", key, asdict(found))
     return found
 
 

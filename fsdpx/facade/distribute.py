@@ -29,7 +29,7 @@ from fsdpx.state.local import Local
 from fsdpx.trainer.calls import begin
 from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.excluded import ELASTIC, Beside, demand_together
-from fsdpx.trainer.fitting import made
+from fsdpx.trainer.fit import made
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.watch.watchdog import note, unwatch, watch_axes

@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
-from fsdpx.engine.activations import Activations, is_activation
+from fsdpx.engine.views import Activations, is_activation
 from fsdpx.errors import ConfigError
 from fsdpx.facade.baseline import baseline
 from fsdpx.facade.distribute import distribute
@@ -22,7 +22,7 @@ from fsdpx.program.stage import Slots
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.state.transfer import Transfer
-from fsdpx.trainer.fitting import passing
+from fsdpx.trainer.fit import passing
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
 

@@ -18,8 +18,7 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.errors import ConfigError
-from fsdpx.interop.apart import apart
-from fsdpx.interop.described import At, ModuleLayout, ModuleUnit, OperationGraph, Shapes, described, value
+from fsdpx.interop.described import At, ModuleLayout, ModuleUnit, OperationGraph, Shapes, apart, described, value
 from fsdpx.interop.module import Differentiated, Module, chosen, is_norm, values_of
 from fsdpx.interop.operations import Operations
 from fsdpx.interop.recorded import Run

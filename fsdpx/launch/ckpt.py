@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.checkpoint import offline
-from fsdpx.checkpoint.agree import in_words
-from fsdpx.checkpoint.files import STATE
-from fsdpx.checkpoint.manifest import is_checkpoint
-from fsdpx.checkpoint.source import Source
-from fsdpx.checkpoint.written import read_note, words
+from fsdpx.checkpoint.commit import in_words
+from fsdpx.checkpoint.disk import STATE
+from fsdpx.checkpoint.read import Source
+from fsdpx.checkpoint.save import read_note, words
+from fsdpx.checkpoint.write import is_checkpoint
 from fsdpx.config import byte_count
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.trainer.series import Checkpoints

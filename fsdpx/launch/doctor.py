@@ -26,9 +26,9 @@ from fsdpx.comm.opening import backend_name, node_of
 from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
-from fsdpx.launch import found
-from fsdpx.state import records
-from fsdpx.state.tables import bytes_text
+from fsdpx.launch import deaths
+from fsdpx.state import tuning
+from fsdpx.state.tuning import bytes_text
 from fsdpx.version import __version__
 
 __all__ = ["RankFacts", "Way", "diagnose", "doctor", "warnings_of", "ways_of"]
@@ -92,7 +92,7 @@ def diagnose(comm: Communicator) -> dict[str, Any]:
         "healthy": not any(row["wrong_ranks"] for row in speed) and not (why_not and any(one.gpus for one in facts)),
         "versions": {"fsdpx": __version__, "python": platform.python_version(), **facts[0].versions},
         "mpi": mpi,
-        "launcher": found.launcher(),
+        "launcher": deaths.launcher(),
         "ranks": comm.size,
         "hosts": {host: [rank for rank, one in enumerate(facts) if one.host == host] for host in hosts},
         "binding": _binding(facts),
@@ -120,15 +120,15 @@ def _rank_facts() -> RankFacts:
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return RankFacts(
         platform.node(), {name: _version(name) for name in PACKAGES}, affinity, parallel.threads(),
-        found.free_shared(), *_limits(), str(settings.cache), _writable(settings), gpus,
-        os.path.exists("/dev/nvidiactl"), records.load(),
+        deaths.free_shared(), *_limits(), str(settings.cache), _writable(settings), gpus,
+        os.path.exists("/dev/nvidiactl"), tuning.load(),
     )  # fmt: skip
 
 
 def _version(name: str) -> str:
     if name != "cupy":
-        return found.version(name)
-    return re.split("[:,]", found.cupy()[0])[0]
+        return deaths.version(name)
+    return re.split("[:,]", deaths.cupy()[0])[0]
 
 
 def _limits() -> tuple[int | None, int | None]:
@@ -178,7 +178,7 @@ def _mpi(comm: Communicator) -> dict[str, Any] | None:
         how = "where the system looks for libraries"
     levels = {getattr(mpi, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
     return {
-        "library": found.first_line(mpi.Get_library_version()),
+        "library": deaths.first_line(mpi.Get_library_version()),
         "standard": ".".join(map(str, mpi.Get_version())),
         "path": path,
         "found": how,
@@ -216,12 +216,12 @@ def ways_of(
         node_why = "no host has several ranks, or hosts have different numbers of them: messages only"
     else:
         hosts = "one host" if len(node.machines) == 1 else f"each of {len(node.machines)} hosts"
-        node_why = f"{len(node.machine)} ranks on {hosts}, {found.shared()}"
+        node_why = f"{len(node.machine)} ranks on {hosts}, {deaths.shared()}"
     windows = node is not None and node.shares
     ways = [
         Way("node", "host", windows, node_why, windows),
         Way("mpi", "host", mpi is not None, mpi["library"] if mpi else no_mpi, mpi is not None and not windows),
-        Way("gloo", "host", name == "gloo", f"PyTorch {found.version('torch')}", name == "gloo" and not windows),
+        Way("gloo", "host", name == "gloo", f"PyTorch {deaths.version('torch')}", name == "gloo" and not windows),
         Way("local", "host", name == "local", "one rank by itself, or threads of fsdpx.spawn", name == "local"),
     ]
     gpus = all(one.gpus for one in facts)
@@ -246,7 +246,7 @@ def _nccl(gpus: bool, mpi: bool, sharing: Sequence[Sequence[int]]) -> tuple[bool
 
 def _no_gpu(facts: Sequence[RankFacts]) -> str:
     ranks = [rank for rank, one in enumerate(facts) if not one.gpus]
-    return f"no GPU on {ranks_text(ranks)}: CuPy {found.cupy()[0]}"
+    return f"no GPU on {ranks_text(ranks)}: CuPy {deaths.cupy()[0]}"
 
 
 def warnings_of(facts: Sequence[RankFacts], mpi: dict[str, Any] | None, sharing: Sequence[Sequence[int]]) -> list[str]:
@@ -258,7 +258,7 @@ def warnings_of(facts: Sequence[RankFacts], mpi: dict[str, Any] | None, sharing:
         if able and running > able:
             notes.append(f"{host}: {running} threads of {len(here)} ranks on {able} cores: set OMP_NUM_THREADS to "
                         f"{max(able // len(here), 1)}, or start at most {able} ranks")  # fmt: skip
-        if (busy := max(one.load for one in here)) >= records.BUSY:
+        if (busy := max(one.load for one in here)) >= tuning.BUSY:
             notes.append(f"{host}: {busy:.1f} processes per core want to run: what was timed here is not to be trusted")
         free = here[0].free
         if free is not None and free < LITTLE and len(here) > 1:
@@ -300,7 +300,7 @@ def _text(report: dict[str, Any]) -> str:
     mpi = report["mpi"]
     rows = [("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items()))]
     if mpi is None:
-        rows.append(("MPI", f"not in use; Python would load {found.mpi()}"))
+        rows.append(("MPI", f"not in use; Python would load {deaths.mpi()}"))
     else:
         rows.append(("MPI", f"{mpi['library']} (MPI {mpi['standard']}), thread level {mpi['threads']}"))
         rows.append(("", f"{mpi['path']}: {mpi['found']}"))

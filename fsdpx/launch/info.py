@@ -6,9 +6,8 @@ from fsdpx import config, environment
 from fsdpx.array import blas
 from fsdpx.comm.default import place
 from fsdpx.comm.opening import backend_name
-from fsdpx.launch import found
-from fsdpx.state.records import BUSY
-from fsdpx.state.tuning import stored
+from fsdpx.launch import deaths
+from fsdpx.state.tuning import BUSY, stored
 from fsdpx.version import __version__
 
 __all__ = ["info"]
@@ -32,15 +31,15 @@ def info() -> Info:
     dict : name -> what was found; `print` shows a table. backend is that in use, or that which `init()` would open;
         device is "cuda" if there is a GPU that CuPy can use
     """
-    cupy, gpus = found.cupy()
+    cupy, gpus = deaths.cupy()
     here: dict[str, Any] = place()._asdict()
     here |= {"backend": backend_name(), "device": "cuda" if gpus else "cpu"}
-    numpy = f"{found.version('numpy')}, BLAS {found.blas_of_numpy()}"
-    rows = [("fsdpx", __version__), ("Python", found.python()), ("machine", found.machine()), ("NumPy", numpy)]
-    rows += [("Numba", _numba()), ("ml_dtypes", found.version("ml_dtypes"))]
-    rows += [("mpi4py", found.version("mpi4py")), ("MPI library", found.mpi()), ("launcher", found.launcher())]
-    rows += [("CuPy", cupy), ("PyTorch", found.version("torch")), ("shared memory", found.shared())]
-    rows += [("left in /dev/shm", found.leftovers())]
+    numpy = f"{deaths.version('numpy')}, BLAS {deaths.blas_of_numpy()}"
+    rows = [("fsdpx", __version__), ("Python", deaths.python()), ("machine", deaths.machine()), ("NumPy", numpy)]
+    rows += [("Numba", _numba()), ("ml_dtypes", deaths.version("ml_dtypes"))]
+    rows += [("mpi4py", deaths.version("mpi4py")), ("MPI library", deaths.mpi()), ("launcher", deaths.launcher())]
+    rows += [("CuPy", cupy), ("PyTorch", deaths.version("torch")), ("shared memory", deaths.shared())]
+    rows += [("left in /dev/shm", deaths.leftovers())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.halves.available().items()]
     rows += [("BLAS in use", blas.chosen())]
@@ -68,5 +67,5 @@ def _tuned() -> list[tuple[str, str]]:
 
 
 def _numba() -> str:
-    version = found.version("numba")
+    version = deaths.version("numba")
     return version if version != "not installed" else "not installed: plain kernels are used"

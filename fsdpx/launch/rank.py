@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 from fsdpx import environment
 from fsdpx.comm.default import have_met
 from fsdpx.comm.mpi.start import together
-from fsdpx.launch.logs import asked, redirect
-from fsdpx.launch.notes import Note, hold_lifeline
+from fsdpx.launch.notes import Note, asked, hold_lifeline, redirect
 
 __all__ = ["end_with_parent", "handed_over"]
 

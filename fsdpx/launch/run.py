@@ -27,8 +27,7 @@ from fsdpx.launch.deaths import Deaths
 from fsdpx.launch.hosts import look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find
-from fsdpx.launch.logs import Follower, ask
-from fsdpx.launch.notes import Note, read_notes
+from fsdpx.launch.notes import Follower, Note, ask, read_notes
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.launch.rank import end_with_parent
 from fsdpx.watch.flight import FlightRecord, log, read_all

@@ -1,13 +1,34 @@
-"""`runs`: lists the runs of a folder, and how some of them differ."""
+"""`fsdpx report` and `fsdpx trace`: what is said of the folder of a run."""
+
+from __future__ import annotations
 
 import argparse
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.observe.chrome import merge
 from fsdpx.observe.folder import RunFolder
-from fsdpx.state.tables import table
+from fsdpx.observe.page import write_page
+from fsdpx.state.tuning import table
 
-__all__ = ["runs"]
+__all__ = ["report", "runs", "trace"]
+
+def report(args: argparse.Namespace) -> int:
+    """Write the page and say where it is; the exit status."""
+    folder = RunFolder(args.run)
+    write_page(folder)
+    print(folder.page)
+    return 0
+
+
+def trace(args: argparse.Namespace) -> int:
+    """Run one action and print its result; the exit status."""
+    path, error, messages = merge(args.folder)
+    print(
+        f"{path}: open it in https://ui.perfetto.dev\n"
+        f"clocks of two ranks differ by at most {1e6 * error:.1f} us; {messages} messages with both ends"
+    )
+    return 0
 
 
 def runs(args: argparse.Namespace) -> int:

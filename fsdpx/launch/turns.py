@@ -24,7 +24,7 @@ from fsdpx.facade.functional import init
 from fsdpx.launch import run
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.options import LaunchConfig
-from fsdpx.state.tables import table
+from fsdpx.state.tuning import table
 from fsdpx.version import __version__
 
 __all__ = ["compare", "step", "unwritable"]

@@ -17,7 +17,7 @@ from fsdpx.config import PRESETS, sharding
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.launch.diff import first_difference
-from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
+from fsdpx.launch.show import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.nn.plan import SEQUENCES
 from fsdpx.observe.record import RankRecord, Recorder

@@ -1,16 +1,56 @@
-"""Pages: flat arrays of parameters that are gathered and reduced together, and how they are cut into shards."""
+"""Pages: flat arrays of parameters, their ranges, and their shards."""
+
+from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from fsdpx.array.sums import GRAIN
-from fsdpx.layout.ranges import Piece, Range, overlap
 
-__all__ = ["Field", "Page", "cut"]
+__all__ = ["Field", "Page", "Piece", "Range", "ShardedPage", "cut", "overlap"]
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of a logical array."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) that lie both in have[`have`] and in want[`want`]."""
+
+    have: int
+    want: int
+    start: int
+    stop: int
+
+
+def overlap(have: Sequence[Range], want: Sequence[Range]) -> list[Piece]:
+    """Every non-empty overlap of two lists of ranges, each sorted and without overlaps in itself. O(n + m).
+
+    Answers how to reload, resize, find optimiser segments and slice checkpoints."""
+    pieces = []
+    h = w = 0
+    while h < len(have) and w < len(want):
+        start, stop = max(have[h].start, want[w].start), min(have[h].stop, want[w].stop)
+        if start < stop:
+            pieces.append(Piece(h, w, start, stop))
+        if have[h].stop <= want[w].stop:
+            h += 1
+        else:
+            w += 1
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -50,7 +90,7 @@ class Page:
         partial: bool = False,
         sources: Mapping[str, str] | None = None,
         codec: int = 0,
-    ) -> "Page":
+    ) -> Page:
         """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
         sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
@@ -114,3 +154,29 @@ def _nearest(grid: list[int], value: int) -> int:
     left = grid[max(at - 1, 0)]
     right = grid[min(at, len(grid) - 1)]
     return left if value - left <= right - value else right
+
+
+@dataclass(frozen=True)
+class ShardedPage:
+    """A page cut over the shard axis. shards: of all its ranks. mine: the one of this rank."""
+
+    page: Page
+    shards: tuple[Range, ...]
+    rank: int
+
+    @property
+    def mine(self) -> Range:
+        return self.shards[self.rank]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        return [r.size for r in self.shards]
+
+    @cached_property
+    def pieces(self) -> list[list[Piece]]:
+        """What each shard has of each parameter (piece.have), in page coordinates."""
+        return [self.page.pieces(shard) for shard in self.shards]
+
+    @property
+    def size(self) -> int:
+        return self.page.size

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.checkpoint.format import array_type
+from fsdpx.checkpoint.format import array_type, rounded
 from fsdpx.checkpoint.pieces import Held
-from fsdpx.checkpoint.read import elements, read
-from fsdpx.checkpoint.rounding import rounded
-from fsdpx.checkpoint.source import Source, weights
+from fsdpx.checkpoint.read import Source, elements, read, weights
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.architecture import Architecture, Config
 from fsdpx.models.beside import last_token, object_of

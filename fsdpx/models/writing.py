@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.checkpoint.agree import alone, place, together
-from fsdpx.checkpoint.commit import moving, put, replaceable
-from fsdpx.checkpoint.disk import create, sync_folder
-from fsdpx.checkpoint.files import INDEX, FileLayout, index_of
+from fsdpx.checkpoint.commit import alone, moving, place, put, replaceable, together
+from fsdpx.checkpoint.disk import INDEX, FileLayout, create, index_of, sync_folder
 from fsdpx.checkpoint.format import code_of, lay
 from fsdpx.checkpoint.pieces import BLOCK, Held, owned
-from fsdpx.checkpoint.source import Source
+from fsdpx.checkpoint.read import Source
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
 from fsdpx.files import Untrusted, open_file, passed_over, read

@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from fsdpx.native import link
-from fsdpx.native.layout import ARRAY, FLAGS, NUMBER
+from fsdpx.native.kinds import ARRAY, FLAGS, NUMBER
 from fsdpx.native.link import Code
 
 __all__ = ["build", "prepared"]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpx import environment, files
-from fsdpx.native import layout
+from fsdpx.native import kinds
 from fsdpx.native.processor import cpuinfo
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Method(ctypes.Structure):
 def able() -> bool:
     """Whether machine code can be kept here: on Linux, on x86-64, in the usual build of CPython."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
-    return sys.platform == "linux" and platform.machine() == "x86_64" and usual and layout.as_expected()
+    return sys.platform == "linux" and platform.machine() == "x86_64" and usual and kinds.as_expected()
 
 
 def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:

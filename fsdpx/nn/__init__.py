@@ -3,17 +3,13 @@
 from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.attention import MultiHeadAttention
-from fsdpx.nn.batchnorm import BatchNorm
 from fsdpx.nn.bert import Bert, BertEmbedding
 from fsdpx.nn.block import MLP, TransformerBlock
-from fsdpx.nn.composite import Composite
-from fsdpx.nn.container import Chain, Container, Residual
-from fsdpx.nn.context import PartTokenEmbedding
+from fsdpx.nn.container import Chain, Composite, Container, Residual
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.dropout import CutDropout, Dropout
-from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.expert import CutMoE
+from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 from fsdpx.nn.function import Lambda
 from fsdpx.nn.gated import Gate, GatedMLP
 from fsdpx.nn.gpt import GPT
@@ -26,16 +22,15 @@ from fsdpx.nn.llama import Llama
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from fsdpx.nn.lowrank import LoRALinear, lora
 from fsdpx.nn.marks import Column, Own, Row, Vocab
-from fsdpx.nn.moe import MoE
-from fsdpx.nn.norm import LayerNorm, RMSNorm
+from fsdpx.nn.moe import CutMoE, MoE
+from fsdpx.nn.norm import BatchNorm, LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.rotary import Rotary
-from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
+from fsdpx.nn.sequence import Enter, Framed, Leave, PartTokenEmbedding, SequenceLoss
 from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
 from fsdpx.nn.vit import Patches, ViT
-from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 
 __all__ = [
     "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool2d", "BCEWithLogits", "BatchNorm",

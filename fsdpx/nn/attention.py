@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Protocol
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.check import fraction, positive
 from fsdpx.nn.cut import share
 from fsdpx.nn.dropout import apply_mask, keep_mask
 from fsdpx.nn.init import Init, uniform, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, fraction, positive, prefixed
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import product
 

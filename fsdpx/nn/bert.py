@@ -8,14 +8,12 @@ from typing import Any
 from fsdpx.errors import ConfigError
 from fsdpx.nn.activation import Tanh, activation_of
 from fsdpx.nn.block import MLP
-from fsdpx.nn.check import positive
-from fsdpx.nn.composite import Composite
-from fsdpx.nn.container import Container, chained
+from fsdpx.nn.container import Composite, Container, chained
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Layer, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Vocab
 from fsdpx.nn.norm import LayerNorm

@@ -5,11 +5,10 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.nn.activation import GELU, activation_of
 from fsdpx.nn.attention import MultiHeadAttention
-from fsdpx.nn.check import positive
 from fsdpx.nn.container import ChildCall, Container, chained
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Params
+from fsdpx.nn.layer import Array, Env, Layer, Params, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import flat

@@ -4,12 +4,11 @@ import math
 from typing import Any
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.check import pair, positive, want_image
 from fsdpx.nn.gradients import destination
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, pair, positive, want_image
 
 __all__ = ["AvgPool2d", "Conv2d", "MaxPool2d"]
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
-from fsdpx.nn.check import fraction
 from fsdpx.nn.cut import share
-from fsdpx.nn.layer import Array, Env, Layer, Params
+from fsdpx.nn.layer import Array, Env, Layer, Params, fraction
 
 __all__ = ["CutDropout", "Dropout", "apply_mask", "keep_mask"]
 

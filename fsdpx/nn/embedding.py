@@ -1,16 +1,26 @@
-"""Embedding: whole numbers to rows of a table."""
+"""Embeddings, of whole vocabularies and of those that are cut over the tensor axis."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from fsdpx.array import kernels
 from fsdpx.errors import DataError, ShapeError
-from fsdpx.nn.check import positive
+from fsdpx.nn import moves
+from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.init import Init, normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
-from fsdpx.nn.numeric import is_index
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_time
+from fsdpx.nn.losses import CrossEntropy, Loss
+from fsdpx.nn.numeric import as_indices, is_index, wide
+from fsdpx.nn.tensor import named, want_known
 
-__all__ = ["Embedding", "TokenEmbedding", "Tokens", "check_index", "want_tokens"]
-
+__all__ = [
+    "Embedding", "TokenEmbedding", "Tokens", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding",
+    "check_index", "want_tokens",
+]  # fmt: skip
 
 class Embedding(Layer):
     """`(samples, ...)` of integers in [0, num_embeddings) -> rows of `weight`, `(samples, ..., embedding_dim)`.
@@ -133,3 +143,182 @@ def want_tokens(layer: Layer, x: Array, seq_len: int) -> None:
     if x.ndim != 2 or x.shape[1] > seq_len:
         wanted = f"(samples, time <= {seq_len})"
         raise ShapeError(f"{layer!r} wants tokens of shape {wanted}, got {tuple(x.shape)}")
+
+
+ROWS = Cut(0)
+
+
+class VocabEmbedding(Layer):
+    """`Embedding` whose rows are cut: each rank looks up the rows it holds, others are 0, and the results are summed.
+
+    Bytes: an all-reduce of the result in forward and nothing in backward; with `sequence` a reduce-scatter and an
+    all-gather.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim, init : as in `Embedding`; every rank gets the full input
+    sequence : leave the sum cut along dim 1
+    """
+
+    takes = "indices"
+    runs = ("embedding_backward",)
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, sequence: bool = False, *, init: Init | None = None
+    ) -> None:
+        self._embedding = Embedding(num_embeddings, embedding_dim, init=init)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence = bool(sequence)
+        self.caches = not sequence
+        self.init = init
+
+    def specs(self) -> dict[str, Spec]:
+        return {name: replace(spec, cut=ROWS) for name, spec in self._embedding.specs().items()}
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        check_index(self, x, self.num_embeddings)
+        if self.sequence:
+            want_time(x)
+        return _looked_up(env, p["weight"], x, self.num_embeddings, self.sequence), (x,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
+        return None, (*saved, dy)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        x, dy = kept
+        if "weight" in g:
+            _add_rows(env, g["weight"], x, dy, self.num_embeddings, self.sequence)
+
+
+class VocabTokenEmbedding(Tokens):
+    """`TokenEmbedding` whose `weight` is cut by rows; every rank holds all of `position`, added after the sum.
+
+    Parameters
+    ----------
+    vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
+    sequence : leave the result cut along dim 1; the gradient of `position` is then this rank's part of it
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        d_model: int,
+        seq_len: int,
+        sequence: bool = False,
+        *,
+        init: Init | None = None,
+        position_init: Init | None = None,
+    ) -> None:
+        super().__init__(vocab, d_model, seq_len, init=init, position_init=position_init)
+        self.sequence = bool(sequence)
+        self.caches = not sequence
+
+    def specs(self) -> dict[str, Spec]:
+        specs = super().specs()
+        return specs | {"weight": replace(specs["weight"], cut=ROWS)}
+
+    def _positions(self, env: Env, x: Array) -> slice:
+        """Those of the tokens whose results this rank returns."""
+        comm = env.mesh.tensor
+        return slice(*share(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
+
+    def _rows(self, env: Env, weight: Array, x: Array) -> Array:
+        return _looked_up(env, weight, x, self.vocab, self.sequence)
+
+    def _add_rows(self, env: Env, gw: Array, x: Array, dy: Array) -> None:
+        _add_rows(env, gw, x, dy, self.vocab, self.sequence)
+
+
+class VocabCrossEntropy(Loss):
+    """`CrossEntropy` of logits that are cut along their last dim: y `(samples, ..., this rank's classes)`.
+
+    Every rank has the full target `(samples, ...)` and gets the same total and weight, those of all classes. Forward
+    all-reduces the largest logit of each position and then its sum of exponentials, the target's logit and, with
+    smoothing, the sum of logits: 3 or 4 arrays of (positions,) in all, in float64. Backward communicates nothing.
+
+    Parameters
+    ----------
+    classes : size of the last dim of the full logits
+    ignore_index, label_smoothing : as in `CrossEntropy`
+    """
+
+    acts_on = "position"
+
+    def __init__(self, classes: int, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+        positive(self, classes=classes)
+        self._whole = CrossEntropy(ignore_index, label_smoothing)
+        self.classes, self.ignore_index = classes, ignore_index
+        self.label_smoothing = float(label_smoothing)
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        xp, comm = env.xp, env.mesh.tensor
+        logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
+        logits = logits.astype(wide(y.dtype), copy=False)
+        top = xp.max(logits, axis=1).astype(np.float64)
+        comm.all_reduce(top, "max", what="largest logits").wait()
+        exponentials = xp.exp(logits - top.astype(logits.dtype)[:, None])
+        inside, index = _local_index(env, labels, self.classes)
+        picked = xp.take_along_axis(logits, index[:, None], axis=1)[:, 0]
+        rows = [xp.sum(exponentials, axis=1, dtype=np.float64), xp.where(inside, picked, 0).astype(np.float64)]
+        if self.label_smoothing:
+            rows.append(xp.sum(logits, axis=1, dtype=np.float64))
+        sums = moves.sum(xp, comm, xp.stack(rows), fresh=True, what="sums of logits")
+        lse = xp.log(sums[0]) + top
+        counted = labels != self.ignore_index
+        each = (1.0 - self.label_smoothing) * (lse - sums[1])
+        if self.label_smoothing:
+            each += self.label_smoothing * (lse - sums[2] / self.classes)
+        total = xp.sum(xp.where(counted, each, 0.0))
+        return float(total), float(xp.sum(counted)), (y, labels, lse.astype(logits.dtype))
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        y, labels, lse = saved
+        xp, kind = env.xp, lse.dtype.type
+        logits = y.reshape(-1, y.shape[-1])
+        gradient = xp.exp(logits.astype(lse.dtype, copy=False) - lse[:, None])
+        if self.label_smoothing:
+            gradient -= kind(self.label_smoothing / self.classes)
+        inside, index = _local_index(env, labels, self.classes)
+        wanted = xp.where(inside, kind(1.0 - self.label_smoothing), kind(0))
+        gradient[xp.arange(labels.size), index] -= wanted
+        gradient *= xp.where(labels != self.ignore_index, kind(seed), kind(0))[:, None]
+        return gradient.astype(y.dtype, copy=False).reshape(y.shape)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        self._whole.validate((*shape[:-1], self.classes), target)
+
+
+def _local_index(env: Env, index: Array, total: int) -> tuple[Array, Array]:
+    """Whether each of the `total` rows that `index` names is held here, and where; 0 for those that are not."""
+    start, stop = share(total, env.mesh.tensor.rank, env.mesh.tensor.size)
+    inside = (index >= start) & (index < stop)
+    return inside, env.xp.where(inside, index - start, 0)
+
+
+def _looked_up(env: Env, weight: Array, x: Array, total: int, sequence: bool) -> Array:
+    """The rows `x` of a table of `total` rows of which `weight` is this rank's part."""
+    comm = env.mesh.tensor
+    if comm.size == 1:
+        return weight[x]
+    inside, index = _local_index(env, x, total)
+    y = weight[index]
+    y[~inside] = 0
+    what = named(env, "embedding")
+    if sequence:
+        want_known(env, y, what)
+        return moves.scatter_sum(env.xp, comm, y, 1, what=what)
+    return moves.sum(env.xp, comm, y, fresh=True, what=what)
+
+
+def _add_rows(env: Env, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
+    """Add the gradient of what `_looked_up` gave."""
+    xp, comm = env.xp, env.mesh.tensor
+    if sequence:
+        dy = moves.gather(xp, comm, dy, 1, x.shape[1], what=named(env, "embedding gradient"))
+    index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
+    if comm.size > 1:
+        inside, index = _local_index(env, index, total)
+        if not getattr(xp, "holds_no_data", False):  # how many are inside depends on data
+            mine = xp.flatnonzero(inside)
+            index, rows = index[mine], rows[mine]
+    kernels.embedding_backward(xp, gw, index, rows)

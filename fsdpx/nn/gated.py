@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
-from fsdpx.nn.composite import Composite
+from fsdpx.nn.container import Composite
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params
 from fsdpx.nn.linear import Linear

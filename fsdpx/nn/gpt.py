@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 
 from fsdpx.nn.block import TransformerBlock
-from fsdpx.nn.check import positive
 from fsdpx.nn.container import Chain
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.embedding import TokenEmbedding
 from fsdpx.nn.init import normal, sinusoid
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Layer, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Vocab
 from fsdpx.nn.norm import LayerNorm

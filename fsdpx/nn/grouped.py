@@ -6,11 +6,10 @@ from copy import copy
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.check import positive
-from fsdpx.nn.composite import Composite
+from fsdpx.nn.container import Composite
 from fsdpx.nn.heads import Attention, HeadNorm
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Env, Layer, Params
+from fsdpx.nn.layer import Env, Layer, Params, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Column, Row
 from fsdpx.nn.rotary import Rotary

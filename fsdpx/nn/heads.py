@@ -9,11 +9,10 @@ from fsdpx.array import kernels
 from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.attention import Core, Heads
-from fsdpx.nn.check import positive
-from fsdpx.nn.context import Ring, Ulysses
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive
 from fsdpx.nn.norm import RMSNorm
 from fsdpx.nn.numeric import is_index
+from fsdpx.nn.sequence import Ring, Ulysses
 
 __all__ = ["Attention", "HeadNorm", "PerHead"]
 

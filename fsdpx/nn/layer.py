@@ -1,7 +1,9 @@
-"""A layer: a stateless recipe for forward and for backward in two halves; it owns no arrays."""
+"""What a layer is: its parameters, forward and backward, what it sees of the world, and how it is described."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,17 +11,72 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.array.random import Random
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.cut import Cut, share
-from fsdpx.nn.describe import describe
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
+from fsdpx.nn.numeric import is_index
 
+__all__ = [
+    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Spec", "branches", "describe",
+    "dotted", "fraction", "pair", "positive", "prefixed", "time_of", "want_image", "want_last", "want_time",
+]  # fmt: skip
+
+def positive(owner: object, **values: Any) -> None:
+    """Each value must be a whole number of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+            raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number >= 1, got {value!r}")
+
+
+def fraction(owner: object, **values: Any) -> None:
+    """Each value must be a number from 0 to 1."""
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
+
+
+def pair(owner: object, name: str, value: Any, least: int) -> tuple[int, int]:
+    """`3` or `(3, 5)` as (height, width), each at least `least`."""
+    both = (value, value) if hasattr(value, "__index__") else value
+    if not isinstance(both, tuple | list) or len(both) != 2:
+        raise ConfigError(f"{type(owner).__name__}: {name} must be one whole number or two, got {value!r}")
+    if any(not hasattr(side, "__index__") or side < least for side in both):
+        raise ConfigError(f"{type(owner).__name__}: {name} must be whole numbers >= {least}, got {value!r}")
+    return int(both[0]), int(both[1])
+
+
+def want_last(layer: object, x: Any, size: int) -> None:
+    """The last dim of `x` must be `size`; at least the dim of samples comes before it."""
+    if x.ndim < 2 or x.shape[-1] != size:
+        raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {size}), got {tuple(x.shape)}")
+
+
+def want_image(layer: object, x: Any, channels: int | None = None) -> None:
+    """`x` must be (samples, channels, height, width)."""
+    if x.ndim != 4 or channels not in (None, x.shape[1]):
+        wanted = "channels" if channels is None else channels
+        raise ShapeError(f"{layer!r} wants an input of shape (samples, {wanted}, height, width), got {tuple(x.shape)}")
+
+
+def want_time(x: Any) -> None:
+    """Dim 1 of `x` must be a time; judged by the number of dims, as activations have features after it."""
+    least, wanted = (2, "(samples, time, ...)") if is_index(x) else (3, "(samples, time, ..., features)")
+    if x.ndim < least:
+        kind = "whole numbers" if is_index(x) else "floats"
+        raise ShapeError(
+            f"sequence=... cuts dim 1, the time; the input has shape {tuple(x.shape)}, but {kind} with a time "
+            f"have {least} dims or more, {wanted}: leave sequence=None"
+        )
+
+<<<<<<< HEAD
 __all__ = [
     "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Spec", "branches", "dotted",
     "prefixed", "time_of",
 ]  # fmt: skip
+=======
+>>>>>>> 063b3ec (One file for each subject: 55 merges in nn, optim, state, layout, trainer, engine, program, elastic, checkpoint, data, interop, launch, native and the kernels)
 
 NO_TIES: dict[str, str] = {}
 Array = Any
@@ -310,3 +367,23 @@ def branches(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, 
         head, _, rest = name.partition(".")
         grouped.setdefault(head, {})[rest] = array
     return grouped
+
+
+def describe(thing: Any) -> str:
+    """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names."""
+    words = []
+    kind: Any = type(thing)
+    for name, argument in _arguments(kind).items():
+        if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or not hasattr(thing, name):
+            continue
+        value = getattr(thing, name)
+        if argument.default is argument.empty:
+            words.append(repr(value))
+        elif value != argument.default:
+            words.append(f"{name}={value!r}")
+    return f"{type(thing).__name__}({', '.join(words)})"
+
+
+@functools.cache
+def _arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.__init__).parameters

@@ -3,9 +3,8 @@
 import math
 from typing import Any
 
-from fsdpx.nn.check import positive, want_last
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_last
 from fsdpx.nn.numeric import add_linear, affine, flat, linear_backward, product
 
 __all__ = ["Linear"]

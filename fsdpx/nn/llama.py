@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.check import positive
 from fsdpx.nn.container import Container, chained
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.gated import GatedMLP
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Layer, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Vocab
 from fsdpx.nn.moe import MoE

@@ -8,9 +8,7 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.nn.check import fraction
-from fsdpx.nn.describe import describe
-from fsdpx.nn.layer import Array, Env
+from fsdpx.nn.layer import Array, Env, describe, fraction
 from fsdpx.nn.numeric import as_indices
 
 __all__ = ["MSE", "BCEWithLogits", "CrossEntropy", "Loss"]

@@ -1,4 +1,6 @@
-"""LoRA: a frozen Linear with a trained product of two thin matrices beside it (Hu et al. 2021)."""
+"""Adapters of low rank beside a Linear (LoRA), whole and cut over the tensor axis."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -9,15 +11,15 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn.attention import MultiHeadAttention
-from fsdpx.nn.check import fraction, positive, want_last
 from fsdpx.nn.container import Container, check_layer
 from fsdpx.nn.init import uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted, fraction, positive, want_last
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import add_product, affine, flat, product
+from fsdpx.nn.tensor import ColumnLinear, CutLinear, RowLinear
 from fsdpx.words import demand_match
 
-__all__ = ["LOW", "LoRALinear", "lora"]
+__all__ = ["LOW", "ColumnLoRA", "LoRALinear", "RowLoRA", "adapter_of", "lora"]
 
 LOW = ("lora_A.weight", "lora_B.weight")
 """The names of the trained matrices, those of PEFT."""
@@ -171,3 +173,81 @@ class _Adapting:
         fits = [t for t in self.found if any(n == t or n.endswith(f".{t}") or fnmatchcase(n, t) for n in names if n)]
         self.found.update(dict.fromkeys(fits, True))
         return LoRALinear(layer, *self.options, path) if fits else layer
+
+
+class _CutLoRA(CutLinear):
+    """What ColumnLoRA and RowLoRA share. low: the full layer, without dropout. partial: A or B, which is whole here."""
+
+    low: LoRALinear
+    partial: str
+
+    def specs(self) -> dict[str, Spec]:
+        cut = super().specs()
+        return {
+            name: replace(spec, cut=cut[name].cut if name in cut else None if name == self.partial else self._cut)
+            for name, spec in self.low.specs().items()
+        }
+
+    backward = Layer.backward
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        self.low.backward_params(env, g, kept)
+
+    def _kept(self, env: Env, p: Params, x: Array, dy: Array) -> Any:
+        return x, dy, self.low.inside(env, p, dy), p[LOW[0]].copy(), None
+
+    def _product(self, env: Env, p: Params, x: Array, bias: Array | None) -> Array:
+        return self.low.added(env, p, x, super()._product(env, p, x, bias))
+
+    def _inward(self, env: Env, p: Params, dy: Array) -> Array:
+        dx = super()._inward(env, p, dy)
+        dx += product(env.xp, self.low.inside(env, p, dy), p[LOW[0]])
+        return dx
+
+
+class ColumnLoRA(_CutLoRA, ColumnLinear):
+    """`ColumnLinear` with adapters. low: the full layer; options: of `ColumnLinear`."""
+
+    partial = LOW[0]
+
+    def __init__(self, low: LoRALinear, **options: Any) -> None:
+        super().__init__(low.in_features, low.out_features, low.bias, **options)
+        self.low = low
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx, (x, dy) = ColumnLinear.backward_input(self, env, p, saved, dy)
+        return dx, self._kept(env, p, x, dy)
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        (x,) = saved
+        self.backward_params(env, g, self._kept(env, p, x, self._part(env, dy)))
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        x, *rest = kept
+        if any(name in g for name in LOW):
+            super().backward_params(env, g, (self._full(env, x), *rest))
+
+
+class RowLoRA(_CutLoRA, RowLinear):
+    """`RowLinear` with adapters. low: the full layer; options: of `RowLinear`."""
+
+    partial = LOW[1]
+
+    def __init__(self, low: LoRALinear, **options: Any) -> None:
+        super().__init__(low.in_features, low.out_features, low.bias, **options)
+        self.low = low
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx, (x, full, _) = RowLinear.backward_input(self, env, p, saved, dy)
+        return dx, self._kept(env, p, x, full)
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        (x,) = saved
+        self.backward_params(env, g, self._kept(env, p, x, self._full(env, dy)))
+
+
+def adapter_of(layer: Layer) -> LoRALinear | None:
+    """The full `LoRALinear` that `layer` is, or a part of; None: it has no adapters."""
+    if isinstance(layer, _CutLoRA):
+        return layer.low
+    return layer if isinstance(layer, LoRALinear) else None

@@ -7,13 +7,13 @@ from typing import Any
 from fsdpx.errors import ConfigError
 from fsdpx.nn.block import MLP
 from fsdpx.nn.container import ChildCall, Container, free, input_names
+from fsdpx.nn.embedding import VocabCrossEntropy
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.marks import matched
 from fsdpx.nn.rewrite import CutValue, Features, Kind, Rewriter, Whole
 from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
 from fsdpx.nn.ties import canonical
-from fsdpx.nn.vocabulary import VocabCrossEntropy
 
 __all__ = ["Planned", "parallelise"]
 

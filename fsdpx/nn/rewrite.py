@@ -7,20 +7,16 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.attention import Core, Heads, MultiHeadAttention
 from fsdpx.nn.block import MLP
 from fsdpx.nn.container import ChildCall, Container, free
-from fsdpx.nn.context import PartTokenEmbedding, Ring, Ulysses
 from fsdpx.nn.dropout import CutDropout, Dropout
-from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.expert import CutMoE
+from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabEmbedding, VocabTokenEmbedding
 from fsdpx.nn.heads import Attention, PerHead
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.lowcut import ColumnLoRA, RowLoRA
-from fsdpx.nn.lowrank import LoRALinear
+from fsdpx.nn.lowrank import ColumnLoRA, LoRALinear, RowLoRA
 from fsdpx.nn.marks import Column, Mark, Row, Vocab
-from fsdpx.nn.moe import MoE
-from fsdpx.nn.sequence import Enter
+from fsdpx.nn.moe import CutMoE, MoE
+from fsdpx.nn.sequence import Enter, PartTokenEmbedding, Ring, Ulysses
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
-from fsdpx.nn.vocabulary import VocabEmbedding, VocabTokenEmbedding
 
 __all__ = ["CutValue", "Features", "Kind", "Rewriter", "Whole"]
 

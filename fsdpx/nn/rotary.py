@@ -11,9 +11,8 @@ import numpy as np
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.check import positive
 from fsdpx.nn.heads import PerHead
-from fsdpx.nn.layer import Array, Env, Params
+from fsdpx.nn.layer import Array, Env, Params, positive
 from fsdpx.nn.numeric import wide
 
 __all__ = ["Rotary", "frequencies"]

@@ -6,8 +6,7 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.check import positive
-from fsdpx.nn.layer import Array, Env, Layer, Params
+from fsdpx.nn.layer import Array, Env, Layer, Params, positive
 
 __all__ = ["Add", "Concat", "First", "Flatten", "Multiply", "Scale", "one_shape"]
 

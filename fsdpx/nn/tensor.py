@@ -16,10 +16,9 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn import moves
-from fsdpx.nn.check import positive, want_last
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_last
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
 

@@ -8,11 +8,10 @@ from typing import Any
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import activation_of
 from fsdpx.nn.block import MLP
-from fsdpx.nn.check import positive
 from fsdpx.nn.container import Container, chained
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import add_product, add_sum, affine, flat, product

@@ -17,7 +17,7 @@ from fsdpx.observe.folder import LARGEST, RunFolder
 from fsdpx.observe.svg import TimeBar
 from fsdpx.observe.waits import Waits, waits
 from fsdpx.program import VERBS
-from fsdpx.state.tables import bytes_text
+from fsdpx.state.tuning import bytes_text
 
 __all__ = ["page", "write_page"]
 

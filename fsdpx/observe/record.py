@@ -18,9 +18,9 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import about
-from fsdpx.engine.results import GradientScale, Mean
+from fsdpx.engine.views import GradientScale, Mean
 from fsdpx.errors import ConfigError
-from fsdpx.layout.ranges import Range
+from fsdpx.layout.pages import Range
 from fsdpx.nn.layer import Spec
 from fsdpx.program import VERBS, Action, Program, Slot
 from fsdpx.state.gradients import same_memory

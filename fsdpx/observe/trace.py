@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.checkpoint.agree import together
+from fsdpx.checkpoint.commit import together
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.recording import Recording, Turn
 from fsdpx.errors import CheckpointError, ConfigError

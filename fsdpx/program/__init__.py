@@ -1,22 +1,29 @@
 """What happens when: a training step as a flat list of actions. Standard library only."""
 
-from fsdpx.program.action import Action, parse
-from fsdpx.program.check import check, check_pipe
+from fsdpx.program.check import check, check_pipe, validate
 from fsdpx.program.compiler import KINDS, Program, Request, compile
 from fsdpx.program.count import Lifetime, Moves, Sizes, Traffic, lifetimes, traffic
 from fsdpx.program.grid import arrow, grid
-from fsdpx.program.machine import Machine, Overlap, idle, memory, overlap, peak_memory, simulate_programs
+from fsdpx.program.machine import (
+    Costs,
+    Machine,
+    Overlap,
+    bubble,
+    idle,
+    memory,
+    overlap,
+    peak_memory,
+    simulate,
+    simulate_programs,
+)
 from fsdpx.program.passes import one_by_one
 from fsdpx.program.pipeline import pipeline
 from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.rounds import Outer, Rounds
 from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, placed, schedule
-from fsdpx.program.simulate import Costs, bubble, simulate
-from fsdpx.program.slots import SLOTS, Slot, SlotKind, buffer_of
 from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, constants, expand
 from fsdpx.program.timeline import Event
-from fsdpx.program.validate import validate
-from fsdpx.program.verbs import VERBS, Move, Scratch, Verb
+from fsdpx.program.verbs import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Verb, buffer_of, parse
 
 __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move", "Moves",

@@ -5,12 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from fsdpx.program.action import Action
-from fsdpx.program.offload import offload
-from fsdpx.program.passes import compute, one_by_one, page, recompute, reduce, reduce_carried
+from fsdpx.program.passes import compute, offload, one_by_one, page, recompute, reduce, reduce_carried
 from fsdpx.program.rounds import Outer
-from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Slots, Stage, expand
+from fsdpx.program.verbs import Action, Slot
 
 __all__ = ["KINDS", "Program", "Request", "compile"]
 

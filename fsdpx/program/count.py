@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
-from fsdpx.program.slots import SLOTS, Slot, buffer_of
 from fsdpx.program.stage import spell
-from fsdpx.program.verbs import VERBS
+from fsdpx.program.verbs import SLOTS, VERBS, Action, Slot, buffer_of
 
 __all__ = ["Lifetime", "Moves", "Sizes", "Traffic", "filled", "lifetimes", "traffic"]
 

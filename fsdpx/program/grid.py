@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from string import ascii_lowercase
 
+from fsdpx.program.machine import Costs, Event, simulate
 from fsdpx.program.pipeline_schedule import PipelineSchedule
-from fsdpx.program.simulate import Costs, Event, simulate
 from fsdpx.program.verbs import VERBS
 
 __all__ = ["arrow", "grid"]

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from itertools import compress, count, groupby, pairwise
 
-from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Edge, Row, Stage, constants, readers
+from fsdpx.program.verbs import Slot
 
 __all__ = ["pipeline"]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdpx.errors import ProgramError
-from fsdpx.program.action import Action, parse
+from fsdpx.program.verbs import Action, parse
 
 __all__ = ["PipelineSchedule"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.files import read, unreadable
-from fsdpx.program.action import Action
+from fsdpx.program.check import validate
 from fsdpx.program.pipeline_schedule import PipelineSchedule
-from fsdpx.program.validate import validate
+from fsdpx.program.verbs import Action
 
 __all__ = [
     "SCHEDULES", "ScheduleFunction", "dealt", "gpipe", "in_flight", "interleaved", "one_f_one_b", "placed", "schedule",

@@ -6,9 +6,7 @@ from functools import cached_property
 from itertools import compress, count
 from typing import TypeVar
 
-from fsdpx.program.action import Action
-from fsdpx.program.slots import Slot
-from fsdpx.program.verbs import VERBS
+from fsdpx.program.verbs import VERBS, Action, Slot
 
 __all__ = ["Edge", "Slots", "Stage", "StageUnit", "constants", "expand", "readers", "spell"]
 

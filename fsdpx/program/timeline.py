@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdpx.program.action import Action
+from fsdpx.program.verbs import Action
 
 __all__ = ["Event", "Stuck", "Task", "Waits", "by_rank", "walk"]
 

@@ -1,32 +1,131 @@
-"""The table of verbs: which slots each verb takes, reads, adds into and gives, where it runs and what it moves.
+"""The verbs, the slots that they fill and empty, and actions."""
 
-Running, checking, counting and printing all read this table; none of them knows a verb by heart.
+from __future__ import annotations
 
-In the table a slot is written as a kind and what it ranges over:
-
-    "full:page"      the slot of the action's own page, e.g. full3;  "memory:coded"  likewise, if its codec keeps memory
-    "full:pages"     one slot for each page that the action's unit uses, tied ones included;  "grad:trained"  of those
-                     that are trained;  "total:twins"  of the pages of this rank that hold one parameter
-    "act:last"       activations that this unit is the last to read;  "act:kept"  those read again later
-    "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
-    "dact:found" "dact:in" "dact:made"  gradients of the unit's outputs, its inputs, and the model's outputs, each
-                     without constants: values whose gradient is not needed
-    "stats:moving"   of the action's unit, if it has running statistics;  "kept:unit"  per unit and microbatch
-    "saved:back"     likewise, if the unit has a backward
-    "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
-    "grad:every" "pushed:every"  of all trained pages
-    "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'
-    "edge:last" "edge:kept" "edge:arrives"  what travels: an activation, or its gradient on the way back
-    "record:here"    the slot whose value lies in a slower level between uses; "stored:here"  that it lies there as
-                     it is here; "stored:once"  until it is fetched, "stored:always"  until it changes,
-                     "stored:changed"  of the records of the action's own page
-    "weight:scored"  where the loss is computed;  "mean" "scale" "share" "trained"  one for the whole step
-"""
-
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-__all__ = ["VERBS", "Move", "Scratch", "Verb", "partner"]
+from fsdpx.errors import ProgramError
+
+__all__ = [
+    "SLOTS", "VERBS", "Action", "Move", "Scratch", "Slot", "SlotKind", "Verb", "buffer_of", "marked", "parse",
+    "partner",
+]  # fmt: skip
+
+_TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """op: a verb of the table. unit: number of the unit (or of the page, for verbs that move pages). mb: microbatch."""
+
+    op: str
+    unit: int | None = None
+    mb: int | None = None
+
+    def __str__(self) -> str:
+        unit = "" if self.unit is None else str(self.unit)
+        return self.op + unit + ("" if self.mb is None else f".{self.mb}")
+
+
+def parse(text: str) -> tuple[Action, ...]:
+    """The inverse of printing: actions separated by white space."""
+    actions = []
+    for word in text.split():
+        match = _TEXT.fullmatch(word)
+        if match is None:
+            wanted = "expected a verb in capitals, a number and .microbatch, as in F3.0"
+            raise ProgramError(f"{word!r} is no action: {wanted}")
+        unit, mb = (None if number is None else int(number) for number in match.groups()[1:])
+        actions.append(Action(match[1], unit, mb))
+    return tuple(actions)
+
+
+def marked(actions: Sequence[Action], at: int, around: int = 6) -> str:
+    """The neighbourhood of an action with an arrow under it."""
+    start = max(at - around, 0)
+    words = [str(a) for a in actions[start : at + around + 1]]
+    lead = "... " if start else ""
+    arrow = len(lead) + sum(len(w) + 1 for w in words[: at - start])
+    return f"  {lead}{' '.join(words)}\n  {' ' * arrow}^"
+
+
+class Slot(NamedTuple):
+    """kind: one of SLOTS. at: number of the page, unit or value. mb: microbatch. Prints as "full3" or "act5.0"."""
+
+    kind: str
+    at: int | None = None
+    mb: int | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.at is None else str(self.at)
+        return self.kind + at + ("" if self.mb is None else f".{self.mb}")
+
+
+@dataclass(frozen=True)
+class SlotKind:
+    """Kinds with the same `buffer` lie in the same memory and are never alive together.
+
+    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program,
+    unless it is there before or after it."""
+
+    buffer: str
+    memory: str
+    lent: bool = False
+
+
+SLOTS: dict[str, SlotKind] = {
+    # parameters, and what else is kept from step to step
+    "shard": SlotKind("shard", "parameters", lent=True),
+    "full": SlotKind("full", "parameters", lent=True),
+    "slots": SlotKind("slots", "optimiser", lent=True),  # of a page: a dict name -> array
+    "stored": SlotKind("stored", "control"),  # of a record: its values lie in a slower level
+    "memory": SlotKind("memory", "codec memory"),  # what a codec keeps per page, e.g. error feedback
+    "stats": SlotKind("stats", "state"),  # running statistics of a unit
+    # gradients
+    "grad": SlotKind("grad", "gradients", lent=True),
+    "sum": SlotKind("grad", "gradients", lent=True),
+    "part": SlotKind("part", "gradients"),
+    "total": SlotKind("part", "gradients"),
+    "tied": SlotKind("part", "gradients"),
+    # replicas that train by themselves: where a round began, what outer steps keep, and what is under way between them
+    "outer": SlotKind("outer", "outer parameters"),
+    "velocity": SlotKind("velocity", "outer optimiser"),
+    "delta": SlotKind("delta", "gradients"),
+    "next": SlotKind("next", "outer parameters"),
+    # activations
+    "act": SlotKind("act", "activations"),
+    "dact": SlotKind("dact", "activations"),
+    "saved": SlotKind("saved", "activations"),
+    "held": SlotKind("held", "activations"),
+    "kept": SlotKind("kept", "activations"),
+    "seed": SlotKind("seed", "activations"),
+    # numbers
+    "loss": SlotKind("loss", "control"),
+    "weight": SlotKind("weight", "control"),
+    "mean": SlotKind("mean", "control"),
+    "scale": SlotKind("scale", "control"),
+    "trained": SlotKind("trained", "control"),  # by a replica, since each fragment was last sent
+    "share": SlotKind("share", "control"),
+    "agreed": SlotKind("agreed", "control"),
+    "pushed": SlotKind("pushed", "control"),  # this rank's gradient of a page is where it is held
+    # scratch
+    "wire": SlotKind("wire", "scratch", lent=True),
+    "carry": SlotKind("carry", "scratch", lent=True),
+    "trade": SlotKind("trade", "scratch", lent=True),
+    "join": SlotKind("join", "scratch", lent=True),
+    "tie": SlotKind("tie", "scratch", lent=True),
+    "parcel": SlotKind("parcel", "scratch", lent=True),
+}
+
+
+def buffer_of(slot: Slot) -> Slot:
+    """The memory that a slot lies in: that of sum3 is grad3."""
+    kind = SLOTS[slot.kind].buffer
+    return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,18 @@ from fsdpx.codecs import Compressed, Moves, Plain, Route
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.layout.shards import ShardedPage
+from fsdpx.layout.pages import ShardedPage
 from fsdpx.layout.tree import TreeNode, chunks_of, depth, nodes_of
-from fsdpx.state.gradients import ChunkGradients, Gradient, Reduction, Subtrees, WholeGradient, same_memory
-from fsdpx.state.parcels import Parcels, parcel_nbytes
+from fsdpx.state.gradients import (
+    ChunkGradients,
+    Gradient,
+    Parcels,
+    Reduction,
+    Subtrees,
+    WholeGradient,
+    parcel_nbytes,
+    same_memory,
+)
 from fsdpx.state.transfer import Transfer
 
 __all__ = ["Accumulation", "ByChunk", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]

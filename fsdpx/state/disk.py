@@ -1,26 +1,90 @@
-"""A file of one rank in a folder on disk: taken for this job alone, read and written in the background.
-
-The file has no name from the moment it is open, so nothing is left of it however the process ends."""
+"""What a rank keeps on disk: how fast it is, records of state, and activations."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
+import platform
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx import files
+from fsdpx import environment, files
+from fsdpx.array.arena import address
 from fsdpx.errors import OffloadError
+from fsdpx.files import typed
+from fsdpx.shapes.array import Root, ShapeArray
+from fsdpx.state import tuning
 
-__all__ = ["ALIGN", "File", "taken"]
+__all__ = ["ALIGN", "File", "Rates", "Spilled", "rates_of", "root_of", "spill", "taken"]
+
+BYTES = 64 << 20
+"""As many are written and read."""
+
+
+class Rates(NamedTuple):
+    """Bytes per second."""
+
+    read: float
+    written: float
+
+    def seconds(self, read: int, written: int) -> float:
+        """The time to read `read` bytes and then write `written`."""
+        return read / self.read + written / self.written
+
+
+def rates_of(folder: Path, direct: bool | None) -> Rates | None:
+    """Of the disk of a folder, in the pieces in which rows are moved; None where that cannot be known: the folder is
+    missing or full, or nothing is to be measured (FSDPX_TUNE=0)."""
+    if not folder.is_dir():
+        return None
+    settings = environment.read()
+    key = {"machine": platform.node(), "device": folder.stat().st_dev, "direct": direct is not False}
+    known = tuning.read("disk", key, _of_record, times=settings.tune)
+    if known is not None and not settings.retune:
+        return known
+    if not settings.tune:
+        return None
+    busy = tuning.load()
+    try:
+        found = _measured(folder, direct)
+    except OffloadError:
+        return None
+    tuning.write("disk", key, found._asdict(), busy)
+    return found
+
+
+def _of_record(value: dict[str, Any]) -> Rates:
+    found = Rates(**typed(value, {"read": float, "written": float}))
+    if not all(0 < rate < math.inf for rate in found):
+        raise ValueError("a rate is no number of bytes per second")
+    return found
+
+
+def _measured(folder: Path, direct: bool | None) -> Rates:
+    memory = np.zeros(BYTES + ALIGN, np.uint8)
+    start = -address(memory) % ALIGN
+    data, file = memory[start : start + BYTES], File(folder, BYTES, direct)
+    try:
+        file.write(0, data).wait()  # the first time a disk sets blocks aside
+        seconds = []
+        for move in (file.read, file.write):
+            begin = perf_counter()
+            move(0, data).wait()
+            seconds.append(perf_counter() - begin)
+        return Rates(*(BYTES / one for one in seconds))
+    finally:
+        file.close()
+
 
 ALIGN = mmap.ALLOCATIONGRANULARITY
 """Bytes: where parts of the file begin, and memory that it is read into. Direct I/O and maps ask for it."""
@@ -204,3 +268,89 @@ def taken(folder: Path, owner: str) -> int:
         os.close(fd)
         raise error if isinstance(error, OffloadError) else OffloadError(f"{folder}: {error.strerror}") from error
     return fd
+
+
+LEAST = 1 << 14
+"""Bytes of an array that is worth a read and a write."""
+
+
+class ArrayAddress(NamedTuple):
+    """Where an array lies in memory of number `root`. strides: None for arrays without data."""
+
+    root: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: Any
+
+
+@dataclass
+class Spilled:
+    """A value without its large arrays. roots: the memory that these lay in, until it is written; sizes: its bytes."""
+
+    tree: Any = None
+    roots: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def value(self, memory: list[Any]) -> Any:
+        """The value, with the arrays in other memory that holds the same."""
+        return _mapped(
+            self.tree, lambda leaf: _array(memory[leaf.root], leaf) if isinstance(leaf, ArrayAddress) else leaf
+        )
+
+
+def spill(value: Any, stays: Callable[[Any], bool]) -> Spilled:
+    """Take apart tuples, lists and dicts down to their arrays. Memory that `stays` wants to keep, that is small, or of
+    which they use less than half, stays."""
+    made, numbers = Spilled(), dict[int, int]()
+
+    def apart(leaf: Any) -> Any:
+        root = root_of(leaf)
+        if root is None or not _worth(leaf, root) or stays(root):
+            return leaf
+        if id(root) not in numbers:
+            numbers[id(root)] = len(made.roots)
+            made.roots.append(root)
+            made.sizes.append(int(root.nbytes))
+        if isinstance(root, Root):
+            return ArrayAddress(numbers[id(root)], 0, leaf.shape, None, leaf.dtype)
+        return ArrayAddress(numbers[id(root)], address(leaf) - address(root), leaf.shape, leaf.strides, leaf.dtype)
+
+    made.tree = _mapped(value, apart)
+    return made
+
+
+def root_of(array: Any) -> Any:
+    """The array in whose memory this one lies, None if it is no array; of arrays without data their `Root`."""
+    if isinstance(array, ShapeArray):
+        return array.root
+    if not isinstance(array, np.ndarray):
+        return None
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _worth(array: Any, root: Any) -> bool:
+    own = array.size * array.dtype.itemsize
+    whole = isinstance(root, Root) or root.flags.c_contiguous or root.flags.f_contiguous
+    return bool(whole and root.nbytes >= LEAST and 2 * own >= root.nbytes)
+
+
+def _array(memory: Any, place: ArrayAddress) -> Any:
+    if place.strides is None:
+        return ShapeArray(place.shape, place.dtype, memory)
+    return np.ndarray(place.shape, place.dtype, memory, place.offset, place.strides)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts with other leaves."""
+    if isinstance(value, dict):
+        return {name: _mapped(one, change) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_mapped(one, change) for one in value]
+    if type(value) is tuple:
+        return tuple(_mapped(one, change) for one in value)
+    if isinstance(value, tuple) and not isinstance(value, ArrayAddress):  # with named fields
+        return type(value)(*(_mapped(one, change) for one in value))
+    return change(value)

@@ -1,13 +1,18 @@
-"""The inputs of one run of a program."""
+"""What a program is given: microbatches, and the shapes of the values between units."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdpx.comm.backend import FakeCommunicator
+from fsdpx.comm.mesh import Axes, connect
 from fsdpx.nn.cache import Cache
+from fsdpx.nn.sort import Sorted, shapes
+from fsdpx.shapes import ShapeArray
 
-__all__ = ["Feed", "Microbatch"]
-
+__all__ = ["Feed", "Microbatch", "ValueShapes"]
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -27,3 +32,28 @@ class Feed:
     training: bool = True
     commit: Callable[[Any, Any], None] | None = None
     cache: Cache | None = None
+
+
+class ValueShapes:
+    """Of a model in one format, at any rank of the tensor axis; found once for each shape of a batch."""
+
+    def __init__(self, model: Sorted, axes: Axes, dtype: Any) -> None:
+        self._model, self._axes, self._dtype = model, axes, dtype
+        self._found: dict[Any, list[Any]] = {}
+        self._imagined: dict[int, Axes] = {}
+
+    def of(self, value: int, batch: Microbatch, tensor: int | None = None) -> Any:
+        """A value of a microbatch as a shape-only array; on rank `tensor` of the tensor axis."""
+        rank = self._axes.tensor.rank if tensor is None else tensor
+        key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
+        if key not in self._found:
+            inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
+            self._found[key] = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
+        return self._found[key][value]
+
+    def imagined(self, tensor: int) -> Axes:
+        """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""
+        if tensor not in self._imagined:
+            mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
+            self._imagined[tensor] = connect(mesh, FakeCommunicator(mesh.rank(place), mesh.size))
+        return self._imagined[tensor]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fsdpx.comm.opening import node_of
 from fsdpx.config import byte_count
 from fsdpx.state.state import TrainState
-from fsdpx.state.tables import bytes_text, table
+from fsdpx.state.tuning import bytes_text, table
 
 __all__ = ["Footprint", "ProcessBytes", "held", "memory_limits", "peak_rss", "reading"]
 

@@ -19,11 +19,9 @@ from fsdpx.config import Offload
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.program import Slot
 from fsdpx.shapes.array import Root
-from fsdpx.state.disk import ALIGN, DiskTransfer, File, taken
+from fsdpx.state.disk import ALIGN, DiskTransfer, File, Rates, Spilled, rates_of, taken
 from fsdpx.state.ledger import KINDS, Key, LedgerRow
 from fsdpx.state.placement import Placement
-from fsdpx.state.rates import Rates, rates_of
-from fsdpx.state.spill import Spilled
 
 __all__ = ["Disk", "open_disk"]
 

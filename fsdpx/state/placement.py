@@ -14,9 +14,7 @@ from fsdpx.comm.communicator import DONE, Communicator, split_evenly
 from fsdpx.comm.mesh import Axes, Coordinates
 from fsdpx.config import Apart, Offload, Precision, Sharding
 from fsdpx.errors import ConfigError
-from fsdpx.layout.pages import Page, cut
-from fsdpx.layout.ranges import Range
-from fsdpx.layout.shards import ShardedPage
+from fsdpx.layout.pages import Page, Range, ShardedPage, cut
 from fsdpx.layout.units import Layout, Unit
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec, dotted
@@ -27,11 +25,10 @@ from fsdpx.optim.rounded import inside
 from fsdpx.optim.segments import Peers
 from fsdpx.program import Rounds, Stage
 from fsdpx.state.accumulation import Accumulation, accumulation
-from fsdpx.state.feed import Microbatch
+from fsdpx.state.feed import Microbatch, ValueShapes
 from fsdpx.state.local import Local
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.recompute import Recompute
-from fsdpx.state.shapes import ValueShapes
 from fsdpx.state.transfer import Transfer
 from fsdpx.state.tuning import Tuning
 

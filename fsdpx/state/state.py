@@ -1,23 +1,114 @@
-"""The train state of one rank: what lasts from step to step, by ledger, and what programs leave in slots."""
+"""What lasts from step to step: parameters, state of the optimiser, the loss scale, and the time spent."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
+from fsdpx.config import Precision
+from fsdpx.errors import NumericsError
 from fsdpx.program import Slot
 from fsdpx.state.exchange import Exchange
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
-from fsdpx.state.scaler import Scaler
 from fsdpx.state.ties import Tie
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["TRAINED", "Beyond", "TrainState"]
+__all__ = ["BATCHES", "PROGRESS", "TRAINED", "Beyond", "Clock", "Scaler", "Spent", "TrainState"]
+
+SMALLEST = 2.0**-40
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """value: factor on the loss. good: steps since it last changed. Dynamic scales halve on overflow, else double."""
+
+    value: float
+    dynamic: bool
+    growth_interval: int
+    good: int = 0
+
+    @classmethod
+    def of(cls, precision: Precision) -> Scaler:
+        dynamic = precision.loss_scale == "dynamic"
+        value = precision.initial_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
+        return cls(value, dynamic, precision.growth_interval)
+
+    def after(self, finite: bool) -> Scaler:
+        """The scale after a step whose gradients were finite, or not; every rank sees the same flag."""
+        if not self.dynamic:
+            return self
+        if finite:
+            grown = self.good + 1 >= self.growth_interval
+            return replace(self, value=self.value * 2, good=0) if grown else replace(self, good=self.good + 1)
+        if self.value / 2 < SMALLEST:
+            raise NumericsError(
+                f"gradients are NaN or Inf at every loss scale down to {self.value / 2:g}: "
+                "distribute(..., check_finite=True) names where they begin"
+            )
+        return replace(self, value=self.value / 2, good=0)
+
+    def restored(self, value: float, good: int) -> Scaler:
+        """The scale of a checkpoint; one that does not move stays what the precision says."""
+        return replace(self, value=value, good=good) if self.dynamic else self
+
+
+PROGRESS = "(moving transfers on)"
+"""A row of the clock beside those of the verbs."""
+BATCHES = "(batches: checked, and agreed on by all ranks)"
+"""Another one: the first ranks to get there wait for the others."""
+
+
+class Spent(NamedTuple):
+    """What went into the actions of one verb.
+
+    seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
+    sent or received in them. flown: seconds that transfers which they began were under way. busy: those of them in
+    which this rank moved the transfer on or waited for it; the rest was computed over."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    calls: int = 0
+    nbytes: int = 0
+    flown: float = 0.0
+    busy: float = 0.0
+
+
+@dataclass
+class Clock:
+    """rows: by verb, the numbers of a `Spent`. Moving transfers on between actions is a row of its own. in_flight: by
+    mesh axis, the seconds that transfers were under way, and those of them in which this rank did nothing else."""
+
+    rows: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0, 0, 0.0, 0.0]))
+    in_flight: dict[str, tuple[float, float]] = field(default_factory=dict)
+    start: float = field(default_factory=perf_counter)
+
+    def landed(self, op: str, axis: str, seconds: float, busy: float) -> None:
+        """A transfer over `axis` that an action of this verb began is complete."""
+        before = self.in_flight.get(axis, (0.0, 0.0))
+        self.in_flight[axis] = (before[0] + seconds, before[1] + busy)
+        row = self.rows[op]
+        row[4] += seconds
+        row[5] += busy
+
+    def ran(self, op: str, begin: float, ready: float, end: float, nbytes: int = 0) -> None:
+        """An action of this verb began, had all it needs, and ended."""
+        row = self.rows[op]
+        row[0] += end - ready
+        row[1] += ready - begin
+        row[2] += 1
+        row[3] += nbytes
+
+    def spent(self) -> dict[str, Spent]:
+        """By verb, as it is now."""
+        return {op: Spent(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()}
+
 
 LASTING = frozenset(
     {"stats", "stored", "trained", "delta", "next", *(kind.slot for kind in KINDS.values() if kind.slot)}

@@ -1,21 +1,24 @@
-"""What is chosen by measurement, once per machine and kind of job: a few hundred milliseconds, then kept on disk.
-
-Nothing here changes what is computed but the BLAS library, which takes another one's place only where it is clearly
-faster, so that a job started again computes the same bits. All ranks take the choices of rank 0."""
+"""Choices that are measured once on a machine and kept: records, and what is chosen by them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 import platform
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fsdpx import environment
+from fsdpx import environment, files
 from fsdpx.array import blas, cores, parallel
 from fsdpx.comm.backend import ALGORITHMS, FakeCommunicator, FakeNode
 from fsdpx.comm.calls import Poker
@@ -24,13 +27,137 @@ from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES
 from fsdpx.native.processor import cpuinfo
-from fsdpx.state import records
 from fsdpx.version import __version__
 
 if TYPE_CHECKING:
     from fsdpx.comm.node.node import NodeCommunicator
 
-__all__ = ["Tuning", "stored", "tune_for"]
+__all__ = [
+    "BUSY", "Measurement", "Tuning", "bytes_text", "every", "kept", "load", "read", "stored", "table", "tune_for",
+    "write",
+]  # fmt: skip
+
+def bytes_text(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [_row(row, widths) for row in rows]
+    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+
+
+def _row(cells: tuple[str, ...], widths: list[int]) -> str:
+    """The first column to the left, the others to the right."""
+    right = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return "  ".join([cells[0].ljust(widths[0]), *right])
+
+
+Record = TypeVar("T")
+_KINDS = {"key": dict, "value": dict, "date": str, "load": (int, float)}
+_refused: set[Path] = set()
+"""Folders that could not be written."""
+
+
+BUSY = 0.5
+"""Processes that want to run, per core: from there on times are not those of the machine."""
+
+
+class Measurement(NamedTuple):
+    """key: all that the value depends on. date: when it was measured, in UTC. load: how busy the machine was."""
+
+    key: dict[str, Any]
+    value: dict[str, Any]
+    date: str
+    load: float
+
+
+def load() -> float:
+    """How many processes of the machine want to run, per core, in the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+
+
+def read(kind: str, key: dict[str, Any], made: Callable[[dict[str, Any]], Record], times: bool = True) -> Record | None:
+    """The value, as `made` makes it; None if there is none, if the machine was busy when it was measured and is calm
+    now, or, with one warning, if the file is not ours or damaged: then it is measured again.
+
+    made: raises ValueError or TypeError for a value that it cannot be made of. times: whether other processes change
+    it."""
+    file = _file(kind, key)
+    try:
+        record = _of(file, kind)
+        if record is None:
+            return None
+        if record.key != key:
+            raise ValueError("it is the record of something else")
+        return None if times and load() < BUSY <= record.load else made(record.value)
+    except (ValueError, TypeError) as error:
+        files.passed_over(error, file)
+    return None
+
+
+def every(kind: str) -> Iterator[Measurement]:
+    """All records of a kind, those of other machines as well."""
+    for file in sorted(environment.read().cache.glob(f"{kind}-*.json")):
+        with suppress(ValueError):
+            record = _of(file, kind)
+            if record is not None:
+                yield record
+
+
+def write(kind: str, key: dict[str, Any], value: dict[str, Any], busy: float = 0.0) -> None:
+    """Whole or not at all. A folder that cannot be written only means measuring again, as one warning says.
+
+    busy: the load when it was measured."""
+    file, date = _file(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
+    text = json.dumps({"key": key, "date": date, "load": round(busy, 2), kind: value}, indent=1)
+    try:
+        files.folder(file.parent, private=False)
+        files.write(file, text, files.READABLE)
+    except OSError as error:
+        _refuse(file.parent, error)
+
+
+def kept() -> str:
+    """Where measurements are kept, as the end of a line; nothing if they cannot be, as a warning has said."""
+    folder = environment.read().cache
+    return "" if folder in _refused else f"; what came of it is kept in {folder}"
+
+
+def _refuse(folder: Path, error: OSError) -> None:
+    if folder not in _refused:
+        _refused.add(folder)
+        warnings.warn(
+            f"fsdpx: measurements cannot be kept in {folder} ({error.strerror or error}), so every start measures "
+            "again: set FSDPX_CACHE to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _of(file: Path, kind: str) -> Measurement | None:
+    """None if it is not there or not ours; ValueError for anything but a record."""
+    data = files.believed(file)
+    if data is None:
+        return None
+    return Measurement(**files.typed(_renamed(files.parse_json(data), kind), _KINDS))
+
+
+def _renamed(found: Any, kind: str) -> Any:
+    """The value under its own name in place of its kind's; without a date or load, one that is unknown."""
+    if type(found) is not dict:
+        return found
+    return {"date": "", "load": 0.0} | {"value" if name == kind else name: value for name, value in found.items()}
+
+
+def _file(kind: str, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return environment.read().cache / f"{kind}-{digest}.json"
+
 
 T = TypeVar("T")
 
@@ -91,13 +218,13 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     found = _of_rank_0(world, None if anyway else known)
     if found is None:
         last = _of_rank_0(world, known or _like(key))
-        busy = records.load()
+        busy = load()
         found = _measure_well(world, last)
         if last is not None and not anyway:  # jobs of all sizes on a machine compute with one library: the same bits
             found = replace(found, blas=last.blas, sixteen=last.sixteen)
         _remeasured.add(str(key))
         if world.rank == 0:
-            records.write("tuning", key, asdict(found), busy)
+            write("tuning", key, asdict(found), busy)
     if found.blas != blas.chosen():
         blas.choose(found.blas)
     if found.sixteen:
@@ -109,10 +236,10 @@ _remeasured: set[str] = set()
 """Kinds of jobs that this process has measured."""
 
 
-def stored() -> list[tuple[dict[str, Any], Tuning, records.Measurement]]:
+def stored() -> list[tuple[dict[str, Any], Tuning, Measurement]]:
     """What was measured on this machine: what it is for, the choices, and the record, with when it was and how busy the
     machine was."""
-    here = (record for record in records.every("tuning") if record.key.get("machine") == platform.node())
+    here = (record for record in every("tuning") if record.key.get("machine") == platform.node())
     found = []
     for record in here:
         with suppress(ValueError):  # of another version, or damaged
@@ -301,7 +428,7 @@ def _way(node: NodeCommunicator | FakeNode) -> str:
 
 
 def _kept(key: dict[str, Any], times: bool = True) -> Tuning | None:
-    return records.read("tuning", key, _tuning, times)
+    return read("tuning", key, _tuning, times)
 
 
 def _like(key: dict[str, Any]) -> Tuning | None:

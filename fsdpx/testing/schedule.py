@@ -47,7 +47,7 @@ class ScheduleContract:
         return None
 
     def test_it_can_run_at_every_size(self) -> None:
-        """As `fsdpx.program.validate` proves."""
+        """As `fsdpx.program.check` proves."""
         for made in self._made():
             validate(made)
 

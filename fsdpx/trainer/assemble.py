@@ -34,17 +34,17 @@ from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort, with_numbers
 from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
-from fsdpx.optim.matrices import BUT
+from fsdpx.optim.muon import BUT
 from fsdpx.optim.rounded import Rounded, scheduled
 from fsdpx.program import Slot, Stage, pipeline
-from fsdpx.state import records
+from fsdpx.state import tuning as records
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
+from fsdpx.state.ledger import memories
 from fsdpx.state.local import Local, local_of
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
-from fsdpx.state.rows import memories
 from fsdpx.state.tuning import Tuning, tune_for
 from fsdpx.trainer.absent import NoOptimizer
 from fsdpx.trainer.choices import (
@@ -54,7 +54,7 @@ from fsdpx.trainer.choices import (
     check_whole,
 )
 from fsdpx.trainer.excluded import CHUNKS, LOCAL, OWN, Beside, demand_together, is_collective
-from fsdpx.trainer.notices import say, slow
+from fsdpx.trainer.progress import say, slow
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
 from fsdpx.words import demand_match

@@ -10,8 +10,7 @@ import numpy as np
 from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.errors import ConfigError
-from fsdpx.generation.sampling import Sampling
-from fsdpx.generation.texts import Stream, TextLimits, checked, padded, window, write
+from fsdpx.generation.texts import Sampling, Stream, TextLimits, checked, padded, window, write
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.container import Container
 from fsdpx.nn.layer import Layer, dotted

@@ -17,9 +17,8 @@ from fsdpx import files
 from fsdpx.checkpoint.commit import hold
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.observe.folder import rows_of
-from fsdpx.trainer.history import History
-from fsdpx.trainer.notices import LOGGER, say
-from fsdpx.trainer.progress import Rate
+from fsdpx.trainer.progress import LOGGER, Rate, say
+from fsdpx.trainer.series import History
 
 __all__ = ["Log"]
 

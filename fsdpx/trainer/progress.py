@@ -1,17 +1,156 @@
-"""How training goes, on rank 0: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress lines, notices, and what ends a run early."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol, TextIO
 
-from fsdpx.trainer.history import History
-from fsdpx.trainer.notices import line
+import numpy as np
 
-__all__ = ["ProgressBar", "Rate"]
+from fsdpx.comm.backend import FakeCommunicator
+from fsdpx.errors import ConfigError
+from fsdpx.trainer.series import History
+
+__all__ = ["LOGGER", "SILENCE", "Limits", "ProgressBar", "Rate", "Votes", "line", "say", "slow"]
+
+SILENCE = 1.0
+"""Seconds that something may take before it is named."""
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes each line in one piece to the current standard error."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+LOGGER = logging.getLogger("fsdpx")
+"""All messages go through it; `logging.getLogger("fsdpx").handlers` may be replaced."""
+LOGGER.addHandler(_StandardError())
+LOGGER.setLevel(logging.INFO)
+LOGGER.propagate = False
+
+
+def line(text: str) -> None:
+    """A line on standard error, and wherever else the logger of fsdpx writes."""
+    LOGGER.info("%s", text)
+
+
+def say(who: Any, text: str) -> None:
+    """A line on rank 0 of a trainer or a communicator."""
+    if who.rank == 0:
+        line(f"fsdpx: {text}")
+
+
+@contextmanager
+def slow(who: Any, what: str, outcome: Callable[[], str] = str) -> Iterator[None]:
+    """If the block takes longer than a second, rank 0 says what it does, and at its end how long it took.
+
+    Ranks that do not exist say nothing, and start no thread, for which there may be no memory. outcome: what is added
+    to the end."""
+    if isinstance(who, FakeCommunicator):
+        yield
+        return
+    begin, named = perf_counter(), threading.Event()
+
+    def name() -> None:
+        named.set()
+        say(who, f"{what} ...")
+
+    timer = threading.Timer(SILENCE, name)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if named.is_set():
+            say(who, f"{what} took {perf_counter() - begin:.0f} s{outcome()}")
+
+
+STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
+
+
+class Votes(Protocol):
+    """The part of a trainer that agreeing on an end needs."""
+
+    @property
+    def apart(self) -> bool: ...
+    def most(self, values: np.ndarray, what: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """As in `fit`. An end is one of the words above, "" is none."""
+
+    epochs: int | None
+    steps: int | None
+    every: int
+    patience: int | None
+    stop: Callable[[History], bool] | None
+
+    def demand(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
+        """ConfigError for numbers that are too small, and for options that need validation where there is none."""
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"fit(steps={self.steps}): at least 1, or None for whole epochs")
+        if self.epochs is None and self.steps is None:
+            raise ConfigError("fit(epochs=None): then steps=... says when training ends")
+        for name in ("epochs", "every", "patience"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ConfigError(f"fit({name}={number}): at least 1")
+        if self.patience is not None and validation is None:
+            raise ConfigError(f"fit(patience={self.patience}): patience needs validation=..., and none is given")
+        if validation is None and (metrics or restore_best):
+            raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
+
+    def over(self, history: History, epochs: int, before: str) -> str:
+        """The end of a run that is begun again after `epochs` of them. before: how the earlier start ended, "" if it
+        was interrupted: the last validation may be missing then."""
+        if self.steps is not None and history.steps >= self.steps:
+            return STEPS
+        if before and self.epochs is not None and epochs >= self.epochs:
+            return EPOCHS
+        if before == PATIENCE and self._tired(history):
+            return PATIENCE
+        return STOP if before == STOP and self.stop is not None else ""
+
+    def validates(self, history: History) -> bool:
+        """Whether it is time after this step, or the last step."""
+        return history.steps % self.every == 0 or history.steps == self.steps
+
+    def reached(self, trainer: Votes, history: History) -> str:
+        """After such a step: the same answer on all ranks. Collective."""
+        if trainer.apart and self.patience is None and self.stop is None:  # then there is nothing to agree on
+            return STEPS if history.steps == self.steps else ""
+        asked = self.stop is not None and self.stop(history)
+        votes = trainer.most(np.array([float(self._tired(history)), float(asked)]), "early stopping")
+        if votes.any():
+            return PATIENCE if votes[0] else STOP
+        return STEPS if history.steps == self.steps else ""
+
+    def words(self, end: str) -> str:
+        return {
+            STEPS: f"{self.steps} steps done",
+            EPOCHS: "all epochs done",
+            PATIENCE: f"no better validation loss in {self.patience} validations",
+            STOP: "stop() said so",
+        }.get(end, "")
+
+    def _tired(self, history: History) -> bool:
+        return self.patience is not None and history.since_best >= self.patience
+
 
 SECONDS = 5.0
 """Seconds between two lines where there is no terminal."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, nan
 
-from fsdpx.state.tables import table
+from fsdpx.state.tuning import table
 
 __all__ = ["METRICS", "Routing", "Watched", "routing_of", "routing_table", "together"]
 

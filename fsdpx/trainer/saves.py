@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fsdpx.errors import CheckpointError
-from fsdpx.trainer.history import History
-from fsdpx.trainer.notices import say
-from fsdpx.trainer.series import Checkpoints, Resumable
+from fsdpx.trainer.progress import say
+from fsdpx.trainer.series import Checkpoints, History, Resumable
 
 __all__ = ["Saves", "Saving"]
 

@@ -19,8 +19,8 @@ from fsdpx.config import Async
 from fsdpx.engine.direct import Direct
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
-from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.results import GradientScale, Mean
+from fsdpx.engine.run import demand_finite
+from fsdpx.engine.views import GradientScale, Mean
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index
@@ -28,15 +28,14 @@ from fsdpx.nn.sort import Sorted, infer
 from fsdpx.observe.trace import Tracer
 from fsdpx.program import KINDS, Program, Request, Slot, Stage, compile, one_by_one
 from fsdpx.shapes import ShapeArray
-from fsdpx.state.clock import BATCHES
 from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
-from fsdpx.state.state import TrainState
+from fsdpx.state.state import BATCHES, TrainState
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
+from fsdpx.trainer.batch import Twins
 from fsdpx.trainer.outputs import whole_outputs
 from fsdpx.trainer.recompute import recomputed_units
-from fsdpx.trainer.twins import Twins
 from fsdpx.words import patterns_of
 
 __all__ = ["Session"]

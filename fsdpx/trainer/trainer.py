@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from fsdpx.checkpoint.agree import alone
 from fsdpx.checkpoint.background import Background
+from fsdpx.checkpoint.commit import alone
 from fsdpx.checkpoint.load import load
 from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
@@ -25,13 +25,11 @@ from fsdpx.checkpoint.weights import WeightsReport, load_weights
 from fsdpx.comm.communicator import Communicator
 from fsdpx.config import python_number
 from fsdpx.engine.engine import Engine
-from fsdpx.engine.results import GradientScale
+from fsdpx.engine.views import GradientScale
 from fsdpx.errors import ConfigError, DataError, RankLost
-from fsdpx.generation.sampling import Sampling
-from fsdpx.generation.texts import Stream, is_one
-from fsdpx.nn.expert import CutMoE
+from fsdpx.generation.texts import Sampling, Stream, is_one
 from fsdpx.nn.marks import paths
-from fsdpx.nn.moe import MoE
+from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
@@ -41,15 +39,13 @@ from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
 from fsdpx.trainer.absent import demand
 from fsdpx.trainer.choices import demand_known
-from fsdpx.trainer.fit import fit
+from fsdpx.trainer.fit import fit, settings_of
 from fsdpx.trainer.generate import generate
-from fsdpx.trainer.history import History
 from fsdpx.trainer.outputs import cut_output, input_gradients
-from fsdpx.trainer.report import Report, report
+from fsdpx.trainer.report import Report, Summary, report
 from fsdpx.trainer.routing import Routing, routing_of, together
+from fsdpx.trainer.series import History
 from fsdpx.trainer.session import Session
-from fsdpx.trainer.settings import settings_of
-from fsdpx.trainer.summary import Summary
 from fsdpx.trainer.whole import (
     common_parameters,
     put_averages,

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.array.blas import halves
 from fsdpx.array.kernels.activation import CUBIC, SLOPE
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Stretch
 

@@ -9,7 +9,7 @@ from amount import few
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.kernels import use
 from fsdpx.array.kernels.compiled import winograd
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 
 WINDOWS = [
     ((3, 3), (1, 1), (1, 1)),  # Winograd's way where channels allow it

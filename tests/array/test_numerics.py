@@ -114,7 +114,7 @@ def test_unknown_gelu(mode):
 
 
 def test_sorted_sum_of_embedding_gradients_matches():
-    from fsdpx.array.kernels.embedding import _add_sorted
+    from fsdpx.array.kernels.loss import _add_sorted
 
     rng = np.random.default_rng(0)
     for n in (0, 1, 2, 57):

@@ -17,7 +17,7 @@ from references import BF16, F16, FAMILIES, TOLERANCE, agree, cases
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.compiled import winograd
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 
 ROWS = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 130])
 COLUMNS = st.integers(1, 140)

@@ -8,7 +8,7 @@ import pytest
 from fsdpx import shapes
 from fsdpx.array import kernels
 from fsdpx.array.kernels import attention, embedding_backward
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.random import Stretch
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes import known as known_of

@@ -7,7 +7,7 @@ import numpy as np
 from models import KNOWN, make, part
 
 from fsdpx import Mesh, Trainer, data, spawn
-from fsdpx.checkpoint.files import WRITTEN
+from fsdpx.checkpoint.disk import WRITTEN
 from fsdpx.comm import Communicator
 
 MESHES = {

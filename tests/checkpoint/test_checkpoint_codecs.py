@@ -12,7 +12,7 @@ from savers import ALL, build, everywhere, steps
 
 import fsdpx
 from fsdpx import Trainer
-from fsdpx.checkpoint.kept import Name, written
+from fsdpx.checkpoint.pieces import Name, written
 from fsdpx.comm import Communicator
 
 OPTIONS: dict[str, Any] = {"precision": "float32", "codec": "int8"}

@@ -22,8 +22,8 @@ from savers import ALL, build, contents, everywhere, steps
 
 from fsdpx import optim, spawn
 from fsdpx.checkpoint import background, commit, disk, write
-from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.weights import REMEDY
+from fsdpx.checkpoint.write import Manifest
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
 

@@ -12,9 +12,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpx.checkpoint.digest import Sum, whole
-from fsdpx.checkpoint.format import array_type, code_of, lay, parse
-from fsdpx.checkpoint.rounding import rounded
+from fsdpx.checkpoint.format import Sum, array_type, code_of, lay, parse, rounded, whole
 from fsdpx.errors import CheckpointError
 
 DTYPES = [

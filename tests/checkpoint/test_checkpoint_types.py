@@ -17,7 +17,7 @@ from savers import contents
 from fsdpx import Trainer, data, nn, optim, spawn
 from fsdpx.__main__ import main
 from fsdpx.checkpoint.format import parse
-from fsdpx.checkpoint.manifest import Manifest
+from fsdpx.checkpoint.write import Manifest
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError
 

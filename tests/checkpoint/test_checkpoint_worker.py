@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fsdpx.checkpoint.worker import Worker
+from fsdpx.checkpoint.write import Worker
 
 
 def test_tasks_run_beside_their_owner_in_order() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdpx.checkpoint import source
+from fsdpx.checkpoint import read as source
 from fsdpx.data import ImageFolder, SupervisedDataset, TextDataset, TokenDataset
 from fsdpx.errors import FsdpxError
 from fsdpx.facade.builder import ModelBuilder

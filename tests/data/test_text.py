@@ -5,7 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fsdpx.data import DataLoader, TextDataset, stdlib_sources, windows
+from fsdpx.data import DataLoader, TextDataset, stdlib_sources
+from fsdpx.data import dataset as windows
 from fsdpx.errors import ConfigError, DataError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpx.elastic.buddies import buddies, groups
+from fsdpx.elastic.copies import buddies, groups
 
 HOSTS = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=24)
 

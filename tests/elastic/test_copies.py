@@ -16,12 +16,11 @@ from fsdpx import Mesh, Trainer
 from fsdpx.checkpoint.pieces import Held, held
 from fsdpx.checkpoint.state import scalars_of
 from fsdpx.comm import Communicator
-from fsdpx.elastic.buddies import buddies, groups
-from fsdpx.elastic.copies import Copies, Generation
+from fsdpx.elastic.copies import Copies, Generation, buddies, groups
 from fsdpx.elastic.descriptors import describe, live, missing
 from fsdpx.elastic.recut import recut
 from fsdpx.errors import RankLost
-from fsdpx.state.rows import saved_tensors
+from fsdpx.state.ledger import saved_tensors
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),

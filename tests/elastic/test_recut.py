@@ -228,7 +228,7 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
     from fsdpx.checkpoint.pieces import held
-    from fsdpx.state.rows import saved_tensors
+    from fsdpx.state.ledger import saved_tensors
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
     found = assembled(held(trainer.engine.state))

@@ -19,7 +19,7 @@ from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples.digits import draw
 from fsdpx.nn.models import digits
-from fsdpx.state.tables import bytes_text
+from fsdpx.state.tuning import bytes_text
 
 CODECS: dict[str, Callable[[], Any]] = {
     "int8": lambda: "int8",

@@ -12,8 +12,8 @@ from amount import few, in_full
 from fsdpx import Mesh, dry_run, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
+from fsdpx.trainer.report import Summary
 from fsdpx.trainer.routing import Routing
-from fsdpx.trainer.summary import Summary
 
 SAMPLES, STEPS = 4, 3
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from fsdpx.array.random import uniform
-from fsdpx.generation.sampling import NO_TOKEN, Sampling
-from fsdpx.generation.texts import window
+from fsdpx.generation.texts import NO_TOKEN, Sampling, window
 
 LOGITS = np.log([0.4, 0.3, 0.2, 0.1])
 

@@ -29,7 +29,7 @@ def of_jax():
 
 def of_autograd():
     numpy = pytest.importorskip("autograd.numpy")
-    from fsdpx.interop.autograd import AutogradFunction
+    from fsdpx.interop.function import AutogradFunction
 
     return AutogradFunction, numpy
 

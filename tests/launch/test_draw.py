@@ -7,11 +7,11 @@ import pytest
 from amount import in_full
 
 from fsdpx.errors import ConfigError
-from fsdpx.launch.draw import DARKER, draw
-from fsdpx.program.action import parse
+from fsdpx.launch.show import DARKER, draw
+from fsdpx.program.machine import Costs, simulate
 from fsdpx.program.schedules import schedule
-from fsdpx.program.simulate import Costs, simulate
 from fsdpx.program.timeline import Event
+from fsdpx.program.verbs import parse
 
 STEP = [
     Event(0, action, start, end)

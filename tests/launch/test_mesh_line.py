@@ -11,7 +11,7 @@ from fsdpx.comm import Communicator
 from fsdpx.comm.mesh import AXES
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError, FsdpxError, MeshError
-from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
+from fsdpx.launch.show import check_axes, mesh_text, parse_recompute
 from fsdpx.launch.verify import lay
 
 

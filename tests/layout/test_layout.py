@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array.sums import GRAIN
-from fsdpx.layout.pages import Page, cut
-from fsdpx.layout.ranges import Range, overlap
+from fsdpx.layout.pages import Page, Range, cut, overlap
 from fsdpx.layout.tree import Stack, TreeNode, chunks_of, nodes_of, root
 
 CHECK = settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)

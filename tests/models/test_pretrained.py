@@ -13,7 +13,7 @@ import pytest
 import fsdpx
 from fsdpx import models, nn, optim
 from fsdpx.checkpoint import disk
-from fsdpx.checkpoint.files import lay_out
+from fsdpx.checkpoint.disk import lay_out
 from fsdpx.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.beside import ends_of

@@ -15,7 +15,7 @@ import pytest
 from amount import few, in_full
 
 from fsdpx import files
-from fsdpx.native import image, layout, twice
+from fsdpx.native import image, kinds, twice
 from fsdpx.native.cache import KernelCache, _KeptObject
 from fsdpx.native.compiled import REORDER, fixed, jit
 
@@ -194,9 +194,9 @@ def test_an_error_of_a_conversion_is_raised():
 
 
 def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
-    assert layout.as_expected()
-    monkeypatch.setitem(layout.ARRAY, "nd", layout.ARRAY["dims"])
-    assert not layout.as_expected.__wrapped__()
+    assert kinds.as_expected()
+    monkeypatch.setitem(kinds.ARRAY, "nd", kinds.ARRAY["dims"])
+    assert not kinds.as_expected.__wrapped__()
 
 
 def test_a_script_that_compiles_does_not_run_again(monkeypatch, tmp_path):

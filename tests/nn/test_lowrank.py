@@ -10,7 +10,7 @@ from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, Trainer, nn, optim, spawn
-from fsdpx.checkpoint.source import contents
+from fsdpx.checkpoint.read import contents
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
 

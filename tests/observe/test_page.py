@@ -24,7 +24,7 @@ from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import page
 from fsdpx.observe.waits import waits
-from fsdpx.trainer import notices
+from fsdpx.trainer import progress
 
 
 def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
@@ -227,11 +227,11 @@ def test_who_comes_last_is_waited_for() -> None:
 
 def test_what_is_said_goes_through_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler = logging.FileHandler(tmp_path / "own.txt")
-    notices.LOGGER.addHandler(handler)
+    progress.LOGGER.addHandler(handler)
     try:
-        notices.line("100 % done")
+        progress.line("100 % done")
     finally:
-        notices.LOGGER.removeHandler(handler)
+        progress.LOGGER.removeHandler(handler)
         handler.close()
     assert (tmp_path / "own.txt").read_text() == "100 % done\n"
     assert capsys.readouterr().err == "100 % done\n"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.program.action import parse
 from fsdpx.program.grid import arrow, grid
+from fsdpx.program.machine import Costs, Event, simulate
 from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import SCHEDULES, schedule
-from fsdpx.program.simulate import Costs, Event, simulate
+from fsdpx.program.verbs import parse
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 

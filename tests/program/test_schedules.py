@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
-from fsdpx.program.action import Action, parse
+from fsdpx.program.check import validate
 from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, schedule
-from fsdpx.program.validate import validate
+from fsdpx.program.verbs import Action, parse
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 PREFERRED = {"interleaved": 2, "zbv": 2}

@@ -10,10 +10,21 @@ from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program import Action, Program, Request, compile, parse, pipeline
-from fsdpx.program.machine import Machine, Overlap, memory, overlap, peak_memory, simulate_programs
+from fsdpx.program.machine import (
+    Costs,
+    Event,
+    Machine,
+    Overlap,
+    bubble,
+    by_rank,
+    memory,
+    overlap,
+    peak_memory,
+    simulate,
+    simulate_programs,
+)
 from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import in_flight, schedule
-from fsdpx.program.simulate import Costs, Event, bubble, by_rank, simulate
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 EQUAL = Costs(1, 1, 1)

@@ -10,7 +10,7 @@ import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.checkpoint.pieces import held, owned
 from fsdpx.comm import Communicator
-from fsdpx.layout.ranges import Range
+from fsdpx.layout.pages import Range
 from fsdpx.state import ledger
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 

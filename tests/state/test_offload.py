@@ -17,9 +17,9 @@ from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, OffloadError
-from fsdpx.state import disk, rates
-from fsdpx.state import spill as spilling
-from fsdpx.state.spill import Spilled, spill
+from fsdpx.state import disk
+from fsdpx.state import disk as spilling
+from fsdpx.state.disk import Spilled, spill
 
 BOTH = ("optimizer", "parameters")
 ALL = (*BOTH, "activations", "gradients")
@@ -148,7 +148,7 @@ def test_the_plan_and_the_report_say_how_long_the_disk_takes(
     """A disk is measured once, when first asked for; the plan takes what is known of it."""
     monkeypatch.setenv("FSDPX_TUNE", "1")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(rates, "BYTES", 1 << 20)
+    monkeypatch.setattr(disk, "BYTES", 1 << 20)
 
     def run(comm: Communicator) -> Any:
         with make(comm, tmp_path) as trainer:
@@ -163,7 +163,7 @@ def test_the_plan_and_the_report_say_how_long_the_disk_takes(
     assert time.measured > 0
     said = r"\ndisk: \d+\.\d{3} s per step expected at [\d,]+ MB/s read and [\d,]+ MB/s written"
     assert re.search(rf"{said}; so far \d+\.\d{{3}} s at work, \d+\.\d{{3}} s expected$", str(report), re.MULTILINE)
-    monkeypatch.setattr(rates, "_measured", None)
+    monkeypatch.setattr(disk, "_measured", None)
     assert main(["show", "mlp", "--offload", "optimizer", "--offload-folder", str(tmp_path)]) == 0
     assert re.search(f"{said}$", capsys.readouterr().out, re.MULTILINE)
     monkeypatch.setenv("FSDPX_TUNE", "0")

@@ -19,14 +19,14 @@ from fsdpx.array import blas
 from fsdpx.array.blas import libraries, mkl, onednn
 from fsdpx.comm.backend import FakeNode
 from fsdpx.launch.info import info
-from fsdpx.state import records, tuning
+from fsdpx.state import tuning
 from fsdpx.state.tuning import Tuning, stored, tune_for
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache of its own, a calm machine, and the library of before afterwards."""
-    monkeypatch.setattr(records, "load", lambda: 0.0)
+    monkeypatch.setattr(tuning, "load", lambda: 0.0)
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "cache"))
     before = blas.chosen()
     yield tmp_path / "cache"
@@ -130,7 +130,7 @@ def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
 def test_what_a_busy_machine_gave_is_measured_again_when_it_is_calm(monkeypatch, rates):
     _, taken = rates
     loads = iter([3.0, 2.0, 0.9, 0.4, 0.4, 0.4])
-    monkeypatch.setattr(records, "load", lambda: next(loads))
+    monkeypatch.setattr(tuning, "load", lambda: next(loads))
     tune_for(_single(), True, np)  # measured at 3.0
     assert stored()[0][2].load == 3.0
     tune_for(_single(), True, np)
@@ -190,7 +190,7 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     assert units(tune=True) == units(tune=False) == 1
     key = tuning._key(FakeNode(0, [0] * 4))
     assert (key["backend"], key["ranks"], key["ranks here"]) == ("node", 4, 4)
-    records.write("tuning", key, asdict(Tuning(blas.chosen(), group_bytes=8192)))
+    tuning.write("tuning", key, asdict(Tuning(blas.chosen(), group_bytes=8192)))
     assert units(tune=True) == 32
     assert units(tune=False) == 1
 
@@ -275,7 +275,7 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
 
 
 def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(tmp_path, monkeypatch, rates):
-    assert records.kept() == f"; what came of it is kept in {tmp_path / 'cache'}"
+    assert tuning.kept() == f"; what came of it is kept in {tmp_path / 'cache'}"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
     said = r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
@@ -283,7 +283,7 @@ def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(
         assert tune_for(_single(), True, np).blas in blas.available()
     tune_for(_single(), True, np)
     assert len(rates[1]) >= 2
-    assert (records.kept(), stored()) == ("", [])
+    assert (tuning.kept(), stored()) == ("", [])
     assert stored() == []
 
 

@@ -18,7 +18,7 @@ from fsdpx.comm import Communicator, Mesh
 from fsdpx.comm.opening import node_of
 from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import ConfigError
-from fsdpx.state.windows import memory_of
+from fsdpx.state.allocate import memory_of
 from fsdpx.testing import demand_close
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]

@@ -20,7 +20,7 @@ from fsdpx import Checkpoints, Elastic, Mesh, data, environment, nn, optim, spaw
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.state.tuning import Tuning
-from fsdpx.trainer import assemble, notices
+from fsdpx.trainer import assemble, progress
 from fsdpx.trainer import log as logs
 from fsdpx.trainer.fit import History
 
@@ -228,7 +228,7 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", Unbuffered())
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
-    notices.say(trainer, "done")
+    progress.say(trainer, "done")
     found = [text for text in writes if "compiling" not in text]
     assert len(found) == 5
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in found)
@@ -277,7 +277,7 @@ def test_what_takes_more_than_a_second_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By rank 0, while it lasts; here less, and until the line itself is there."""
-    monkeypatch.setattr(notices, "SILENCE", 0.05)
+    monkeypatch.setattr(progress, "SILENCE", 0.05)
     spoken = threading.Event()
 
     def slowly(*given: Any) -> Tuning:
@@ -285,7 +285,7 @@ def test_what_takes_more_than_a_second_is_said(
         spoken.wait(60)
         return Tuning("numpy")
 
-    monkeypatch.setattr(notices, "say", lambda who, text: (print(who.rank, text), spoken.set()))
+    monkeypatch.setattr(progress, "say", lambda who, text: (print(who.rank, text), spoken.set()))
     monkeypatch.setattr(assemble, "warm", slowly)
     monkeypatch.setattr(assemble, "tune_for", slowly)
     make(spawn(lambda comm: comm, 1)[0], "mlp")
@@ -296,7 +296,7 @@ def test_what_takes_more_than_a_second_is_said(
 
 
 def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with notices.slow(type("R", (), {"rank": 0}), "thinking"):
+    with progress.slow(type("R", (), {"rank": 0}), "thinking"):
         pass
     assert capsys.readouterr().err == ""
 

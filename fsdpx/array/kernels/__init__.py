@@ -7,43 +7,56 @@ float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not i
 from typing import Any
 
 from fsdpx.array.kernels import choice
-from fsdpx.array.kernels.activation import gelu, gelu_backward, relu, relu_backward, sigmoid, silu, silu_backward
-from fsdpx.array.kernels.addition import add, add_bias, bias_gelu, sum_rows
-from fsdpx.array.kernels.attention import attention, attention_backward
-from fsdpx.array.kernels.batchnorm import (
-    channel_affine,
-    channel_norm_backward,
-    channel_squares,
-    channel_sums,
-    channel_sums_with,
+from fsdpx.array.kernels.activation import (
+    gated,
+    gated_backward,
+    gelu,
+    gelu_backward,
+    relu,
+    relu_backward,
+    sigmoid,
+    silu,
+    silu_backward,
 )
+from fsdpx.array.kernels.addition import add, add_bias, bias_gelu, sum_rows
+from fsdpx.array.kernels.attention import attention, attention_backward, rotate, softmax, softmax_backward
 from fsdpx.array.kernels.choice import NUMBA, chosen, use
-from fsdpx.array.kernels.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
+from fsdpx.array.kernels.convolution import (
+    avg_pool2d,
+    avg_pool2d_backward,
+    conv2d,
+    conv2d_backward_input,
+    conv2d_backward_params,
+    max_pool2d,
+    max_pool2d_backward,
+)
 from fsdpx.array.kernels.dropout import drop, drop_backward
-from fsdpx.array.kernels.embedding import embedding_backward
-from fsdpx.array.kernels.gate import gated, gated_backward
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store, widened
 from fsdpx.array.kernels.loss import (
     binary_entropy,
     binary_entropy_backward,
     cross_entropy,
     cross_entropy_backward,
+    embedding_backward,
     squared_error,
     squared_error_backward,
 )
 from fsdpx.array.kernels.norm import (
+    channel_affine,
+    channel_norm_backward,
+    channel_squares,
+    channel_sums,
+    channel_sums_with,
     layer_norm,
     layer_norm_backward_input,
     layer_norm_backward_params,
     rms_norm,
     rms_norm_backward_input,
     rms_norm_backward_params,
+    square_sum,
+    square_sums,
 )
-from fsdpx.array.kernels.pooling import avg_pool2d, avg_pool2d_backward, max_pool2d, max_pool2d_backward
 from fsdpx.array.kernels.recompute import gelu_recompute
-from fsdpx.array.kernels.reduction import square_sum, square_sums
-from fsdpx.array.kernels.rotary import rotate
-from fsdpx.array.kernels.softmax import softmax, softmax_backward
 
 __all__ = [
     "NUMBA", "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",

@@ -1,4 +1,6 @@
-"""Scaled dot-product attention, one head after the other: the probabilities of all heads never exist at once."""
+"""Attention: scores, softmax, and rotary positions."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,9 +8,34 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.dispatch import kernel
+from fsdpx.array.namespace import joined
 from fsdpx.cuda.head_layout import merged, time_first
 
-__all__ = ["attention", "attention_backward"]
+__all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
+
+@kernel()
+def softmax(xp: Any, x: Any) -> Any:
+    """exp(x) / sum exp(x) over the last dim; x (rows, columns) or any shape with columns last."""
+    y = xp.exp(x - xp.max(x, axis=-1, keepdims=True))
+    y /= xp.sum(y, axis=-1, keepdims=True)
+    return y
+
+
+@kernel()
+def softmax_backward(xp: Any, y: Any, dy: Any) -> Any:
+    """y (dy - sum(y dy)): the gradient of `softmax` at its result y."""
+    return y * (dy - xp.sum(y * dy, axis=-1, keepdims=True))
+
+
+@kernel()
+def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
+    """(a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su et al. 2021, in the order of Llama).
+
+    x: (B, T, H, D); cos, sin: (T, D / 2) of the dtype that is computed in. The gradient is `rotate` with -sin."""
+    half = x.shape[3] // 2
+    c, s = cos[None, :, None, :], sin[None, :, None, :]
+    a, b = x[..., :half], x[..., half:]
+    return joined(xp, (a * c - b * s, b * c + a * s))
 
 
 @kernel()

@@ -1,14 +1,18 @@
-"""LayerNorm and RMSNorm over rows, with the two halves of their gradients."""
+"""Norms and sums along rows."""
+
+from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = [
-    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
-    "rms_norm_backward_params",
+    "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with", "layer_norm",
+    "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
+    "rms_norm_backward_params", "square_sum", "square_sums",
 ]  # fmt: skip
-
 
 @kernel()
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
@@ -64,3 +68,67 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
     """Adds sum(dy x rstd) over rows into gw."""
     gw += xp.sum(dy * (x * rstd[:, None]), axis=0)
+
+
+@kernel(narrow=0)
+def channel_sums(xp: Any, x: Any) -> Any:
+    """The sum of each channel of x (samples, channels, ...), float64."""
+    return xp.sum(x, axis=_others(x), dtype=np.float64)
+
+
+@kernel(narrow=0)
+def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
+    """The sum of (x - mean)^2 of each channel, float64; mean (channels,)."""
+    return xp.sum(xp.square(x - _broad(mean, x)), axis=_others(x), dtype=np.float64)
+
+
+@kernel()
+def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
+    """(x - mean) scale + shift, each (channels,)."""
+    return (x - _broad(mean, x)) * _broad(scale, x) + _broad(shift, x)
+
+
+@kernel(narrow=0)
+def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+    """The sums of dy, then those of dy (x - mean) rstd, of each channel: (2 channels,) float64."""
+    normal = (x - _broad(mean, x)) * _broad(rstd, x)
+    sums = [xp.sum(a, axis=_others(x), dtype=np.float64) for a in (dy, dy * normal)]
+    return xp.concatenate(sums)
+
+
+@kernel()
+def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
+    """(dy - along - (x - mean) across) scale, each (channels,)."""
+    return (dy - _broad(along, x) - (x - _broad(mean, x)) * _broad(across, x)) * _broad(scale, x)
+
+
+def _others(x: Any) -> tuple[int, ...]:
+    return (0, *range(2, x.ndim))
+
+
+def _broad(channels: Any, x: Any) -> Any:
+    """One value per channel, in shape and dtype to be combined with x."""
+    return channels.astype(x.dtype, copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))
+
+
+BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
+PIECE = 1 << 16  # elements converted at a time: the float64 copy stays in cache
+
+
+@kernel(narrow=0)
+def square_sum(xp: Any, flat: Any) -> float:
+    """The sum of squares of a 1-D array, added in float64."""
+    total = 0.0
+    for start in range(0, flat.shape[0], PIECE):
+        piece = flat[start : start + PIECE].astype(np.float64, copy=False)
+        total += float(xp.sum(xp.square(piece)))
+    return total
+
+
+@kernel(narrow=0)
+def square_sums(xp: Any, flat: Any, grain: int) -> Any:
+    """Sums of squares over blocks of `grain` elements of a 1-D array, the last one perhaps shorter: float64."""
+    wide = xp.square(flat.astype(np.float64))
+    body = wide.size // grain * grain
+    sums = wide[:body].reshape(-1, grain).sum(axis=1)
+    return sums if body == wide.size else xp.concatenate([sums, wide[body:].sum(keepdims=True)])

@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]

@@ -11,7 +11,7 @@ from fsdpx.array.kernels import addition
 from fsdpx.array.kernels import convolution as plain
 from fsdpx.array.kernels.compiled import winograd
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.parallel import over
 from fsdpx.native.tools import jit, register_jitable
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels import gate as plain
+from fsdpx.array.kernels import activation as plain
 from fsdpx.array.kernels.activation import DENSITY
 from fsdpx.array.kernels.compiled.activation import (
     argument_of,

@@ -8,7 +8,7 @@ from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import put, real, wide
 from fsdpx.array.kernels.compiled.rows import exponentials, largest, numbers
 from fsdpx.array.kernels.compiled.scalar import exp, widest
-from fsdpx.array.kernels.reduction import BLOCK
+from fsdpx.array.kernels.norm import BLOCK
 from fsdpx.array.parallel import over
 from fsdpx.native.compiled import REORDER
 from fsdpx.native.tools import jit

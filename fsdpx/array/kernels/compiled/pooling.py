@@ -6,7 +6,7 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.parallel import over
 from fsdpx.native.tools import jit
 

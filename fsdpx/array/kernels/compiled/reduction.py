@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import real
-from fsdpx.array.kernels.reduction import BLOCK
+from fsdpx.array.kernels.norm import BLOCK
 from fsdpx.array.parallel import GRAIN, cuts, run
 from fsdpx.native.compiled import REORDER
 from fsdpx.native.tools import jit

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels import rotary as plain
+from fsdpx.array.kernels import attention as plain
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import fallback, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import widest

@@ -6,7 +6,7 @@ bits in the body and in the tail of a vector loop, and in a loop of any length."
 import math
 from typing import Any
 
-from fsdpx.array.kernels.gaussian import SHIFT, TAIL32, TAIL64
+from fsdpx.array.kernels.dropout import SHIFT, TAIL32, TAIL64
 from fsdpx.native.tools import extending, ir, register_jitable, types
 
 __all__ = ["density", "exp", "fma", "like", "order", "product_high", "tail", "unorder", "widest"]

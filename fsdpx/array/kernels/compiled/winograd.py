@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.array import parallel
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.tiles import LANES, gathering, scattering
-from fsdpx.array.kernels.window import SlidingWindow
+from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.native.tools import jit
 
 __all__ = ["backward_input", "backward_weight", "forward", "suits"]
