@@ -228,7 +228,7 @@ def _with_constants(sources: list[Path]) -> Iterable[bytes]:
 @functools.cache
 def _entries() -> str:
     """Of what makes entries."""
-    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "layout", "link"))
+    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "kinds", "link"))
 
 
 def _digest(sources: Iterable[Path]) -> str:

@@ -57,7 +57,7 @@ def _row(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([cells[0].ljust(widths[0]), *right])
 
 
-Record = TypeVar("T")
+Record = TypeVar("Record")
 _KINDS = {"key": dict, "value": dict, "date": str, "load": (int, float)}
 _refused: set[Path] = set()
 """Folders that could not be written."""
