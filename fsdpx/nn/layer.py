@@ -70,13 +70,6 @@ def want_time(x: Any) -> None:
             f"have {least} dims or more, {wanted}: leave sequence=None"
         )
 
-<<<<<<< HEAD
-__all__ = [
-    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Spec", "branches", "dotted",
-    "prefixed", "time_of",
-]  # fmt: skip
-=======
->>>>>>> 063b3ec (One file for each subject: 55 merges in nn, optim, state, layout, trainer, engine, program, elastic, checkpoint, data, interop, launch, native and the kernels)
 
 NO_TIES: dict[str, str] = {}
 Array = Any
