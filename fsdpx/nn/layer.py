@@ -19,8 +19,8 @@ from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.numeric import is_index
 
 __all__ = [
-    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Spec", "branches", "describe",
-    "dotted", "fraction", "pair", "positive", "prefixed", "time_of", "want_image", "want_last", "want_time",
+    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Spec", "branches",
+    "describe", "dotted", "fraction", "pair", "positive", "prefixed", "time_of", "want_image", "want_last", "want_time",
 ]  # fmt: skip
 
 def positive(owner: object, **values: Any) -> None:
