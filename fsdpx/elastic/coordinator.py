@@ -16,8 +16,7 @@ import numpy as np
 from fsdpx import environment, errors
 from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.comm.communicator import Survivor
-from fsdpx.elastic import assembly as follow
-from fsdpx.elastic.assembly import Assembler, Assembly, Member, mesh_for
+from fsdpx.elastic.assembly import Assembler, Assembly, Member, hear, mesh_for, tell
 from fsdpx.elastic.copies import Generation
 from fsdpx.elastic.descriptors import live, moving
 from fsdpx.elastic.options import Elastic
@@ -243,7 +242,7 @@ class Coordinator:
         """Send the result of a call to idle ranks; the lowest rank that trains sends it."""
         training = self.assembly.training
         if self.assembly.control.rank == training[0]:
-            follow.tell(
+            tell(
                 self.assembly.control,
                 [r for r in range(self.assembly.control.size) if r not in training],
                 (call, value),
@@ -253,7 +252,7 @@ class Coordinator:
         """Receive the result of a call; an error of the ranks that train is raised here, too. DesyncError if they made
         another call."""
         source = self.assembly.training[0]
-        heard, value = follow.hear(self.assembly.control, source)
+        heard, value = hear(self.assembly.control, source)
         if isinstance(value, Failure):
             if value.agreed:
                 self.agree()

@@ -37,7 +37,6 @@ from fsdpx.optim.average import Averaged
 from fsdpx.optim.muon import BUT
 from fsdpx.optim.rounded import Rounded, scheduled
 from fsdpx.program import Slot, Stage, pipeline
-from fsdpx.state import tuning as records
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
@@ -45,7 +44,7 @@ from fsdpx.state.local import Local, local_of
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
-from fsdpx.state.tuning import Tuning, tune_for
+from fsdpx.state.tuning import Tuning, kept, tune_for
 from fsdpx.trainer.absent import NoOptimizer
 from fsdpx.trainer.choices import (
     agree,
@@ -109,7 +108,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     recomputing = recompute(training.recompute)
     settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
-    with slow(world, "measuring", records.kept):
+    with slow(world, "measuring", kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(distribution, machinery.ahead, world, guard)
     planned = _planned(training, axes, distribution, dtype_of(formats.compute))

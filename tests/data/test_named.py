@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdpx.checkpoint import read as source
+from fsdpx.checkpoint.read import weights
 from fsdpx.data import ImageFolder, SupervisedDataset, TextDataset, TokenDataset
 from fsdpx.errors import FsdpxError
 from fsdpx.facade.builder import ModelBuilder
@@ -33,8 +33,8 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "schedule": ("a.schedule", lambda path: schedule(path, 2, 4)),
     "hostfile": ("hosts", read_hosts),
     "trace": ("rank-00000.json.gz", lambda path: chrome.read(path.parent)),
-    "weights": ("a.safetensors", source.weights),
-    "index": ("a.index.json", source.weights),
+    "weights": ("a.safetensors", weights),
+    "index": ("a.index.json", weights),
 }
 
 
