@@ -72,9 +72,9 @@ def logistic(x):
     return np.exp(-np.logaddexp(0.0, -x))
 
 
-def single(x):
-    """Sums, in float32 whatever the format of the elements."""
-    return np.asarray(x, np.float32)
+def wide(dtype):
+    """The format of sums: float32 for elements of 16 bits as well."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def of(x, dtype):
@@ -187,7 +187,7 @@ def casts(x, dy, dtype) -> Cases:
     """Exact, or rounded once."""
 
     def store(xp, a):
-        out = np.empty(a.shape, np.float32)
+        out = np.empty(a.shape, wide(dtype))
         kernels.store(xp, a, out)
         return out
 
@@ -201,14 +201,14 @@ def casts(x, dy, dtype) -> Cases:
         kernels.round_randomly(xp, a.reshape(-1), out, numbers(a.size))
         return out.reshape(a.shape)
 
-    wide = single(x * 1.001)
-    rounded = wide.astype(np.float64)
+    total, single = (x * 1.001).astype(wide(dtype)), (x * 1.001).astype(np.float32)
+    rounded = single.astype(np.float64)
     return {
         "widened": [Case(kernels.widened, (x,), x, 0 * x)],
         "store": [Case(store, (x,), x, 0 * x)],
-        "narrowed": [Case(lambda xp, a: kernels.narrowed(xp, a, dtype), (wide,), rounded, 0 * x)],
-        "add_widened": [Case(add_widened, (x, single(dy)), x + dy, np.abs(x) + np.abs(dy))],
-        "round_randomly": [Case(by_chance, (wide,), rounded, 0 * x, np.abs(rounded) + 2.0**-126)],
+        "narrowed": [Case(lambda xp, a: kernels.narrowed(xp, a, dtype), (total,), total.astype("f8"), 0 * x)],
+        "add_widened": [Case(add_widened, (x, dy.astype(wide(dtype))), x + dy, np.abs(x) + np.abs(dy))],
+        "round_randomly": [Case(by_chance, (single,), rounded, 0 * x, np.abs(rounded) + 2.0**-126)],
     }
 
 
@@ -228,7 +228,7 @@ def softmax(x, dy, dtype) -> Cases:
 def layer_norm(x, dy, dtype) -> Cases:
     w, b = of(np.linspace(-1, 2, x.shape[1]), dtype), np.ones(x.shape[1])
     mean, rstd = x.mean(axis=1), 1.0 / np.sqrt(x.var(axis=1) + EPS)
-    m, r = (single(a).astype(np.float64)[:, None] for a in (mean, rstd))
+    m, r = (a.astype(wide(dtype)).astype(np.float64)[:, None] for a in (mean, rstd))
     n, h = (x - m) * r, dy * w
     size_n = (np.abs(x) + np.abs(x).mean(axis=1, keepdims=True)) * r
     dx = (h - h.mean(axis=1, keepdims=True) - n * (h * n).mean(axis=1, keepdims=True)) * r
@@ -240,13 +240,13 @@ def layer_norm(x, dy, dtype) -> Cases:
         return kernels.layer_norm(xp, *a, EPS)[0]
 
     def params(xp, *arrays):
-        sums = np.zeros(x.shape[1], np.float32), np.ones(x.shape[1], np.float32)
+        sums = np.zeros(x.shape[1], wide(dtype)), np.ones(x.shape[1], wide(dtype))
         kernels.layer_norm_backward_params(xp, *arrays, *sums)
         return np.stack(sums)
 
     want = np.stack([np.sum(dy * n, axis=0), 1.0 + np.sum(dy, axis=0)])
     size = np.stack([np.sum(np.abs(dy) * size_n, axis=0), 1.0 + np.sum(np.abs(dy), axis=0)])
-    known = single(mean), single(rstd)
+    known = mean.astype(wide(dtype)), rstd.astype(wide(dtype))
     return {
         "layer_norm": [Case(forward, (x, w, b), y, size_n * np.abs(w) + np.abs(b))],
         "layer_norm_backward_input": [Case(kernels.layer_norm_backward_input, (x, w, *known, dy), dx, size_dx)],
@@ -257,7 +257,8 @@ def layer_norm(x, dy, dtype) -> Cases:
 def rms_norm(x, dy, dtype) -> Cases:
     w = of(np.linspace(-1, 2, x.shape[1]), dtype)
     rstd = 1.0 / np.sqrt((x * x).mean(axis=1) + EPS)
-    r = single(rstd).astype(np.float64)[:, None]
+    known = rstd.astype(wide(dtype))
+    r = known.astype(np.float64)[:, None]
     n, h = x * r, dy * w
     dx = (h - n * (h * n).mean(axis=1, keepdims=True)) * r
     size = (np.abs(h) + np.abs(n) * np.abs(h * n).mean(axis=1, keepdims=True)) * r
@@ -267,15 +268,15 @@ def rms_norm(x, dy, dtype) -> Cases:
         return kernels.rms_norm(xp, *a, EPS)[0]
 
     def params(xp, *arrays):
-        total = np.ones(x.shape[1], np.float32)
+        total = np.ones(x.shape[1], wide(dtype))
         kernels.rms_norm_backward_params(xp, *arrays, total)
         return total
 
     sums, sizes = 1 + np.sum(dy * n, axis=0), 1 + np.sum(np.abs(dy * n), axis=0)
     return {
         "rms_norm": [Case(forward, (x, w), y, np.abs(y))],
-        "rms_norm_backward_input": [Case(kernels.rms_norm_backward_input, (x, w, single(rstd), dy), dx, size)],
-        "rms_norm_backward_params": [Case(params, (x, single(rstd), dy), sums, sizes)],
+        "rms_norm_backward_input": [Case(kernels.rms_norm_backward_input, (x, w, known, dy), dx, size)],
+        "rms_norm_backward_params": [Case(params, (x, known, dy), sums, sizes)],
     }
 
 
@@ -283,7 +284,7 @@ def losses(x, dy, dtype) -> Cases:
     target = (np.arange(x.shape[0]) * 7) % x.shape[1]
     top = x.max(axis=1)
     lse = np.log(np.exp(x - top[:, None]).sum(axis=1)) + top
-    held = single(lse).astype(np.float64)[:, None]
+    held = lse.astype(wide(dtype)).astype(np.float64)[:, None]
     picked = np.take_along_axis(x, target[:, None], axis=1)[:, 0]
     p, hit = np.exp(x - held), np.arange(x.shape[1]) == target[:, None]
     size, errors = p * (1.0 + np.abs(x - held)) + hit, np.square(x - dy)
@@ -301,7 +302,7 @@ def losses(x, dy, dtype) -> Cases:
     terms = np.abs(lse) + np.abs(picked) + 1.0
     return {
         "cross_entropy": [Case(cross, (x,), (lse - picked).sum(), terms.sum())],
-        "cross_entropy_backward": [Case(cross_backward, (x, single(lse)), (p - hit) / 2, size / 2)],
+        "cross_entropy_backward": [Case(cross_backward, (x, lse.astype(wide(dtype))), (p - hit) / 2, size / 2)],
         "squared_error": [Case(total(kernels.squared_error), (x, dy), errors.sum(), errors.sum())],
         "squared_error_backward": [
             Case(lambda xp, a, b: kernels.squared_error_backward(xp, a, b, 0.5), (x, dy), (x - dy) / 2,
@@ -334,8 +335,8 @@ def sums(x, dy, dtype) -> Cases:
     total, size = x.sum(axis=0), np.abs(x).sum(axis=0)
     return {
         "sum_rows": [
-            Case(rows(True), (x, single(start)), total + start, size + np.abs(start)),
-            Case(rows(False), (x, single(start)), total, size),
+            Case(rows(True), (x, start.astype(wide(dtype))), total + start, size + np.abs(start)),
+            Case(rows(False), (x, start.astype(wide(dtype))), total, size),
         ],
         "square_sum": [Case(square_sum, (line,), flat.sum(), flat.sum())],
         "square_sums": [Case(lambda xp, a: kernels.square_sums(xp, a, 16), (line,), blocks, blocks)],
@@ -349,7 +350,7 @@ def lookups(x, dy, dtype) -> Cases:
     np.add.at(size, index, np.abs(x))
 
     def add(xp, a):
-        rows = np.ones(table.shape, np.float32)
+        rows = np.ones(table.shape, wide(dtype))
         kernels.embedding_backward(xp, rows, index, a)
         return rows
 
@@ -380,8 +381,8 @@ def numbers(size):
 
 def channels(x, dy, dtype) -> Cases:
     """Batch norm with columns as channels."""
-    mean, scale = (single(np.linspace(low, 2, x.shape[1])).astype("f8") for low in (-1, 0.5))
-    m, s, n = single(mean), single(scale), (x - mean) * scale
+    mean, scale = (np.linspace(low, 2, x.shape[1]).astype(wide(dtype)).astype("f8") for low in (-1, 0.5))
+    m, s, n = mean.astype(wide(dtype)), scale.astype(wide(dtype)), (x - mean) * scale
     size_n = (np.abs(x) + np.abs(mean)) * scale
     sums, size = ([a.sum(axis=0) for a in pair] for pair in ((dy, dy * n), (np.abs(dy), np.abs(dy) * size_n)))
     size_dx = (np.abs(dy) + np.abs(mean) + (np.abs(x) + np.abs(mean)) * scale) * scale
@@ -460,7 +461,7 @@ def convolutions(x, dy, dtype) -> Cases:
     shift = bias[:, None, None]
 
     def params(xp, a, d):
-        sums = np.zeros(weight.shape, np.float32), np.ones(4, np.float32)
+        sums = np.zeros(weight.shape, wide(dtype)), np.ones(4, wide(dtype))
         kernels.conv2d_backward_params(xp, a, d, WINDOW, (sums[0], False), (sums[1], True))
         return np.concatenate([sums[0].reshape(-1), sums[1]])
 
@@ -495,7 +496,7 @@ def attention(x, dy, dtype) -> Cases:
     p, o = np.exp(scores - lse), np.zeros_like(q)
     o = p @ v
     sizes = terms * (1 + scale * np.abs(q) @ np.abs(k).swapaxes(-1, -2) + np.abs(lse))
-    held, base = of(o, dtype), single(lse[..., 0])
+    held, base = of(o, dtype), lse[..., 0].astype(wide(dtype))
     turned, along = v.swapaxes(-1, -2), np.sum(do * held, axis=-1, keepdims=True)
     p2 = np.exp(scores - base.astype(np.float64)[..., None])
     ds = p2 * (do @ turned - along) * scale
@@ -524,7 +525,7 @@ def products(x, dy, dtype) -> Cases:
 
     def by(library):
         def run(xp, a, b):
-            out = np.zeros((len(a), len(b)), np.float32)
+            out = np.zeros((len(a), len(b)), wide(dtype))
             halves.choose(library)
             try:
                 halves.product(out, a, b.T, True)

@@ -143,7 +143,7 @@ trainer.close()
 def test_the_command_starts_two_runs(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    assert main(["diff", f"-n 2 --backend gloo {script} 0.1", f"-n 2 --backend gloo {script} 0.2"]) == 1
+    assert main(["diff", f"-n 2 {script} 0.1", f"-n 2 {script} 0.2"]) == 1
     assert capfd.readouterr().out.startswith(
         "step 1, action UPDATE0 on rank 0, page '0.weight..2.bias':\nparameter, 0.weight["
     )
