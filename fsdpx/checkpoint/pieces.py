@@ -12,7 +12,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.layout.pages import Page
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
-from fsdpx.optim.kept import Kept
+from fsdpx.optim.optimizer import Kept
 from fsdpx.state.ledger import Key, LedgerRow, recut_of, saved_name, tensor_name
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState

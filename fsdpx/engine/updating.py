@@ -11,7 +11,7 @@ from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.engine.run import ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.engine.views import RoundShare
 from fsdpx.optim import Segments, rate
-from fsdpx.optim.kept import Kept, kept_of, places
+from fsdpx.optim.optimizer import Kept, kept_of, places
 from fsdpx.optim.rounded import scheduled
 from fsdpx.program import Action
 from fsdpx.state.transfer import Transfer

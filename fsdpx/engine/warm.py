@@ -8,7 +8,7 @@ import numpy as np
 from fsdpx.array.denormals import flushed
 from fsdpx.array.kernels.warm import warm as warm_kernels
 from fsdpx.nn.layer import Layer
-from fsdpx.optim.kept import zeros
+from fsdpx.optim.optimizer import zeros
 from fsdpx.optim.segments import Segment, Segments
 
 __all__ = ["warm"]

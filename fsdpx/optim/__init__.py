@@ -5,11 +5,10 @@ from typing import Any
 from fsdpx.optim import schedules
 from fsdpx.optim.adam import Adam, AdamW
 from fsdpx.optim.average import EMA, SWA
-from fsdpx.optim.kept import Kept
 from fsdpx.optim.lamb import LAMB
 from fsdpx.optim.lion import Lion
 from fsdpx.optim.muon import Muon
-from fsdpx.optim.optimizer import Optimizer, Rate, no_decay, rate
+from fsdpx.optim.optimizer import Kept, Optimizer, Rate, no_decay, rate
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
 from fsdpx.words import left

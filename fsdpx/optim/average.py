@@ -7,8 +7,7 @@ import numpy as np
 
 from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
-from fsdpx.optim.kept import Kept, kept_of
-from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_number, has_data
+from fsdpx.optim.optimizer import Kept, Optimizer, Rate, Slots, check_number, has_data, kept_of
 from fsdpx.optim.segments import Segments
 
 __all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged", "average_of"]

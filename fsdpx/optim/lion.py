@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fsdpx.optim import kernels
-from fsdpx.optim.elementwise import Elementwise
-from fsdpx.optim.optimizer import Rate, Slots
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots
 from fsdpx.optim.segments import Groups
 
 __all__ = ["Lion"]

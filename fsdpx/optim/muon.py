@@ -13,9 +13,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
-from fsdpx.optim.elementwise import Elementwise
-from fsdpx.optim.kept import kept_of, places
-from fsdpx.optim.optimizer import Rate, Slots, check_options, has_data
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_options, has_data, kept_of, places
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 
 __all__ = ["BUT", "Matrices", "Muon", "orthogonal"]

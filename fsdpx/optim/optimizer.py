@@ -1,15 +1,116 @@
-"""The protocol of optimisers, and the checks that all of them share."""
+"""What an optimiser is: its slots, the format that they are kept in, and updates element by element."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
+
+import numpy as np
 
 from fsdpx.config import python_fields, python_number
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.optim.kept import kept_of
-from fsdpx.optim.segments import NORMS, Groups, Segments
+from fsdpx.optim.segments import NORMS, Groups, Segment, Segments
 
-__all__ = ["Optimizer", "Rate", "Slots", "no_decay", "rate"]
+__all__ = [
+    "Elementwise", "Kept", "Optimizer", "Rate", "Slots", "kept_of", "needs_whole", "no_decay", "places", "rate",
+    "zeros",
+]  # fmt: skip
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The format of a slot, and how many elements it has. As it is: those of the shard, in the shard's format.
+
+    dtype: its format; None: that of the shard, but with `shape` at least float32. block: one element per `block` of a
+    parameter, counted from its first one; shards are cut at multiples of 1,024 then. shape: from name and
+    shape of a parameter to the shape of what each rank with a part of it keeps whole."""
+
+    dtype: str | None = None
+    block: int = 1
+    shape: Callable[[str, Shape], Shape] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has the elements of the shard, whatever their format."""
+        return self.block == 1 and self.shape is None
+
+    def format(self, shard: Any) -> Any:
+        """Its format beside a shard of format `shard`."""
+        short = self.shape is not None and np.dtype(shard).itemsize < 4
+        return np.dtype(self.dtype or ("float32" if short else shard))
+
+    def of(self, name: str, shape: Shape) -> Shape:
+        """The shape kept for a whole parameter."""
+        if self.shape is not None:
+            return self.shape(name, shape)
+        return shape if self.block == 1 else (-(-prod(shape) // self.block),)
+
+    def first(self, offset: int) -> int:
+        """Where what is kept begins for a part of a parameter from element `offset` on."""
+        return 0 if self.shape is not None else offset // self.block
+
+    def count(self, s: Segment) -> int:
+        """Elements that are kept of a segment."""
+        if self.shape is not None:
+            return prod(self.shape(s.name, s.shape or (s.size,)))
+        return -(-(s.stop - s.start) // self.block)
+
+
+def kept_of(optimizer: Any) -> dict[str, Kept]:
+    """By slot. An optimiser names those that differ in `kept`."""
+    named: Mapping[str, Kept] = getattr(optimizer, "kept", {})
+    return {name: named.get(name, Kept()) for name in optimizer.slots}
+
+
+def needs_whole(optimizer: Any) -> bool:
+    """Whether it must see whole parameters, so that no tensor axis may cut them."""
+    return bool(getattr(optimizer, "whole", False))
+
+
+def places(kept: Kept, segments: Segments) -> Iterator[slice]:
+    """Where a slot's array has what is kept of each segment."""
+    at = 0
+    for s in segments.items:
+        yield slice(at, at := at + kept.count(s))
+
+
+def zeros(xp: Any, optimizer: Any, segments: Segments, dtype: Any) -> dict[str, Any]:
+    """The slots of a shard of format `dtype` before step 1."""
+    return {
+        name: xp.zeros(sum(kept.count(s) for s in segments.items), kept.format(dtype))
+        for name, kept in kept_of(optimizer).items()
+    }
+
+
+class Elementwise(ABC):
+    """The base of these optimisers: checks its options, and updates a shard run by run of equal hyperparameters."""
+
+    weight_decay: float
+    groups: Groups
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def update(
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+    ) -> None:
+        """One step in place, see `Optimizer.update`."""
+        check_shard(self, p, g, slots, step, segments)
+        for run in segments.runs(self.groups):
+            at = slice(run.start, run.stop)
+            rates = {"lr": lr * run.lr_scale, "weight_decay": run.decay(self.weight_decay), "scale": scale}
+            self._apply(xp, p[at], g[at], {name: array[at] for name, array in slots.items()}, step, **rates)
+
+    @abstractmethod
+    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
+        """Update the elements of one run. rates: its lr, weight_decay and the scale of g."""
+
 
 Rate = float | Callable[[int], float]
 """A learning rate: a number, or a schedule from 1-based step to number."""

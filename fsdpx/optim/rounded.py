@@ -8,9 +8,7 @@ from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, stor
 from fsdpx.array.random import Stretch
 from fsdpx.errors import ConfigError
 from fsdpx.optim.average import Averaged, average_of
-from fsdpx.optim.elementwise import Elementwise
-from fsdpx.optim.kept import Kept, kept_of
-from fsdpx.optim.optimizer import Optimizer, Rate, Slots, has_data, rate
+from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Rate, Slots, has_data, kept_of, rate
 from fsdpx.optim.segments import Segments
 
 __all__ = ["UNSCHEDULED", "Rounded", "inside", "scheduled"]

@@ -5,8 +5,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.optim import kernels
-from fsdpx.optim.elementwise import Elementwise
-from fsdpx.optim.optimizer import Rate, Slots
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots
 from fsdpx.optim.segments import Groups
 
 __all__ = ["SGD"]

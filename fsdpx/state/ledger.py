@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Range, ShardedPage
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
-from fsdpx.optim.kept import Kept
+from fsdpx.optim.optimizer import Kept
 from fsdpx.program import Rounds
 from fsdpx.state.placement import Placement
 

@@ -9,7 +9,7 @@ from fsdpx.codecs import Codec
 from fsdpx.codecs import codec as codec_of
 from fsdpx.config import PRESETS, Sharding, python_fields
 from fsdpx.errors import ConfigError
-from fsdpx.optim.kept import Kept, kept_of
+from fsdpx.optim.optimizer import Kept, kept_of
 from fsdpx.optim.sgd import SGD
 
 __all__ = ["LOCAL", "Local", "local_of"]

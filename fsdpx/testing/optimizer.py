@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.optim import Optimizer, Segment, Segments, rate
-from fsdpx.optim.kept import kept_of, places, zeros
+from fsdpx.optim.optimizer import kept_of, places, zeros
 from fsdpx.optim.segments import Exchange, Peers
 from fsdpx.testing.threads import at_once, interleaved
 

@@ -18,7 +18,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Sorted
-from fsdpx.optim.kept import needs_whole
+from fsdpx.optim.optimizer import needs_whole
 from fsdpx.state.placement import Options
 from fsdpx.words import meant, patterns_of
 

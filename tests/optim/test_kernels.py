@@ -13,7 +13,7 @@ from fsdpx import optim
 from fsdpx.errors import ConfigError
 from fsdpx.optim import Segment, Segments, kernels, plain
 from fsdpx.optim.average import Averaged
-from fsdpx.optim.kept import kept_of, zeros
+from fsdpx.optim.optimizer import kept_of, zeros
 from fsdpx.testing import demand_close
 
 OPTIMIZERS = {

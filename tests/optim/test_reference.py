@@ -6,7 +6,7 @@ import pytest
 from fsdpx import optim
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.average import Averaged, average_of
-from fsdpx.optim.kept import zeros
+from fsdpx.optim.optimizer import zeros
 from fsdpx.testing.optimizer import OptimizerContract
 
 SIZES = {"w": 300, "w.bias": 7, "norm.weight": 20}

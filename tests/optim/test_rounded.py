@@ -10,7 +10,7 @@ from fsdpx.array import kernels
 from fsdpx.array.namespace import dtype
 from fsdpx.errors import ShapeError
 from fsdpx.optim import Segment, Segments
-from fsdpx.optim.kept import zeros
+from fsdpx.optim.optimizer import zeros
 from fsdpx.optim.rounded import BLOCK, Rounded
 
 BF16 = dtype("bf16")
