@@ -18,7 +18,7 @@ from fsdpx.comm.communicator import DONE, Handle
 from fsdpx.engine.executable import Executable, ExecutableAction
 from fsdpx.engine.recording import Recording
 from fsdpx.engine.run import ProgramRun, Worlds
-from fsdpx.engine.views import Views
+from fsdpx.engine.workspace import Views
 from fsdpx.errors import CommTimeout
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env, Parameters

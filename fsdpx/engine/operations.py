@@ -14,7 +14,7 @@ from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.engine import apart, computing, paging, updating
 from fsdpx.engine.messages import receive, send
 from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, number_of, words
-from fsdpx.engine.views import GradientScale, Mean
+from fsdpx.engine.workspace import GradientScale, Mean
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
 from fsdpx.optim.rounded import UNSCHEDULED, scheduled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdpx.engine.run import ProgramRun, Values
-from fsdpx.engine.views import planned
+from fsdpx.engine.workspace import planned
 from fsdpx.program import Action
 from fsdpx.state.disk import root_of, spill
 from fsdpx.state.transfer import Transfer

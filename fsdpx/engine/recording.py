@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from fsdpx.array.arena import Arena
 from fsdpx.engine.executable import ExecutableAction
-from fsdpx.engine.views import Activations, is_activation
+from fsdpx.engine.workspace import Activations, is_activation
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Node

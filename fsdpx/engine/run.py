@@ -9,8 +9,7 @@ from typing import Any
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import REPLICA
-from fsdpx.engine.views import Views
-from fsdpx.engine.workspace import Workspace
+from fsdpx.engine.workspace import Views, Workspace
 from fsdpx.errors import ConfigError, NumericsError
 from fsdpx.layout.units import Unit
 from fsdpx.nn.cache import Cache

@@ -9,7 +9,7 @@ from typing import Any
 from fsdpx.array.sums import exact_sum
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.engine.run import ProgramRun, Values, demand_alike, number_of, words
-from fsdpx.engine.views import RoundShare
+from fsdpx.engine.workspace import RoundShare
 from fsdpx.optim import Segments, rate
 from fsdpx.optim.optimizer import Kept, kept_of, places
 from fsdpx.optim.rounded import scheduled

@@ -1,22 +1,202 @@
-"""The memory of one program: where its short-lived buffers lie in the arena's slab, and views of them."""
+"""Where values of a program lie: memory of slots, and named views of flat buffers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.arena import Life, SlabPlan, place
-from fsdpx.engine.views import Views
-from fsdpx.program import Program, Slot, lifetimes
+from fsdpx.array.arena import Arena, Life, SlabPlan, place
+from fsdpx.layout.pages import Page
+from fsdpx.layout.units import Layout
+from fsdpx.nn.gradients import Entries, GradientEntry, Gradients
+from fsdpx.nn.layer import Parameters, dotted
+from fsdpx.program import SLOTS, Program, Slot, lifetimes
+from fsdpx.state.disk import root_of
 from fsdpx.state.gradients import Gradient
 from fsdpx.state.ledger import Key, local_gradient
-from fsdpx.state.state import TrainState
+from fsdpx.state.state import Scaler, TrainState
 
-__all__ = ["Workspace", "lives", "plan"]
+__all__ = [
+    "Activations", "GradientScale", "Mean", "RoundShare", "Views", "Workspace", "is_activation", "lives", "plan",
+    "planned", "roots",
+]  # fmt: skip
+
+class Views:
+    """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views.
+
+    generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: by unit, the other
+    parameters that no other unit uses."""
+
+    def __init__(self, layout: Layout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
+        self.generation, self.frozen = generation, frozen
+        self._still = frozenset(n for p in layout.pages for n in (f.name for f in p.fields if f.source in frozen))
+        self._leaves: dict[int, tuple[Any, list[Any]]] = {}
+        self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
+        self._entries: dict[tuple[int, int], tuple[Any, Entries]] = {}
+        self._params: dict[tuple[int, ...], tuple[Any, list[Parameters]]] = {}
+        self._grads: dict[tuple[int, ...], tuple[Any, list[Gradients]]] = {}
+        self._names = [
+            [[(local, layout.held(dotted(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
+            for unit in layout.units
+        ]
+
+        users = Counter(full for unit in self._names for full in {full for node in unit for _, full in node})
+        alone = {full for full, count in users.items() if count == 1} - self._still
+        self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
+
+    def leaves(self, buffer: Any, size: int) -> list[Any]:
+        """A buffer cut into pieces of `size` elements."""
+        cached = self._leaves.get(id(buffer))
+        if cached is None:
+            made = [buffer[i : i + size] for i in range(0, max(buffer.size, 1), max(size, 1))]
+            cached = self._leaves[id(buffer)] = (buffer, made)
+        return cached[1]
+
+    def page(self, page: Page, buffer: Any) -> dict[str, Any]:
+        """Parameter name -> view of its elements of `buffer`, in its shape."""
+        key = (page.index, id(buffer))  # pages of one size can have one buffer in turn
+        cached = self._pages.get(key)
+        if cached is None:
+            cached = self._pages[key] = (buffer, page.named(buffer))  # holding the buffer keeps its id taken
+        return cached[1]
+
+    def entries(self, page: Page, buffer: Any) -> Entries:
+        """Parameter name -> gradient in `buffer`: for all that add into it, tied layers included, the same objects."""
+        key = (page.index, id(buffer))
+        cached = self._entries.get(key)
+        if cached is None:
+            made = Entries(self.page(page, buffer))
+            cached = self._entries[key] = (buffer, made)
+        return cached[1]
+
+    def params(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
+        """Per node of a unit: local name -> array. pages: name -> array each, and the running statistics, if any."""
+        key = (unit, *map(id, pages))
+        cached = self._params.get(key)
+        if cached is None:
+            made = [Parameters(arrays) for arrays in self._per_node(unit, pages)]
+            cached = self._params[key] = (tuple(pages), made)  # holding the pages keeps their ids taken
+        return cached[1]
+
+    def grads(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
+        """Per node of a unit: local name -> gradient, trainable parameters only."""
+        key = (unit, *map(id, pages))
+        cached = self._grads.get(key)
+        if cached is None:
+            seen = [{name: e for name, e in page.items() if name not in self._still} for page in pages]
+            made = [Gradients(entries) for entries in self._per_node(unit, seen)]
+            cached = self._grads[key] = (tuple(pages), made)
+        return cached[1]
+
+    def _per_node(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        known: dict[str, Any] = {}
+        for views in pages:
+            known.update(views)
+        return [{local: known[full] for local, full in names if full in known} for names in self._names[unit]]
+
+
+def is_activation(slot: Slot) -> bool:
+    return SLOTS[slot.kind].memory == "activations"
+
+
+def planned(arena: Arena) -> set[int]:
+    """Identities of the memory that the arena holds: what lies there is counted by the ledger."""
+    return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
+
+
+class Activations:
+    """Bytes of arrays in activation slots, followed from action to action by what each of them takes and gives. Views
+    count once, with the array that they are views of; parameters that a layer keeps for backward do not: the ledger
+    counts them. alive: bytes now; most: at any time."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+        self._held: dict[Slot, dict[int, int]] = {}
+        self._users: dict[int, int] = {}
+        self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
+
+    def within(self, arena: Arena) -> None:
+        """A program begins whose buffers lie there."""
+        state = (arena.generation, len(arena.kept))
+        if self._planned[0] != state:
+            self._planned = state, planned(arena)
+
+    def take(self, slot: Slot) -> None:
+        """A slot is emptied."""
+        for root, nbytes in self._held.pop(slot, {}).items():
+            self._users[root] -= 1
+            if not self._users[root]:
+                del self._users[root]
+                self.alive -= nbytes
+
+    def give(self, slot: Slot, value: Any) -> None:
+        """A slot is filled, or refilled."""
+        self.take(slot)
+        there = self._planned[1]
+        self._held[slot] = held = {root: nbytes for root, nbytes in roots(value) if root not in there}
+        for root, nbytes in held.items():
+            users = self._users.get(root, 0)
+            self._users[root] = users + 1
+            self.alive += 0 if users else nbytes
+        self.most = max(self.most, self.alive)
+
+
+def roots(value: Any) -> Iterable[tuple[int, int]]:
+    """(identity, bytes) of the memory behind every array in tuples, lists and dicts."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for one in value:
+            yield from roots(one)
+    elif (root := root_of(value)) is not None:
+        yield id(root), root.nbytes
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The loss of the global batch: total / weight, nan in a program without one. shared: the weight of all gradients
+    that were added up, 0 where no sample came. rate: the learning rate, on which ranks agreed in the same message; 0
+    in a program without an update."""
+
+    total: float
+    weight: float
+    shared: float
+    rate: float = 0.0
+
+    @property
+    def each(self) -> float:
+        """The divisor of gradients."""
+        return self.shared or 1.0
+
+    @property
+    def value(self) -> float:
+        return self.total / (self.weight or 1.0)
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if it was
+    not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss
+    scale from the next step on."""
+
+    factor: float
+    norm: float
+    skip: bool
+    rate: float
+    scaler: Scaler
+
+
+@dataclass(frozen=True)
+class RoundShare:
+    """own: of what all replicas have trained on in a round, this one's part. loss: mean over the batches of all of them
+    in its last step."""
+
+    own: float
+    loss: float
 
 
 class Workspace:

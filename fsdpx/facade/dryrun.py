@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
-from fsdpx.engine.views import Activations, is_activation
+from fsdpx.engine.workspace import Activations, is_activation
 from fsdpx.errors import ConfigError
 from fsdpx.facade.baseline import baseline
 from fsdpx.facade.distribute import distribute

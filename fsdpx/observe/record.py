@@ -18,7 +18,7 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import about
-from fsdpx.engine.views import GradientScale, Mean
+from fsdpx.engine.workspace import GradientScale, Mean
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Range
 from fsdpx.nn.layer import Spec

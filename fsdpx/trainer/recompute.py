@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fsdpx import shapes as xp
 from fsdpx.array.random import Random
 from fsdpx.engine import compute
-from fsdpx.engine.views import roots
+from fsdpx.engine.workspace import roots
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import Action, Stage

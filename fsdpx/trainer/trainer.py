@@ -25,7 +25,7 @@ from fsdpx.checkpoint.weights import WeightsReport, load_weights
 from fsdpx.comm.communicator import Communicator
 from fsdpx.config import python_number
 from fsdpx.engine.engine import Engine
-from fsdpx.engine.views import GradientScale
+from fsdpx.engine.workspace import GradientScale
 from fsdpx.errors import ConfigError, DataError, RankLost
 from fsdpx.generation.texts import Sampling, Stream, is_one
 from fsdpx.nn.marks import paths

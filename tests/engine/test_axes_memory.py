@@ -10,7 +10,7 @@ from meshes import train
 import fsdpx
 from fsdpx import Mesh, nn, optim
 from fsdpx.comm import Communicator, FakeCommunicator
-from fsdpx.engine.views import roots
+from fsdpx.engine.workspace import roots
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.program import parse
