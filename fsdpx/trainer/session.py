@@ -35,7 +35,7 @@ from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
 from fsdpx.trainer.batch import Twins
 from fsdpx.trainer.costs import recomputed_units
-from fsdpx.trainer.outputs import whole_outputs
+from fsdpx.trainer.whole import whole_outputs
 from fsdpx.words import patterns_of
 
 __all__ = ["Session"]

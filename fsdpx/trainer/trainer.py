@@ -41,13 +41,14 @@ from fsdpx.trainer.absent import demand
 from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.fit import fit, settings_of
 from fsdpx.trainer.generate import generate
-from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, Summary, report
 from fsdpx.trainer.routing import Routing, routing_of, together
 from fsdpx.trainer.series import History
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import (
     common_parameters,
+    cut_output,
+    input_gradients,
     put_averages,
     put_outer,
     remember,
