@@ -87,13 +87,14 @@ class Turn:
 
 class Recording:
     """The last `keep` programs that train; evaluating and predicting leave no turn. layers: path -> time since the
-    beginning, or the last `reset`."""
+    beginning, or the last `reset`. written: whether all turns were written to files."""
 
     def __init__(self, keep: int) -> None:
         self.turns: deque[Turn] = deque(maxlen=keep)
         self.activations = Activations()
         self.layers: dict[str, LayerTime] = {}
         self._units: list[Unit] = []
+        self.written = False
         self._count = 0
         self._now: Turn | None = None
         self._before: list[Outside] = []
@@ -105,6 +106,7 @@ class Recording:
             self._now = Turn(self._count, steps, program, self._before)
             self._count += 1
             self.turns.append(self._now)
+            self.written = False
             self.activations.within(arena)
         self._before = []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
@@ -59,12 +61,15 @@ class Tracer:
         self._together(self._make)
         self._begun = synchronise(self._axes.uncounted)
         engine.recording = self._recording = Recording(trace.steps)
+        if self._axes.world.rank == 0:
+            weakref.finalize(self, _tell_if_lost, self._recording, self.folder)
 
     def write(self) -> None:
         """Write what was kept, each rank its own file. Collective; ConfigError on all ranks if one cannot."""
         turns = list(self._recording.turns)
         header = self._header(turns)
         self._together(lambda: write(self.folder, header, turns, TracePlace.of(self._axes)))
+        self._recording.written = True
 
     def _make(self) -> None:
         """A folder that cannot be written is found before training, not after it."""
@@ -112,3 +117,14 @@ class Tracer:
         if not common or self.engine.placement.apart is not None:
             return None
         return next(turn for turn in turns if turn.number == common[len(common) // 2])
+
+
+def _tell_if_lost(recording: Recording, folder: Path) -> None:
+    """Say that a trace is lost, when its trainer is dropped or the process ends: ranks that end cannot write it, since
+    each needs the clocks of the others."""
+    if recording.turns and not recording.written:
+        print(
+            f"fsdpx: the trace of {len(recording.turns)} programs was not written to {folder}: call trainer.close() "
+            "or trainer.save_trace() on all ranks before the script ends",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip

@@ -2,8 +2,11 @@
 
 import gzip
 import json
+import os
 import re
 import sqlite3
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from contextlib import closing
@@ -219,6 +222,36 @@ def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("FSDPX_TRACE", str(tmp_path / "traced"))
     spawn(lambda comm: trained(comm, None, 1, "mlp").close(), 1)
     assert (tmp_path / "traced" / name_of(0)).exists()
+
+
+LOST = """
+import numpy as np, fsdpx
+from fsdpx import nn, optim
+model = fsdpx.distribute(nn.Linear(2, 1), optimizer=optim.SGD(lr=0.1), loss=nn.MSE())
+model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "lost"),
+    [
+        ("", True),
+        ("raise SystemExit(3)", True),
+        ("model.close()", False),
+        ("model.save_trace()", False),
+        ("model.save_trace(); model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))", True),
+    ],
+)
+def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path, last: str, lost: bool) -> None:
+    """The end of a script cannot write it, since that takes all ranks; but it is not lost in silence."""
+    folder = tmp_path / "traced"
+    done = subprocess.run(
+        [sys.executable, "-c", LOST + last], env={**os.environ, "FSDPX_TRACE": str(folder)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (f"not written to {folder}: call trainer.close()" in done.stderr) == lost, done.stderr
+    assert done.returncode == (3 if "SystemExit" in last else 0), done.stderr
+    assert (folder / name_of(0)).exists() == ("model." in last)
 
 
 def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
