@@ -35,7 +35,7 @@ def starter() -> list[str]:
     """The command that starts ranks here, like mpiexec: it takes -n and a command. LaunchError without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError("--backend gloo needs PyTorch, which is not installed: pip install 'fsdpx[gloo]'")
-    return [sys.executable, "-m", "fsdpx.launch.here"]
+    return [sys.executable, "-m", __name__]
 
 
 def main(words: Sequence[str]) -> int:
