@@ -25,7 +25,8 @@ from fsdpx.config import byte_count
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
 from fsdpx.launch import deaths, turns
-from fsdpx.launch.plot import able, plot
+from fsdpx.launch.plot import plot
+from fsdpx.observe.plots import missing
 from fsdpx.state.tuning import table
 from fsdpx.version import __version__
 
@@ -159,9 +160,9 @@ def bench(args: argparse.Namespace) -> int:
             wrong = comm.all_gather_plain(turns.unwritable(path))[0]
             if wrong:
                 raise LaunchError(f"{option} {path} cannot be written ({wrong}): name a file in a folder that is there")
-        missing = comm.all_gather_plain(able() if args.plot is not None else "")[0]
-        if missing:
-            raise LaunchError(f"--plot {args.plot}: {missing}")
+        why = comm.all_gather_plain(missing() if args.plot is not None else "")[0]
+        if why:
+            raise LaunchError(f"--plot {args.plot}: {why}")
         if comm.size == 1:
             raise LaunchError("one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm")
         report = measure(comm, sizes, verbs, args.seconds)

@@ -8,16 +8,7 @@ from typing import Any
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["able", "plot"]
-
-
-def able() -> str:
-    """Why there can be no picture, "" if there can."""
-    try:
-        from matplotlib.figure import Figure  # noqa: F401
-    except ModuleNotFoundError:
-        return "matplotlib is not installed: pip install 'fsdpx[plot]'"
-    return ""
+__all__ = ["plot"]
 
 
 def plot(report: Mapping[str, Any], path: Path) -> None:

@@ -9,15 +9,19 @@ from fsdpx.errors import ConfigError
 from fsdpx.observe.chrome import merge
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import write_page
+from fsdpx.observe.plots import missing
 from fsdpx.state.tuning import table
 
 __all__ = ["report", "runs", "trace"]
 
+
 def report(args: argparse.Namespace) -> int:
-    """Write the page and say where it is; the exit status."""
+    """Print the report as text, write the page and say where it is; the exit status."""
     folder = RunFolder(args.run)
-    write_page(folder)
-    print(folder.page)
+    print(write_page(folder))
+    print(f"\n{folder.page}")
+    if why := missing():
+        print(f"it has no pictures: {why}")
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdpx import files
 from fsdpx.errors import ConfigError
+from fsdpx.observe.plots import curves, missing
 from fsdpx.version import __version__
 
 __all__ = ["RUNS", "RunFolder", "choose", "rows_of"]
@@ -118,22 +119,10 @@ class RunFolder:
         return list(rows_of(path)) if path.exists() else []
 
     def draw(self) -> bool:
-        """The losses by step as a picture; False without matplotlib. On one rank."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
+        """Draw losses and throughput by step; False without Matplotlib. On one rank."""
+        if missing():
             return False
-        rows = self.metrics()
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for name, style in (("loss", "-"), ("validation_loss", "o-")):
-            found = [(row["step"], row[name]) for row in rows if name in row]
-            axes.plot(*zip(*found, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(self.curve, dpi=120)
+        curves(self.metrics()).savefig(self.curve, dpi=120)
         return True
 
 

@@ -14,7 +14,8 @@ from fsdpx import spawn
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
 from fsdpx.launch.bench import VERBS, _groups, _text, measure
-from fsdpx.launch.plot import able, plot
+from fsdpx.launch.plot import plot
+from fsdpx.observe.plots import missing
 
 
 def test_every_verb_has_its_time_and_what_it_moved() -> None:
@@ -50,8 +51,8 @@ def test_a_picture_has_each_verb_at_each_level(tmp_path: Path, monkeypatch: pyte
     rows = [row, row | {"bytes": 4096}, row | {"verb": "all_reduce", "raw_seconds": None}, row | {"bytes": 0}]
     inside = {"level": "inside a host", "host": "n1", "ranks": 2, "rows": rows}
     report = {"levels": [inside, {"level": "all ranks", "host": "n1", "ranks": 4, "rows": rows}]}
-    if able():
-        pytest.skip(able())
+    if missing():
+        pytest.skip(missing())
     plot(report, tmp_path / "links.svg")
     drawn = (tmp_path / "links.svg").read_text()
     assert all(f"<!-- {words} -->" in drawn for words in ("inside a host of n1, 2 ranks", "all ranks, 4 ranks"))
@@ -63,7 +64,7 @@ def test_a_picture_has_each_verb_at_each_level(tmp_path: Path, monkeypatch: pyte
 def test_without_matplotlib_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "comm", "--plot", str(tmp_path / "x.png")]) == 2
     assert capsys.readouterr().err.endswith("x.png: matplotlib is not installed: pip install 'fsdpx[plot]'\n")
 
@@ -106,11 +107,11 @@ def test_under_mpiexec(tmp_path: Path, messages: bool) -> None:
     from trials import job
 
     words = ["bench", "comm", "--sizes", "64,64KiB", "--seconds", "0.002", "--json", "found.json"]
-    words += [] if able() else ["--plot", "links.png"]
+    words += [] if missing() else ["--plot", "links.png"]
     program = f"import sys\nfrom fsdpx.__main__ import main\nsys.exit(main({words}))"
     done = job(tmp_path, program, ranks=2, **({"FSDPX_NODE": "0"} if messages else {}))
     assert done.status == 0, done.err
-    assert bool(able()) or (tmp_path / "links.png").stat().st_size > 10_000
+    assert bool(missing()) or (tmp_path / "links.png").stat().st_size > 10_000
     report = json.loads((tmp_path / "found.json").read_text())
     assert report["backend"] == ("mpi" if messages else "node")
     assert done.out.startswith(f"{report['backend']}, {report['library']}; ")

@@ -7,7 +7,7 @@ import pytest
 from amount import in_full
 
 from fsdpx.errors import ConfigError
-from fsdpx.launch.show import DARKER, draw
+from fsdpx.observe.plots import DARKER, draw
 from fsdpx.program.machine import Costs, simulate
 from fsdpx.program.schedules import schedule
 from fsdpx.program.timeline import Event
@@ -50,7 +50,7 @@ def test_verbs_ranks_and_microbatches_are_named(tmp_path: Path, monkeypatch: pyt
 
 def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"draw needs matplotlib: pip install 'fsdpx\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"draw: matplotlib is not installed: pip install 'fsdpx\[plot\]'"):
         draw(STEP, tmp_path / "step.png")
 
 
