@@ -159,7 +159,7 @@ def _bytes(folder: RunFolder) -> str:
 
 
 def _stragglers(found: Waits) -> str:
-    rows = [("ms per step", "computing", "waiting for others", "waiting for transfers", "other")]
+    rows: list[tuple[str, ...]] = [("ms per step", "computing", "waiting for others", "waiting for transfers", "other")]
     each, computing = 1e3 / (found.steps or 1), []
     for n, span in enumerate(found.spans):
         waiting = sum(found.matrix[n])
