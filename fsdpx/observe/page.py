@@ -84,8 +84,8 @@ def _facts_of_traces(traces: Sequence[RankTrace]) -> str:
 
 
 def _pairs(rows: Sequence[tuple[str, Any]]) -> str:
-    told = [(name, str(value)) for name, value in rows if value is not False and value not in (None, "")]
-    return "\n".join(f"{name:{max(len(one) for one, _ in told)}}  {value}" for name, value in told)
+    rows = [(name, str(value)) for name, value in rows if value is not False and value not in (None, "")]
+    return "\n".join(f"{name:{max(len(one) for one, _ in rows)}}  {value}" for name, value in rows)
 
 
 def _figures(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[Any]:
@@ -119,8 +119,8 @@ def _step(traces: Sequence[RankTrace]) -> str:
 
 def _alive(traces: Sequence[RankTrace]) -> dict[str, list[tuple[float, float]]]:
     """rank -> (milliseconds, MiB of activations) in the step that is shown."""
-    told = {f"rank {n}": [(1e3 * at, b / 2**20) for at, b in one.header.alive] for n, one in enumerate(traces)}
-    return {name: points for name, points in told.items() if points}
+    points_of = {f"rank {n}": [(1e3 * at, b / 2**20) for at, b in one.header.alive] for n, one in enumerate(traces)}
+    return {name: points for name, points in points_of.items() if points}
 
 
 def _measured(traces: Sequence[RankTrace]) -> list[Event]:
