@@ -15,6 +15,8 @@ __all__ = [
 
 ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
 LEAST_SECRET = 16
+TCP = "tcp://"
+"""How FSDPX_STORE begins where it is a port of a host."""
 RECORDED = 3
 """Steps of which values are recorded, unless FSDPX_RECORD_STEPS says otherwise."""
 _YES = ("1", "true", "yes", "on")
@@ -248,8 +250,14 @@ def _without_mpi(environ: Mapping[str, str]) -> StartedBy | None:
 
 
 def _store(environ: Mapping[str, str]) -> Store | None:
-    if environ.get("FSDPX_STORE"):
-        return Store(file=environ["FSDPX_STORE"])
+    place = environ.get("FSDPX_STORE", "")
+    if place.startswith(TCP):
+        address, _, port = place.removeprefix(TCP).rpartition(":")
+        if not address or not port.isdecimal():
+            raise LaunchError(f"FSDPX_STORE={place} names no port: {TCP}HOST:PORT is needed, or a file")
+        return Store(address, int(port))
+    if place:
+        return Store(file=place)
     if _missing(environ):
         return None
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower() in _YES

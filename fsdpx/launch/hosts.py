@@ -1,91 +1,19 @@
-"""The hosts of a job, and this one."""
+"""The hosts of a job: of a hostfile, an allocation, or this machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import secrets
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from fsdpx import environment, files
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["HostSlots", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "starter", "write_hosts"]
-
-_SECONDS_TO_END = 5.0
-"""Seconds that the others may take to report what they know of a failed rank, and again to end when told to."""
-_LOOK = 0.02
-SECRET = secrets.token_hex(32)
-"""Of this start: by it ranks prove that they belong together, if the user has set none."""
-
-
-def starter() -> list[str]:
-    """The command that starts ranks here, like mpiexec: it takes -n and a command. LaunchError without PyTorch."""
-    if importlib.util.find_spec("torch") is None:
-        raise LaunchError("--backend gloo needs PyTorch, which is not installed: pip install 'fsdpx[gloo]'")
-    return [sys.executable, "-m", __name__]
-
-
-def main(words: Sequence[str]) -> int:
-    """Start `words` as ranks that meet at a new file; the status of the first that fails, which ends the others."""
-    ranks, command = int(words[1]), words[2:]
-    with tempfile.TemporaryDirectory(prefix="fsdpx-meet-") as folder:
-        started: list[subprocess.Popen[bytes]] = []
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            for rank in started:
-                with suppress(OSError):
-                    rank.send_signal(number)
-
-        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
-            signal.signal(number, forward)
-        for rank in range(ranks):
-            started.append(subprocess.Popen(command, env=_variables(rank, ranks, Path(folder, "store"))))
-        return _wait(started)
-
-
-def _variables(rank: int, ranks: int, store: Path) -> dict[str, str]:
-    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-    numbered = {name: str(n) for name, n in numbers.items()}
-    return {"FSDPX_SECRET": SECRET, **os.environ, **numbered, "FSDPX_STORE": str(store)}
-
-
-def _wait(started: list[subprocess.Popen[bytes]]) -> int:
-    status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
-    while living := [rank for rank in started if rank.poll() is None]:
-        status = status or _failed(started)
-        now = time.monotonic()
-        if status and not due:
-            due = now + _SECONDS_TO_END
-        elif status and now >= due and ends:
-            due, end = now + _SECONDS_TO_END, ends.pop(0)
-            for rank in living:
-                end(rank)
-        time.sleep(_LOOK)
-    return status or _failed(started)
-
-
-def _failed(started: list[subprocess.Popen[bytes]]) -> int:
-    """The status of a rank that has failed, as a shell says it; 0 if none has."""
-    statuses = [rank.returncode for rank in started if rank.returncode]
-    return next((status if status > 0 else 128 - status for status in statuses), 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
+__all__ = ["HostSlots", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts"]
 
 LARGEST = 10_000_000
 """Bytes of a hostfile."""

@@ -70,12 +70,13 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
         return None
     watchdog = _watchdogs.get(base)
     token = secrets.token_hex(8) if watchdog is None else ""
-    tokens, hosts = zip(*base.all_gather_plain((token, platform.node())), strict=True)  # always: all ranks do the same
+    mine = (token, platform.node(), str(environment.read().run or ""))
+    tokens, hosts, runs = zip(*base.all_gather_plain(mine), strict=True)  # always: all ranks do the same
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
             number = list(dict.fromkeys(hosts)).index(hosts[base.rank])
-            watchdog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]), timeout, here, number)
+            watchdog = _watchdogs[base] = Watchdog(base, _folder(tokens[0], runs[here[0]]), timeout, here, number)
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
     base.all_gather_plain(None)  # a rank that ended before others had records would pass for the last one
@@ -365,10 +366,11 @@ def _base(comm: Any) -> Any:
     return comm
 
 
-def _folder(token: str) -> Path:
-    run = environment.read().run
-    if run is not None:
-        return run / f"flight-{token}"
+def _folder(token: str, run: str) -> Path:
+    """The folder of all ranks of this host. run: FSDPX_RUN of its first one; those of another launcher have their own.
+    """
+    if run:
+        return Path(run) / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
     clear(temporary.glob(_PREFIX + "*"), _abandoned)
     return temporary / (_PREFIX + token)
