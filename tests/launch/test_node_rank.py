@@ -78,7 +78,13 @@ def test_where_ranks_meet_is_a_port_of_its_own_for_each_start() -> None:
 
 def test_a_port_of_a_host_is_a_place_to_meet() -> None:
     """Also inside a job step of Slurm, whose variables mean other ranks."""
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "FSDPX_STORE": "tcp://n1:70", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
+    variables = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "FSDPX_STORE": "tcp://n1:70",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+    }
     found = read(variables).launcher
     assert found is not None
     assert (found.rank, found.mpi, found.store) == (1, False, Store("n1", 70))
