@@ -2,14 +2,14 @@
 
     python bench/kernels.py [--json PATH] [--dtype float32] [--repeat 7] [--only NAME] [--threads 2]
 
-Times are medians after a warm-up that compiles. Run it on a quiet machine with one BLAS thread
-(OPENBLAS_NUM_THREADS=1). --threads measures the compiled code again on so many threads.
+Times are the quickest of several samples after a warm-up that compiles, taken in turns: other work on the machine only
+adds to them. Set one BLAS thread (OPENBLAS_NUM_THREADS=1). --threads measures the compiled code again on so many
+threads.
 """
 
 import argparse
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ from fsdpx import optim
 from fsdpx.array import dtype as dtype_of
 from fsdpx.array import heap, kernels, parallel
 from fsdpx.array.kernels.convolution import SlidingWindow
-from fsdpx.array.random import Stretch
+from fsdpx.array.random import Stretch, normal
 from fsdpx.optim import Segment, Segments
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
@@ -36,6 +36,7 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
         mark = "" if approximate == "none" else " (tanh)"
         yield f"gelu{mark}", size, lambda a=approximate: kernels.gelu(np, x, a)
         yield f"gelu_backward{mark}", size, lambda a=approximate: kernels.gelu_backward(np, x, dy, a)
+        yield f"gelu_recompute{mark}", size, lambda a=approximate: kernels.gelu_recompute(np, x, dy.copy(), a)
     yield "relu", size, lambda: kernels.relu(np, x)
     yield "relu_backward", size, lambda: kernels.relu_backward(np, x, dy)
     yield "sigmoid", size, lambda: kernels.sigmoid(np, x)
@@ -45,6 +46,9 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "gated_backward", size, lambda: kernels.gated_backward(np, x, dy, x)
     turned, angles = x.reshape(-1, 8, 1, x.shape[1]), np.ones((8, x.shape[1] // 2), x.dtype)
     yield "rotate", size, lambda: kernels.rotate(np, turned, angles, angles)
+    yield "normal", size, lambda: normal(0, "", 0, x.size)
+    yield "squared_error", size, lambda: kernels.squared_error(np, x, dy)
+    yield "squared_error_backward", size, lambda: kernels.squared_error_backward(np, x, dy, 1.0)
     yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
     yield "square_sums", size, lambda: kernels.square_sums(np, x.reshape(-1), 1024)
     yield "drop", size, lambda: kernels.drop(np, x, Stretch(0, "a", 0, x.size), 0.1)
@@ -58,6 +62,12 @@ def sums(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "add_bias", size, lambda: kernels.add_bias(np, into, bias)
     yield "bias_gelu", size, lambda: kernels.bias_gelu(np, h, bias)
     yield "sum_rows", size, lambda: kernels.sum_rows(np, x, bias, False)
+    flat, rounded = x.reshape(-1), kernels.narrowed(np, x.reshape(-1), dtype_of("bf16"))
+    yield "round_randomly", size, lambda: kernels.round_randomly(np, flat, rounded, Stretch(0, "a", 0, x.size))
+    if x.dtype == np.float32:
+        narrow, slope = (kernels.narrowed(np, a, dtype_of("bf16")) for a in (x, dy))
+        yield "add (in bf16)", size, lambda: kernels.add(np, narrow, slope)
+        yield "drop (in bf16)", size, lambda: kernels.drop(np, narrow, Stretch(0, "a", 0, x.size), 0.1)
     for name in ("float16", "bf16") if x.dtype == np.float32 else ():
         half, wide = kernels.narrowed(np, x, dtype_of(name)), x.copy()
         yield f"store (to {name})", size, lambda half=half: kernels.store(np, x, half)
@@ -155,7 +165,7 @@ def cases(dtype: str) -> Iterator[Case]:
 
 
 def microseconds(run: Callable[[], Any], repeat: int) -> float:
-    """Median time of one call, in samples of at least 2 ms."""
+    """Time of one call, in the quickest of samples of at least 2 ms."""
     run()
     start = time.perf_counter()
     run()
@@ -166,7 +176,17 @@ def microseconds(run: Callable[[], Any], repeat: int) -> float:
         for _ in range(calls):
             run()
         samples.append((time.perf_counter() - start) / calls)
-    return statistics.median(samples) * 1e6
+    return min(samples) * 1e6
+
+
+def in_turns(run: Callable[[], Any], repeat: int) -> list[float]:
+    """Times of a call as plain and as compiled code, sampled in turns: other work disturbs both alike."""
+    samples: dict[kernels.Mode, list[float]] = {"plain": [], "numba": []}
+    for _ in range(repeat):
+        for mode, taken in samples.items():
+            with kernels.use(mode), optim.kernels.use(mode):
+                taken.append(microseconds(run, 1))
+    return [min(taken) for taken in samples.values()]
 
 
 def measure(dtype: str, repeat: int, only: str, threads: int) -> list[dict[str, Any]]:
@@ -174,16 +194,13 @@ def measure(dtype: str, repeat: int, only: str, threads: int) -> list[dict[str, 
     for name, size, run in cases(dtype):
         if only not in name:
             continue
-        taken = {}
-        for mode in ("plain", "numba"):
-            with kernels.use(mode), optim.kernels.use(mode):
-                taken[mode] = microseconds(run, repeat)
-        plain, numba = taken["plain"], taken["numba"]
+        plain, numba = in_turns(run, repeat)
         several = _on(threads, run, repeat)
         known = name.partition(" ")[0]
         chosen = "numba" if known == "update" else kernels.chosen(known)
-        row = {"kernel": name, "size": size, "plain_us": plain, "numba_us": numba, "chosen": chosen}
-        rows.append(row | {"threads": threads, "threads_us": several})
+        times = {"plain_us": round(plain, 1), "numba_us": round(numba, 1)}
+        row = {"kernel": name, "size": size, **times, "chosen": chosen}
+        rows.append(row | {"threads": threads, "threads_us": round(several, 1)})
         speed = f"{plain / numba:8.2f} {several:11.1f} {numba / several:8.2f}"
         print(f"{name:28} {size:18} {plain:11.1f} {numba:11.1f} {speed}  {chosen}", flush=True)
     return rows

@@ -26,10 +26,8 @@ OPENED_ELSEWHERE = {
         "__main__.py main open",
     ),
     "sources of this package, and of modules that are imported anyway": (
-        "codecs/compiled.py module read_bytes", "cuda/kernels.py module read_text",
-        "native/image.py _digest read_bytes", "native/image.py _with_constants read_bytes",
-        "native/twice.py _is_code read_text", "native/twice.py _reread read_text",
-        "optim/compiled.py module read_bytes", "examples/finetune.py pretrained read_text",
+        "cuda/kernels.py module read_text", "native/image.py _digest read_bytes",
+        "examples/finetune.py pretrained read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
         "comm/node/memory.py _mapped mkstemp", "comm/node/memory.py _mapped open", "state/disk.py _unnamed mkstemp",

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.half import WORD, intrinsic, mixed
+from fsdpx.array.kernels.compiled.half import WORD, mixed
 from fsdpx.array.kernels.compiled.scalar import order, unorder, widest
 from fsdpx.array.parallel import GRAIN, cuts, run
 from fsdpx.array.random import Stretch
 from fsdpx.codecs.forms import BLOCK, LARGEST, LEVELS, TINY
-from fsdpx.native.tools import ir, jit, types
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import intrinsic, ir, types
 
 __all__ = ["add_largest", "add_quantised", "outer", "quantise", "take_largest"]
 
-SOURCE = blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
 SIXTEENTH = ir.Constant(ir.FloatType(), 2.0**-16)
-
-
-def kernel(body: Callable[..., Any]) -> Any:
-    """Compiled under a name by which the cache never takes code of another version."""
-    return jit(body, name=f"{body.__name__}.{SOURCE}")
 
 
 @intrinsic
@@ -39,7 +31,7 @@ def fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
     return types.float32(types.int64, types.int64, types.int64), code
 
 
-@kernel
+@jit
 def _scale(x):
     most = order(abs(x[0]))
     for i in range(x.size):
@@ -49,7 +41,7 @@ def _scale(x):
     return np.float32(0) if scale < TINY else scale
 
 
-@kernel
+@jit
 def _quantise(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1):
     widest()
     half, low, high = all_x.dtype.type(0.5), all_x.dtype.type(-LEVELS), all_x.dtype.type(LEVELS)
@@ -78,7 +70,7 @@ def _quantise(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1
                 q[i] = np.int8(np.int32(min(max(np.floor(x[i] / scale + half), low), high)))
 
 
-@kernel
+@jit
 def _add_quantised(first, last, all_q, scales, all_out, add):
     widest()
     for b in range(first, last):

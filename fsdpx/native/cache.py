@@ -18,9 +18,9 @@ __all__ = ["enable"]
 
 
 def enable(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Keep on disk what the dispatcher of a function compiles. bare: it cannot be called by Python."""
+    """Keep on disk what the dispatcher of a function, or of a copy of it, compiles. bare: Python cannot call it."""
     try:
-        dispatcher._cache = KernelCache(function, fastmath, bare)
+        dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
     except RuntimeError as error:
         _warn(error)
 
@@ -31,9 +31,9 @@ class KernelCache(FunctionCache):
     Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
     and it checks only the kernel's own source file, not those of the functions it calls."""
 
-    def __init__(self, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        super().__init__(function)
-        self.made_as = freedom(fastmath), bare
+    def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+        super().__init__(copy)
+        self.made_as = fingerprint(function), freedom(fastmath), bare
         self.objects: dict[Any, bytes] = {}
         """By signature what was loaded: Numba lets go of it."""
 
@@ -67,8 +67,7 @@ class KernelCache(FunctionCache):
 
     def _open(self, sig: Any, codegen: Any) -> None:
         """Select the file of this signature; the caller holds the compiler's lock."""
-        sources = fingerprint(Path(self._py_func.__code__.co_filename))
-        key = repr((str(sig), codegen.magic_tuple(), sources, self.made_as, environment.compiler()))
+        key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.compiler()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         self._cache_file: Any = _KeptObject(Path(self._cache_path, f"{name}.kept"))
 

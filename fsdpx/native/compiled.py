@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fsdpx.native import image, kinds
+from fsdpx.native import image, kinds, late
 
 __all__ = ["REORDER", "Compiled", "fixed", "jit"]
 
@@ -18,6 +18,7 @@ REORDER = {"reassoc", "nsz", "contract"}
 
 _lock = threading.RLock()  # a thread rank must not compile while another one does
 _fixed: dict[Any, Compiled] = {}
+_bare: dict[tuple[Any, str], Any] = {}
 
 
 def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
@@ -49,6 +50,7 @@ class Compiled:
         self.function = function
         self.fastmath = fastmath
         self.__doc__, self.__name__ = function.__doc__, function.__name__
+        self.freedom = image.freedom(fastmath)
         self._wanted = wanted
         self._dispatcher: Any = None
         self._entries: list[Callable[..., Any]] = []
@@ -69,12 +71,28 @@ class Compiled:
 
     def dispatcher(self) -> Any:
         """Numba's, which compiles what no machine code is kept of."""
-        from fsdpx.native import twice
-
         with _lock:
             if self._dispatcher is None:
-                self._dispatcher = twice.for_python(self.function, self.fastmath)
+                self._dispatcher = self._made({})
             return self._dispatcher
+
+    def bare(self) -> Any:
+        """Numba's, of what compiled code alone calls."""
+        key = self.function, self.freedom
+        with _lock:
+            if key not in _bare:
+                _bare[key] = self._made(late.BARE)
+            return _bare[key]
+
+    def _made(self, entries: Any) -> Any:
+        import numba
+
+        from fsdpx.native import cache
+
+        options = {"nogil": True, "error_model": "numpy", "fastmath": self.fastmath, **entries}
+        made: Any = numba.njit(**options)(late.bound(self.function))
+        cache.enable(made, self.function, self.fastmath, bare=bool(entries))
+        return made
 
     def _ready(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """What takes these arguments; Numba's dispatcher if no machine code can be kept for them."""
@@ -100,7 +118,7 @@ class Compiled:
             return image.load(self.function, self.fastmath, wanted) or self._built(wanted)
 
     def _built(self, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        from fsdpx.native import build, twice
+        from fsdpx.native import build
 
-        made = build.build(twice.dispatcher(self.function, self.fastmath), wanted)
+        made = build.build(self.bare(), wanted)
         return None if made is None else image.keep(self.function, self.fastmath, wanted, made)

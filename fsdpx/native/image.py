@@ -11,7 +11,6 @@ import marshal
 import mmap
 import os
 import platform
-import re
 import struct
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpx import environment, files
-from fsdpx.native import kinds
+from fsdpx.native import kinds, late
 from fsdpx.native.processor import cpuinfo
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time", "seal", "unsealed"]
 
-PACKAGE = Path(__file__).parents[1]
-KERNELS = PACKAGE / "array" / "kernels"
-IMPORT = re.compile(rb"^from fsdpx\.([\w.]+) import (?:\(([^)]*)\)|(.*))", re.M)
-CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
 PATIENCE = 60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
@@ -190,45 +185,22 @@ def freedom(fastmath: Any) -> str:
 
 
 def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
-    own = Path(function.__code__.co_filename)
-    inside = own.is_relative_to(PACKAGE)  # the same sources elsewhere on this machine are the same code
-    where = own.relative_to(PACKAGE).as_posix() if inside else str(own)
-    code = where, function.__qualname__, function.__code__.co_firstlineno
-    key = repr((*code, freedom(fastmath), wanted, fingerprint(own), _entries(), _machine(), SEAL))
-    name = f"{own.stem}.{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
+    code = function.__qualname__, freedom(fastmath), wanted, fingerprint(function)
+    key = repr((*code, _entries(), _machine(), SEAL))
+    name = f"{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read().cache / "code" / name
 
 
 @functools.cache
-def fingerprint(own: Path) -> str:
-    """Of the sources of a function: all kernels, the file that it is in, and those that constants come from."""
-    if own.parent in (KERNELS, KERNELS / "compiled"):
-        return _of_kernels()
-    return _of_kernels() + _hash(_with_constants([own] if own.exists() else []))
-
-
-@functools.cache
-def _of_kernels() -> str:
-    return _hash(_with_constants([*sorted(KERNELS.glob("*.py")), *sorted(KERNELS.glob("compiled/*.py"))]))
-
-
-def _with_constants(sources: list[Path]) -> Iterable[bytes]:
-    """The contents of files, and of those of this package whose constants they import: these are compiled in."""
-    read = {file: file.read_bytes() for file in sources}
-    for file in (left := list(read)):  # grows meanwhile
-        for module, block, line in IMPORT.findall(read[file]):
-            place = PACKAGE.joinpath(*module.decode().split("."))
-            for other in (place.with_suffix(".py"), place / "__init__.py"):
-                if CONSTANT.search(block or line) and other not in read and other.exists():
-                    read[other] = other.read_bytes()
-                    left.append(other)
-    return read.values()
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Of what machine code for a function is made of: the same sources elsewhere on a machine are the same code."""
+    return late.digest(function)
 
 
 @functools.cache
 def _entries() -> str:
     """Of what makes entries."""
-    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "kinds", "link"))
+    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "kinds", "late", "link"))
 
 
 def _digest(sources: Iterable[Path]) -> str:

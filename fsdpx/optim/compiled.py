@@ -4,21 +4,17 @@ No fastmath: with it the result of an element could depend on whether it falls i
 tail of the loop, and so on where a parameter was cut. The numpy error model divides by zero like NumPy does."""
 
 from collections.abc import Callable
-from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
 
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["KERNELS"]
 
 KERNELS: dict[str, Callable[..., None]] = {}
-SOURCE = blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
 
 
 def kernel(body: Callable[..., None]) -> Callable[..., None]:
-    body.__qualname__ = f"{body.__name__}.{SOURCE}"  # names the cache: code of another version is never taken
     KERNELS[body.__name__] = jit(body)
     return body
 

@@ -100,7 +100,7 @@ def dispatcher(function):
 
 @in_full
 def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
-    def nowhere(function, fastmath, bare):
+    def nowhere(copy, function, fastmath, bare):
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(cache, "KernelCache", nowhere)
@@ -132,7 +132,7 @@ def test_each_signature_and_version_has_its_own_file(cache, monkeypatch, tmp_pat
     assert counted() == 0
     assert len(list(tmp_path.glob("*.kept"))) == 2
     assert counted() == 2
-    monkeypatch.setattr(cache, "fingerprint", lambda own: "sources of another version")
+    monkeypatch.setattr(cache, "fingerprint", lambda function: "sources of another version")
     assert counted() == 0
 
 

@@ -25,6 +25,17 @@ def test_a_job_that_fails_leaves_a_reason(code: str, reason: str) -> None:
     assert finish(start([sys.executable, "-c", code], environ()), 1.0) == {"failed": reason}
 
 
+def test_every_compiled_kernel_has_been_measured_and_pays() -> None:
+    from fsdpx.array import kernels
+
+    gains: dict[str, list[float]] = {}
+    for row in json.loads((Path(__file__).parents[2] / "bench" / "results" / "kernels.json").read_text())["rows"]:
+        if not row["size"].startswith("many"):  # of sizes that models have
+            gains.setdefault(row["kernel"].partition(" ")[0], []).append(row["plain_us"] / row["numba_us"])
+    assert kernels.NUMBA - gains.keys() == set()
+    assert {name: most for name in kernels.NUMBA if (most := max(gains[name])) < 1.3} == {}
+
+
 def test_a_program_that_is_not_there_leaves_a_reason() -> None:
     from jobs import environ, finish, start
 

@@ -3,21 +3,20 @@
 import marshal
 import os
 import pickle
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
 from amount import few, in_full
 
 from fsdpx import files
-from fsdpx.native import image, kinds, twice
+from fsdpx.native import image, kinds, late
 from fsdpx.native.cache import KernelCache, _KeptObject
 from fsdpx.native.compiled import REORDER, fixed, jit
+from fsdpx.native.late import intrinsic, ir, overload, register_jitable, types
 
 pytestmark = pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
 
@@ -82,7 +81,7 @@ def test_code_that_may_reorder_sums_is_not_taken_for_one_that_may_not(cache):
 
 
 def test_code_is_not_taken_for_that_of_a_compiler_told_otherwise(monkeypatch):
-    kept, codegen = KernelCache(_along, False, False), SimpleNamespace(magic_tuple=lambda: ("a processor",))
+    kept, codegen = KernelCache(_along, _along, False, False), SimpleNamespace(magic_tuple=lambda: ("a processor",))
     names = []
     for level in ("3", "1", "3"):
         monkeypatch.setenv("NUMBA_OPT", level)
@@ -199,21 +198,6 @@ def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
     assert not kinds.as_expected.__wrapped__()
 
 
-def test_a_script_that_compiles_does_not_run_again(monkeypatch, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("from fsdpx.native.tools import jit\nraise SystemExit('run again')\n")
-    main = ModuleType("__main__")
-    main.__file__ = str(script)
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    twice._is_code.cache_clear()
-
-    def double(x):
-        return x + x
-
-    double.__module__ = "__main__"
-    assert twice.dispatcher(double, False).py_func is double
-
-
 TOGETHER = """
 import sys, time
 import numpy as np
@@ -261,68 +245,78 @@ def test_who_holds_a_lock_too_long_is_not_waited_for(cache, monkeypatch):
             assert not list(cache.glob("*.lock"))
 
 
-@pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-    """Says where the package is from now on; a second time also that its files have changed."""
-
-    def forget() -> None:
-        image.fingerprint.cache_clear()
-        image._of_kernels.cache_clear()
-
-    def take(package: Path) -> None:
-        monkeypatch.setattr(image, "PACKAGE", package)
-        monkeypatch.setattr(image, "KERNELS", package / "array" / "kernels")
-        forget()
-
-    yield take
-    forget()
+LIMIT = 3
 
 
-def test_code_is_of_all_sources_that_its_constants_come_from(sources: Callable[[Path], None], tmp_path: Path) -> None:
-    """Loops have constants of other files compiled in: code that was kept must not outlive them."""
-    kernels, codecs = tmp_path / "array" / "kernels", tmp_path / "codecs"
-    files = {
-        "kernel": kernels / "compiled" / "norm.py", "other kernel": kernels / "plain.py", "codec": codecs / "loop.py",
-        "levels": codecs / "levels.py", "random": tmp_path / "array" / "random.py",
-        "grain": tmp_path / "array" / "grain.py", "functions": tmp_path / "array" / "parallel.py",
-    }  # fmt: skip
-    imports = {
-        "kernel": "from fsdpx.array.random import (\n    MIX,\n    draw,\n)\nfrom fsdpx.array.parallel import run\n",
-        "codec": "from fsdpx.codecs.levels import LEVELS, largest\n",
-        "random": "from fsdpx.array.grain import GRAIN\n",
-    }
-    texts = {name: imports.get(name, "") + "ONE = 1\n" for name in files}
-    for name, file in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(texts[name])
+@intrinsic
+def _half(typingctx, x):
+    def code(context, builder, signature, arguments):
+        return builder.fmul(arguments[0], ir.Constant(arguments[0].type, FACTOR))
 
-    def fingerprints() -> tuple[str, str]:
-        sources(tmp_path)
-        return image.fingerprint(files["kernel"]), image.fingerprint(files["codec"])
-
-    before = fingerprints()
-    for name, changed in {
-        "kernel": (True, True), "other kernel": (True, True), "random": (True, True), "grain": (True, True),
-        "codec": (False, True), "levels": (False, True), "functions": (False, False),
-    }.items():  # fmt: skip
-        files[name].write_text(texts[name] + "TWO = 2\n")
-        assert tuple(a != b for a, b in zip(before, fingerprints(), strict=True)) == changed, name
-        files[name].write_text(texts[name])
-    assert fingerprints() == before
+    return x(x), code
 
 
-def test_the_same_package_elsewhere_takes_the_same_code(sources: Callable[[Path], None], tmp_path: Path) -> None:
+def _named(x):
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_named)
+def _of_type(x):
+    return (lambda x: x + LIMIT) if x == types.float64 else (lambda x: x)
+
+
+@register_jitable
+def _added(x):
+    return x + LIMIT
+
+
+@jit
+def _inner(x):
+    return _half(_added(x))
+
+
+def _outer(step):
+    def outer(x):
+        return _inner(x) + step + _named(x)
+
+    return jit(outer)
+
+
+FACTOR = 0.5
+
+
+def test_a_function_may_use_others_and_what_libraries_have():
+    assert [_outer(1.0)(4.0), _outer(2.0)(4.0)] == [3.5 + 1 + 7, 3.5 + 2 + 7]
+
+
+def test_code_is_of_all_that_a_function_reaches(monkeypatch):
+    """Loops have constants and functions of other files compiled in: code that was kept must not outlive them."""
+
+    def found(step=1.0):
+        late._told.cache_clear()
+        return late.digest(_outer(step).function)
+
+    before, here = found(), sys.modules[__name__]
+    assert (found(), found(2.0) == before) == (before, False)
+    changed = {"LIMIT": 4, "FACTOR": 0.25, "_added": _named, "_inner": jit(_inner.function, fastmath=REORDER)}
+    for name, value in changed.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(here, name, value)
+            assert found() != before, name
+    assert found() == before
+    monkeypatch.setattr(here, "LIMIT", object())  # of which nobody knows what it is in another process
+    with pytest.raises(TypeError, match="compiled code uses <object"):
+        found()
+    late._told.cache_clear()
+
+
+def test_the_same_package_elsewhere_takes_the_same_code():
     """A second environment or clone on a machine compiles nothing, unless its sources differ."""
-    from fsdpx.array.kernels.compiled.norm import _forward as kernel
+    code = _along.__code__
 
-    own, package = Path(kernel.function.__code__.co_filename), image.PACKAGE
-    wanted = ("float32 2 C",)
-    here = image._file(kernel.function, kernel.fastmath, wanted)
-    shutil.copytree(package, tmp_path / "fsdpx", ignore=shutil.ignore_patterns("__pycache__"))
-    place = tmp_path / "fsdpx" / own.relative_to(package)
-    moved = FunctionType(kernel.function.__code__.replace(co_filename=str(place)), {}, kernel.function.__name__)
-    moved.__qualname__ = kernel.function.__qualname__
-    for text, same in (("", True), ("# another version\n", False)):
-        place.write_text(own.read_text() + text)
-        sources(tmp_path / "fsdpx")
-        assert (image._file(moved, kernel.fastmath, wanted) == here) == same
+    def file(**other):
+        return image._file(FunctionType(code.replace(**other), globals(), "_along"), False, ("float32 2 C",))
+
+    here = file()
+    assert file(co_filename="/elsewhere/kernels.py", co_firstlineno=1) == here
+    assert file(co_consts=(*code.co_consts, 1)) != here

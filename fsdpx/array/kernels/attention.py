@@ -13,6 +13,7 @@ from fsdpx.cuda.head_layout import merged, time_first
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 
+
 @kernel()
 def softmax(xp: Any, x: Any) -> Any:
     """exp(x) / sum exp(x) over the last dim; x (rows, columns) or any shape with columns last."""

@@ -14,6 +14,7 @@ __all__ = [
     "conv2d_backward_params", "max_pool2d", "max_pool2d_backward", "put",
 ]  # fmt: skip
 
+
 @dataclass(frozen=True)
 class SlidingWindow:
     """A window of `kernel` (height, width) that moves by `stride` over an image with `padding` around it."""

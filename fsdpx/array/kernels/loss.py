@@ -15,6 +15,7 @@ __all__ = [
     "squared_error", "squared_error_backward",
 ]  # fmt: skip
 
+
 @kernel(narrow=0, into=("gw",))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     """Adds row i of dy (n, d) into row index[i] of gw (rows, d), always in the same order.

@@ -14,6 +14,7 @@ __all__ = [
     "rms_norm_backward_params", "square_sum", "square_sums",
 ]  # fmt: skip
 
+
 @kernel()
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     """(x - mean) rstd weight + bias per row of x (rows, features), rstd = 1 / sqrt(var + eps) (Ba et al. 2016).

@@ -11,14 +11,14 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.control import X86
 from fsdpx.array.kernels.compiled.half import through_bfloat16, through_float16
-from fsdpx.native.tools import cgutils, extending, ir, jit, types
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import cgutils, intrinsic, ir, types
 
 __all__ = [
     "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "PLACE", "RANKS", "STREAM", "WRITTEN",
     "add32", "add64", "add_bfloat16", "add_float16", "come", "meet32", "meet64", "meet_bfloat16", "meet_float16",
 ]  # fmt: skip
 
-intrinsic: Any = extending.intrinsic
 WORD = ir.IntType(64)
 LINE = 64  # bytes of a cache line, which to LLVM is a vector
 STEP = 4  # lines added at a time

@@ -9,7 +9,8 @@ from fsdpx.array.kernels.compiled.arrays import alike
 from fsdpx.array.kernels.compiled.bits import put, real
 from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit, register_jitable
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import register_jitable
 
 __all__ = [
     "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "relu",

@@ -12,7 +12,7 @@ from fsdpx.array.kernels.compiled.arrays import alike, owned
 from fsdpx.array.kernels.compiled.bits import fallback, number, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over, over_columns
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["add", "add_bias", "bias_gelu", "column_sums", "sum_rows"]
 

@@ -16,8 +16,7 @@ from fsdpx.array.kernels.compiled.rows import dot, in_line, largest
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.compiled.words import available
 from fsdpx.cuda.head_layout import merged, time_first
-from fsdpx.native.compiled import REORDER, fixed
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import REORDER, fixed, jit
 
 __all__ = ["attention", "attention_backward"]
 

@@ -11,8 +11,7 @@ from fsdpx.array.kernels.compiled.bits import put
 from fsdpx.array.kernels.compiled.rows import dot
 from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
 from fsdpx.array.kernels.compiled.words import copy, multiply, padded, turned, woven
-from fsdpx.native.compiled import REORDER, fixed
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import REORDER, fixed, jit
 
 __all__ = ["backward", "forward"]
 

@@ -8,7 +8,7 @@ from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import number, put, real, wide, zero
 from fsdpx.array.kernels.compiled.images import rows_first, rows_of
 from fsdpx.array.parallel import over, over_columns
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with"]
 

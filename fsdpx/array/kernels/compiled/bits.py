@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.half import from_bfloat16, to_bfloat16
 from fsdpx.array.namespace import dtype as bfloat16
-from fsdpx.native.tools import overload, types
+from fsdpx.native.late import overload, types
 
 __all__ = ["fallback", "number", "put", "real", "wide", "zero"]
 

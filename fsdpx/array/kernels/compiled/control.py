@@ -3,11 +3,11 @@
 import platform
 from typing import Any
 
-from fsdpx.native.tools import cgutils, extending, ir, jit, types
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import cgutils, intrinsic, ir, types
 
 __all__ = ["flush", "restore"]
 
-intrinsic: Any = extending.intrinsic
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 FLUSH_TO_ZERO, DENORMALS_ARE_ZERO = 0x8000, 0x0040
 

@@ -13,7 +13,8 @@ from fsdpx.array.kernels.compiled import winograd
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first
 from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit, register_jitable
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import register_jitable
 
 __all__ = ["conv2d", "conv2d_backward_input", "conv2d_backward_params"]
 

@@ -10,7 +10,7 @@ from fsdpx.array.kernels.compiled.philox import raws
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.kernels.dropout import scale, threshold
 from fsdpx.array.random import Stretch
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["drop", "drop_backward"]
 

@@ -7,7 +7,7 @@ import numpy as np
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import number, real, wide
 from fsdpx.array.parallel import over_columns
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["embedding_backward"]
 

@@ -19,7 +19,8 @@ from fsdpx.array.kernels.compiled.arrays import alike
 from fsdpx.array.kernels.compiled.bits import fallback, put, real
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit, register_jitable
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import register_jitable
 
 __all__ = ["gated", "gated_backward"]
 

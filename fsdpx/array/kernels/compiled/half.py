@@ -10,11 +10,11 @@ import numpy as np
 
 from fsdpx.array.parallel import over
 from fsdpx.array.random import MIX, Stretch
-from fsdpx.native.tools import extending, ir, jit, types
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import intrinsic, ir, types
 
 __all__ = ["add_widened", "round_randomly", "store", "through_bfloat16", "through_float16"]
 
-intrinsic: Any = extending.intrinsic
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
 INFINITE = 0x7F800000
 SIGN, REST = 0x80000000, 0x7FFFFFFF

@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["channels_first", "channels_last", "put_channels_first", "rows_first", "rows_of"]
 

@@ -10,8 +10,7 @@ from fsdpx.array.kernels.compiled.rows import exponentials, largest, numbers
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.norm import BLOCK
 from fsdpx.array.parallel import over
-from fsdpx.native.compiled import REORDER
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import REORDER, jit
 
 __all__ = ["cross_entropy", "cross_entropy_backward", "squared_error", "squared_error_backward"]
 

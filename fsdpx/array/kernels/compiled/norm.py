@@ -8,8 +8,7 @@ from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import number, put, real, wide, zero
 from fsdpx.array.kernels.compiled.rows import square_distance, total
 from fsdpx.array.parallel import over, over_columns
-from fsdpx.native.compiled import REORDER
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import REORDER, jit
 
 __all__ = [
     "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",

@@ -11,11 +11,11 @@ from fsdpx.array import parallel
 from fsdpx.array.kernels.compiled.philox import raws
 from fsdpx.array.kernels.compiled.scalar import fma, nearest, polynomial, widest
 from fsdpx.array.random import Stretch
-from fsdpx.native.tools import extending, ir, jit, register_jitable, types
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import intrinsic, ir, register_jitable, types
 
 __all__ = ["normal"]
 
-intrinsic: Any = extending.intrinsic
 PIECE = 1024  # elements: their raw numbers stay in the nearest cache
 TOP = np.uint64(11)  # shifted by it, 53 bits are left
 HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)

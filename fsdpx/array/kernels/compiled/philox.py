@@ -3,7 +3,8 @@
 import numpy as np
 
 from fsdpx.array.kernels.compiled.scalar import product_high
-from fsdpx.native.tools import jit, register_jitable
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import register_jitable
 
 __all__ = ["raws"]
 

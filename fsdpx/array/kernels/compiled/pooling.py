@@ -8,7 +8,7 @@ from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last
 from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["avg_pool2d", "avg_pool2d_backward", "max_pool2d", "max_pool2d_backward"]
 

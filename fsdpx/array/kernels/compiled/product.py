@@ -8,11 +8,11 @@ from fsdpx.array.blas.choice import FEW
 from fsdpx.array.kernels.compiled.addition import column_sums
 from fsdpx.array.kernels.compiled.rows import dot, in_line, prefetch
 from fsdpx.array.kernels.compiled.scalar import widest
-from fsdpx.native.tools import extending, ir, jit, register_jitable, types
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import intrinsic, ir, register_jitable, types
 
 __all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply"]
 
-intrinsic: Any = extending.intrinsic
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 AHEAD = 8192
 """Bytes by which a matrix is prefetched before it is read: less is late, more leaves the cache again. Measured."""

@@ -10,7 +10,7 @@ from fsdpx.array.kernels.compiled.bits import fallback, put, real
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
 from fsdpx.array.kernels.recompute import gelu_recompute as plain
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["gelu_recompute"]
 

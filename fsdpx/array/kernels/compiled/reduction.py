@@ -7,8 +7,7 @@ import numpy as np
 from fsdpx.array.kernels.compiled.bits import real
 from fsdpx.array.kernels.norm import BLOCK
 from fsdpx.array.parallel import GRAIN, cuts, run
-from fsdpx.native.compiled import REORDER
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import REORDER, jit
 
 __all__ = ["square_sum", "square_sums"]
 

@@ -9,7 +9,7 @@ from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import fallback, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["rotate"]
 

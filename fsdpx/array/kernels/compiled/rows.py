@@ -6,12 +6,11 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import real, zero
 from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
-from fsdpx.native.compiled import REORDER
-from fsdpx.native.tools import extending, ir, jit, register_jitable, types
+from fsdpx.native.compiled import REORDER, jit
+from fsdpx.native.late import intrinsic, ir, register_jitable, types
 
 __all__ = ["dot", "exponentials", "in_line", "largest", "numbers", "prefetch", "square_distance", "total"]
 
-intrinsic: Any = extending.intrinsic
 CACHE_LINE = 64
 
 

@@ -7,11 +7,10 @@ import math
 from typing import Any
 
 from fsdpx.array.kernels.dropout import SHIFT, TAIL32, TAIL64
-from fsdpx.native.tools import extending, ir, register_jitable, types
+from fsdpx.native.late import intrinsic, ir, register_jitable, types
 
 __all__ = ["density", "exp", "fma", "like", "order", "product_high", "tail", "unorder", "widest"]
 
-intrinsic: Any = extending.intrinsic  # its annotations describe the code maker, not the function made
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
 EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17

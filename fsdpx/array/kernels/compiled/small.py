@@ -7,7 +7,8 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import put, real
 from fsdpx.array.kernels.compiled.product import multiply
-from fsdpx.native.tools import jit, register_jitable
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import register_jitable
 
 __all__ = ["small_product"]
 

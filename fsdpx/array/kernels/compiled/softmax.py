@@ -9,7 +9,7 @@ from fsdpx.array.kernels.compiled.bits import put, real, zero
 from fsdpx.array.kernels.compiled.rows import dot, exponentials, largest, numbers, total
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["softmax", "softmax_backward"]
 

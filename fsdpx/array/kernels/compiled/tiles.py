@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.scalar import widest
-from fsdpx.native.tools import extending, ir, jit, types
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import intrinsic, ir, types
 
 __all__ = ["LANES", "gathering", "scattering"]
 
-intrinsic: Any = extending.intrinsic
 Matrix = Sequence[Sequence[float]]
 
 LANES = 16

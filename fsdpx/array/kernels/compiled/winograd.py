@@ -13,7 +13,7 @@ from fsdpx.array import parallel
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.tiles import LANES, gathering, scattering
 from fsdpx.array.kernels.convolution import SlidingWindow
-from fsdpx.native.tools import jit
+from fsdpx.native.compiled import jit
 
 __all__ = ["backward_input", "backward_weight", "forward", "suits"]
 

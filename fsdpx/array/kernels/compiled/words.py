@@ -7,31 +7,18 @@ import functools
 from typing import Any
 
 from fsdpx import environment
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import cgutils, intrinsic, ir, types
 from fsdpx.native.processor import cpuinfo
-from fsdpx.native.tools import cgutils, extending, ir, jit, types
 
 __all__ = ["GRAIN", "available", "copy", "multiply", "padded", "turned", "woven"]
 
-intrinsic: Any = extending.intrinsic
 LANES = 16
 GRAIN = 2 * LANES
 """What all sizes are multiples of."""
 ROWS, VECTORS = 8, 2  # of the tile whose sums are kept in registers
 WORD, ADDRESS = ir.IntType(32), ir.IntType(64)
 SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), WORD, ir.IntType(16)))
-
-
-class Pairs(ir.Type):
-    """LLVM's <32 x bfloat>, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return f"<{2 * LANES} x bfloat>"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pairs)
-
-    def __hash__(self) -> int:
-        return hash(Pairs)
 
 
 @functools.cache
@@ -171,7 +158,23 @@ def _mixed(builder: Any, one: Any, other: Any, lanes: list[int]) -> Any:
 
 def _dot(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """total + the products of both numbers of each word."""
-    name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", Pairs()
+    name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _pairs()
     kind = ir.FunctionType(SUMS, [SUMS, pairs, pairs])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, [total, builder.bitcast(left, pairs), builder.bitcast(right, pairs)])
+
+
+def _pairs() -> Any:
+    """LLVM's <32 x bfloat>, which llvmlite has no name for."""
+
+    class Pairs(ir.Type):
+        def _to_string(self) -> str:
+            return f"<{2 * LANES} x bfloat>"
+
+        def __eq__(self, other: object) -> bool:
+            return str(self) == str(other)
+
+        def __hash__(self) -> int:
+            return hash(str(self))
+
+    return Pairs()
