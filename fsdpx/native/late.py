@@ -24,21 +24,21 @@ class Late:
     """A name in a library, or what it returns for some arguments."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
-        self._said = module, path, given
+        self._parts = module, path, given
 
     def __getattr__(self, name: str) -> Late:
         if name.startswith("__"):
             raise AttributeError(name)
-        module, path, _ = self._said
+        module, path, _ = self._parts
         return Late(module, (*path, name))
 
     def __call__(self, *given: Any) -> Late:
-        module, path, _ = self._said
+        module, path, _ = self._parts
         return Late(module, path, given)
 
     def found(self) -> Any:
         """The library's own object."""
-        module, path, given = self._said
+        module, path, given = self._parts
         found: Any = importlib.import_module(module)
         for name in path:
             found = getattr(found, name)
@@ -145,36 +145,36 @@ def digest(function: Any) -> str:
     while left:
         one = left.pop()
         if one not in texts:
-            texts[one], reached = _told(one)
+            texts[one], reached = _described(one)
             left += reached
     return blake2b("\n".join(texts.values()).encode(), digest_size=16).hexdigest()
 
 
 @functools.cache
-def _told(function: FunctionType) -> tuple[str, list[FunctionType]]:
+def _described(function: FunctionType) -> tuple[str, list[FunctionType]]:
     """What machine code may depend on, in words that are the same in every process; and functions that are reached."""
     reached: list[FunctionType] = []
     if not _is_own(function):
         return f"{function.__module__}.{function.__qualname__}", reached
 
-    def tell(value: Any) -> Any:
+    def describe(value: Any) -> Any:
         if isinstance(value, Late):
-            return tell(value._said)
+            return describe(value._parts)
         if isinstance(value, Intrinsic):
-            return tell(value.function)
+            return describe(value.function)
         if hasattr(value, "bare"):
-            return str(value.freedom), tell(value.function)
+            return str(value.freedom), describe(value.function)
         if isinstance(value, FunctionType):
             reached.append(value)
             return value.__qualname__
         if isinstance(value, CodeType):
-            return value.co_code, value.co_names, value.co_varnames, tell(value.co_consts)
+            return value.co_code, value.co_names, value.co_varnames, describe(value.co_consts)
         if isinstance(value, dict):
-            return [(tell(key), tell(one)) for key, one in value.items()]
+            return [(describe(key), describe(one)) for key, one in value.items()]
         if isinstance(value, set | frozenset):
             return sorted(map(repr, value))
         if isinstance(value, tuple | list):
-            return [tell(one) for one in value]
+            return [describe(one) for one in value]
         if isinstance(value, ModuleType | type | BuiltinFunctionType):
             return value.__name__
         if value is None or isinstance(value, bool | int | float | str | bytes | np.generic | np.dtype | np.ufunc):
@@ -183,4 +183,4 @@ def _told(function: FunctionType) -> tuple[str, list[FunctionType]]:
 
     inside = [cell.cell_contents for cell in function.__closure__ or ()]
     parts = function.__code__, tuple(_globals(function)), inside, function.__defaults__, _overloads.get(function)
-    return repr([tell(part) for part in parts]), reached
+    return repr([describe(part) for part in parts]), reached

@@ -293,7 +293,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     """Loops have constants and functions of other files compiled in: code that was kept must not outlive them."""
 
     def found(step=1.0):
-        late._told.cache_clear()
+        late._described.cache_clear()
         return late.digest(_outer(step).function)
 
     before, here = found(), sys.modules[__name__]
@@ -307,7 +307,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     monkeypatch.setattr(here, "LIMIT", object())  # of which nobody knows what it is in another process
     with pytest.raises(TypeError, match="compiled code uses <object"):
         found()
-    late._told.cache_clear()
+    late._described.cache_clear()
 
 
 def test_the_same_package_elsewhere_takes_the_same_code():
