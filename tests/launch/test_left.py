@@ -57,7 +57,7 @@ def test_records_go_when_all_who_wrote_them_are_dead(tmp_path: Path, monkeypatch
     (tmp_path / "fsdpx-flight-begins").mkdir()
     for folder in (gone, *kept):
         os.utime(folder, (0, 0))  # a job may run for long
-    assert _folder("new") == tmp_path / "fsdpx-flight-new"
+    assert _folder("new", "") == tmp_path / "fsdpx-flight-new"
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "fsdpx-flight-begins"])
 
 
@@ -73,7 +73,7 @@ def test_records_that_go_meanwhile_are_no_records(tmp_path: Path, monkeypatch: p
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", late)
-    assert _folder("new") == tmp_path / "fsdpx-flight-new"
+    assert _folder("new", "") == tmp_path / "fsdpx-flight-new"
     assert not ends.exists()
 
 
@@ -125,6 +125,21 @@ def test_the_next_start_removes_what_is_mpichs_and_old_and_in_no_use(tmp_path: P
     with (tmp_path / "mpich_shm_2f_0").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
         remove_left(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"mpich_shm_2f_0", "mpich_shm_3f_0", "sm_segment.n1.0.1"}
+
+
+def test_the_next_start_removes_sessions_of_open_mpi_that_are_old_and_in_no_use(tmp_path: Path) -> None:
+    dead = [ended() for _ in range(3)]
+    names = [f"ompi.{dead[0]}", f"ompi.{os.getpid()}", f"ompi.{dead[1]}", f"ompi.{dead[2]}", "ompi.host.0"]
+    gone, lives_on, mapped, new, other = folders = [tmp_path / name for name in names]
+    for folder in folders:
+        (folder / "1").mkdir(parents=True)
+        (folder / "hwloc.sm").write_bytes(bytes(4096))
+        if folder != new:
+            os.utime(folder, (0, 0))
+    with (mapped / "hwloc.sm").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        remove_left(tmp_path / "shm", tmp_path)
+    assert set(tmp_path.iterdir()) == {lives_on, mapped, new, other}
+    assert not gone.exists()
 
 
 def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ NAMES = ("mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_s
 """Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows."""
 SECONDS = 60.0
 """Files younger than this may belong to a job that is starting."""
+_SESSION = "ompi."
+"""How the folder of a session of Open MPI is called, before the number of the process that has made it."""
 _SECONDS_TO_BEGIN = 600.0
 """Seconds after which a file can belong to no starting job, and may be removed."""
 
@@ -42,13 +44,23 @@ def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
     return [path for path in found if str(path) not in used]
 
 
-def remove_left(folder: Path = SHARED) -> None:
-    """Remove what MPICH's jobs have left. Ranks map these files for as long as they live, and a job that has not begun
-    after so long never will; where another container shares the folder, its ranks need the names no more."""
+def remove_left(folder: Path = SHARED, temporary: Path | None = None) -> None:
+    """Remove what killed jobs of MPICH have left in `folder`, and those of Open MPI in `temporary` ($TMPDIR). Ranks map
+    these files for as long as they live, and a job that has not begun after so long never will; where another container
+    shares the folder, its ranks need the names no more."""
     for path in left(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith("mpich_"):
             with suppress(OSError):  # gone meanwhile, or a folder that cannot be written
                 path.unlink()
+    temporary = Path(tempfile.gettempdir()) if temporary is None else temporary
+    clear(temporary.glob(f"{_SESSION}*"), _session_is_over)
+
+
+def _session_is_over(folder: Path) -> bool:
+    """Whether the process of Open MPI that has made the folder of a session has ended, and no rank maps its files."""
+    process = folder.name.removeprefix(_SESSION)
+    over = process.isdecimal() and _changed(folder) < time.time() - _SECONDS_TO_BEGIN and not lives(process)
+    return over and not any(Path(path).is_relative_to(folder) for path in _mapped(folder.parent))
 
 
 def _changed(path: Path) -> float:
