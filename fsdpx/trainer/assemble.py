@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from fsdpx.optim.average import Averaged
 from fsdpx.optim.muon import BUT
 from fsdpx.optim.rounded import Rounded, scheduled
 from fsdpx.program import Slot, Stage, pipeline
-from fsdpx.state.accumulation import accumulation, microbatches_of
+from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
 from fsdpx.state.local import Local, local_of
@@ -100,56 +100,162 @@ def session_of(
     return session
 
 
+class TrainingRanks(NamedTuple):
+    """Who trains, on what, and with which measured choices. local: replicas train by themselves."""
+
+    xp: Any
+    axes: Axes
+    sharding: Sharding
+    tuning: Tuning
+    local: Local | None
+
+
+class Reducing(NamedTuple):
+    """How gradients become the sums that update. microbatches: that a step was asked for. each: of this rank."""
+
+    codecs: Codecs
+    accumulation: Accumulation
+    microbatches: int
+    each: int
+
+
+class Pages(NamedTuple):
+    """The model as this rank runs it, and where its parameters lie. pipe: the order of microbatches over stages."""
+
+    planned: Planned
+    model: Sorted
+    pipe: Pipe
+    layout: Layout
+
+
 def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Planned]:
-    """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective."""
-    training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
+    """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective.
+
+    It is made in stages of which each needs those before it alone: ranks, formats, the model, how gradients are
+    reduced, and pages. Then all ranks compare what they were asked for, before any data moves."""
+    ranks = _ranks(recipe, world, tuning)
+    formats = _asked(recipe.training.precision, ranks.xp)
+    planned, model = _model(recipe, ranks, formats)
+    reducing = _reducing(recipe, ranks, formats)
+    pages = _pages(recipe, ranks, formats, planned, model, reducing)
+    options = _options(recipe, ranks, formats, pages)
+    agree(world, _asked_for(recipe, ranks, formats, reducing, pages, options))
+    optimizer = _optimizer(recipe.training, formats)
+    return Placement(
+        xp=ranks.xp,
+        model=model,
+        layout=pages.layout,
+        stages=_stages(pages.layout, reducing, ranks.axes, optimizer, options.offload),
+        axes=ranks.axes,
+        sharding=ranks.sharding,
+        formats=_formats(formats),
+        codecs=reducing.codecs,
+        optimizer=optimizer,
+        loss=planned.loss,
+        options=options,
+        tuning=ranks.tuning,
+        pipe=pages.pipe,
+        output_dim=planned.output_dim,
+    ), planned
+
+
+def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
+    """The device and the mesh of this rank. Collective."""
+    distribution, machinery, settings = recipe.distribution, recipe.machinery, environment.read()
     xp, local = _namespace(machinery, world), local_of(distribution.strategy)
-    formats = _asked(training.precision, xp)
-    recomputing = recompute(training.recompute)
-    settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
     with slow(world, "measuring", kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(distribution, machinery.ahead, world, guard)
-    planned = _planned(training, axes, distribution, dtype_of(formats.compute))
-    ordered = sort(planned.model)
+    return TrainingRanks(xp, axes, sharding, tuning, local)
+
+
+def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Planned, Sorted]:
+    """The model that this line of the tensor axis runs, also with its layers in order."""
+    training, axes, local = recipe.training, ranks.axes, ranks.local
+    planned = _planned(training, axes, recipe.distribution, dtype_of(formats.compute))
+    model = sort(planned.model)
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
         check_whole(optimizer, axes.tensor.size)
-    chosen = Beside(recipe, ordered, formats, axes.mesh, xp=xp)
-    _check_together(chosen, training.chunks, local)
-    distribution, pipe = _dealt(distribution, ordered, axes.pipe.size)
+    _check_together(Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), training.chunks, local)
+    return planned, model
+
+
+def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> Reducing:
+    """What carries gradients, and in which tree they add up."""
+    training, axes, local = recipe.training, ranks.axes, ranks.local
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
-    each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
     outer = None if local is None else local.carried
-    codecs = _codecs(distribution.codec, formats, tuning, training.chunks, outer)
+    codecs = _codecs(recipe.distribution.codec, formats, ranks.tuning, training.chunks, outer)
     check_packed(codecs, training.chunks, axes, formats)
-    chunked = accumulation(training.chunks, axes, codecs.packs)
-    parts = training, distribution, machinery
-    layout = _layout(*parts, ordered, planned, axes, pipe, each_rank, formats, tuning, codecs)
-    _check_recompute(recomputing, layout)
-    products = _products(world, formats, xp)
-    schedule = distribution.schedule
-    words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
-    offload = distribution.offload
-    check_offload(offload, training.optimizer, training.average)
+    sums = accumulation(training.chunks, axes, codecs.packs)
+    return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
+
+
+def _pages(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, planned: Planned, model: Sorted, reducing: Reducing
+) -> Pages:
+    """Stages, units and pages."""
+    axes = ranks.axes
+    distribution, pipe = _dealt(recipe.distribution, model, axes.pipe.size)
+    assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
+    home = pipe.home(reducing.each)
+    starts = cut_stages(model, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
+    bitwise = reducing.accumulation.bitwise
+    spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, bitwise)
+    return Pages(planned, model, pipe, _layout(recipe, ranks, formats, model, spread, reducing.codecs))
+
+
+def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pages) -> Options:
+    """What a step is asked for beside; ConfigError for options that exclude each other."""
+    training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
+    recomputing, schedule = recompute(training.recompute), distribution.schedule
+    _check_recompute(recomputing, pages.layout)
+    check_offload(distribution.offload, training.optimizer, training.average)
     apart = config.apart(distribution.strategy)
-    options = Options(
-        training.seed, training.clip_norm, training.chunks, machinery.check_finite, words, recomputing, offload, local,
-        apart,
-    )  # fmt: skip
     if apart is not None:
-        demand_together(OWN, replace(chosen, state=layout.state), f"strategy {apart!r}: ")
-    agree(
-        world, axes.mesh, sharding, formats, replace(options, local=None), layout, ordered, layout.spread.starts,
-        pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
-        training.loss, codecs, microbatches, machinery.device, products, training.average, machinery.traced(),
-        scheduled(training.optimizer, 1)[0], *((None, None) if local is None else (local.words, local.outer)),
-    )  # fmt: skip
-    optimizer = _optimizer(training, formats)
-    return Placement(
-        xp, ordered, layout, _stages(layout, codecs, axes, optimizer, offload, chunked.apart), axes, sharding,
-        _formats(formats), codecs, optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
-    ), planned  # fmt: skip
+        chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
+        demand_together(OWN, chosen, f"strategy {apart!r}: ")
+    return Options(
+        training.seed,
+        training.clip_norm,
+        training.chunks,
+        machinery.check_finite,
+        schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
+        recomputing,
+        distribution.offload,
+        ranks.local,
+        apart,
+    )
+
+
+def _asked_for(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, reducing: Reducing, pages: Pages, options: Options
+) -> dict[str, Any]:
+    """What all ranks must have asked for alike, by its name in errors."""
+    training, layout, local = recipe.training, pages.layout, ranks.local
+    return {
+        "mesh": ranks.axes.mesh,
+        "strategy": ranks.sharding,
+        "precision": formats,
+        "options": replace(options, local=None),
+        "model": layout,
+        "layers": pages.model,
+        "stages": layout.spread.starts,
+        "schedule": pages.pipe.words(reducing.each),
+        "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
+        "optimizer": training.optimizer,
+        "loss": training.loss,
+        "codec": reducing.codecs,
+        "microbatches": reducing.microbatches,
+        "device": recipe.machinery.device,
+        "library of 16-bit products": _products(ranks.axes.world, formats, ranks.xp),
+        "average": training.average,
+        "trace": recipe.machinery.traced(),
+        "the learning rate of step 1": scheduled(training.optimizer, 1)[0],
+        "rounds": None if local is None else local.words,
+        "outer optimizer": None if local is None else local.outer,
+    }
 
 
 def _namespace(machinery: Machinery, world: Communicator) -> Any:
@@ -200,38 +306,23 @@ def _formats(formats: Precision) -> Formats:
 
 
 def _layout(
-    training: Training,
-    distribution: Distribution,
-    machinery: Machinery,
-    ordered: Sorted,
-    planned: Planned,
-    axes: Axes,
-    pipe: Pipe,
-    microbatches: int,
-    formats: Precision,
-    tuning: Tuning,
-    codecs: Codecs,
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, codecs: Codecs
 ) -> Layout:
-    """Units and pages. microbatches: of each rank."""
-    assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
-    home = pipe.home(microbatches)
-    starts = cut_stages(ordered, len(home), distribution.stages, machinery.costs, pipe.many(home))
-    apart = accumulation(training.chunks, axes).bitwise
-    spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, apart)
-    wanted = machinery.group_bytes
-    group = tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
+    """Units and pages; ConfigError for patterns that match no parameter."""
+    training, local = recipe.training, ranks.local
+    wanted = recipe.machinery.group_bytes
+    group = ranks.tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
 
     def carried(names: Sequence[str]) -> tuple[int, bool]:
         number = codecs.number(names)
         return number, not all(codec.elementwise for codec in codecs.rules[number][1])
 
-    still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in ordered.nodes)
+    still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
     frozen = ("*",) if still else training.frozen
-    layout = lay_out(ordered, dtype.itemsize, group, frozen, spread, carried)
+    layout = lay_out(model, dtype.itemsize, group, frozen, spread, carried)
     for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
         layout.matching(pattern, "codec")
-    local = local_of(distribution.strategy)
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
         _check_patterns(optimizer, layout)
     return layout
@@ -339,15 +430,14 @@ def _poker(progress: str, place: Placement) -> Poker | None:
 
 
 def _stages(
-    layout: Layout, codecs: Codecs, axes: Axes, optimizer: Any, offload: Offload | None, apart: range | None
+    layout: Layout, reducing: Reducing, axes: Axes, optimizer: Any, offload: Offload | None
 ) -> tuple[Stage, ...]:
-    """The view of each rank of the pipe. apart: chunks of which codecs keep something each."""
+    """The view of each rank of the pipe."""
+    rules, apart = reducing.codecs.rules, reducing.accumulation.apart
     what = () if offload is None else offload.what
     state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
     shards = [page.index for page in layout.pages if "parameters" in what]
-    coded = [
-        p.index for p in layout.pages if p.trainable and any(memories(codecs.rules[p.codec][1], axes, 1, 1, apart))
-    ]
+    coded = [p.index for p in layout.pages if p.trainable and any(memories(rules[p.codec][1], axes, 1, 1, apart))]
     spilled = range(len(layout.units) if "activations" in what else 0)
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
@@ -134,16 +134,13 @@ def _short(value: Any) -> str:
     return first if not more and len(first) < 200 else f"{first[:100]}... ({type(value).__name__})"
 
 
-def agree(world: Communicator, *choices: Any) -> None:
-    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
-    names = (
-        "mesh", "strategy", "precision", "options", "model", "layers", "stages", "schedule", "tensor plan", "optimizer",
-        "loss", "codec", "microbatches", "device", "library of 16-bit products",
-        "average", "trace", "the learning rate of step 1", "rounds", "outer optimizer",
-    )  # fmt: skip
-    everyone = world.all_gather_plain([_text(choice) for choice in choices])
+def agree(world: Communicator, choices: Mapping[str, Any]) -> None:
+    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference.
+
+    choices: by their names in errors. Ranks give the same names in the same order."""
+    everyone = world.all_gather_plain([_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
-        for name, first, theirs in zip(names, everyone[0], texts, strict=True):
+        for name, first, theirs in zip(choices, everyone[0], texts, strict=True):
             if first != theirs:
                 raise ConfigError(_differ(name, first, rank, theirs))
 

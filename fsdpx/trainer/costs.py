@@ -24,6 +24,7 @@ from fsdpx.state.placement import Placement
 
 __all__ = ["layer_costs", "recomputed_units"]
 
+
 def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", seed: int = 0) -> dict[str, float]:
     """Path of each layer -> seconds of its forward and backward, for `distribute(costs=...)`. Without communication.
 

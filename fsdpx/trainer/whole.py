@@ -28,6 +28,7 @@ __all__ = [
     "whole_outputs", "whole_parameters", "whole_state",
 ]  # fmt: skip
 
+
 def whole_outputs(
     placement: Placement, outputs: tuple[Any, ...], shapes: Sequence[tuple[int, ...]], batch: Microbatch
 ) -> tuple[Any, ...]:
