@@ -19,17 +19,29 @@ FsdpxError
     └── Aborted                   another rank failed first
 """
 
+import re
 from collections.abc import Iterable
 
 __all__ = [
     "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
     "LaunchError", "MeshError", "NumericsError", "OffloadError", "OutOfMemory", "ProgramError", "RankLost",
-    "ShapeError", "StateLost",
+    "ShapeError", "StateLost", "printable",
 ]  # fmt: skip
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal obeys, but for tabs and line breaks."""
+
+
+def printable(text: str) -> str:
+    """A text of which others may have written parts, so that a terminal shows it and does nothing else."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class FsdpxError(Exception):
-    """Root of all errors that fsdpx raises on purpose."""
+    """Root of all errors that fsdpx raises on purpose. Names from files that others have made are shown, not obeyed."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(FsdpxError, ValueError):

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "LARGEST_RECORD", "READABLE", "Untrusted", "append", "believed", "belongs", "create", "demand_private", "folder",
-    "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "read", "read_json", "refused", "remove",
-    "sign", "typed", "unreadable", "write",
+    "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "place_of", "read", "read_json", "refused",
+    "remove", "sign", "typed", "unreadable", "write",
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
@@ -73,6 +73,12 @@ def open_file(path: str | os.PathLike[str], most: int | None = None, ours: bool 
     except BaseException:
         os.close(file)
         raise
+
+
+def place_of(file: BinaryIO, path: Path) -> Path:
+    """Where an open file lies, without links. path: by which it was opened, where the system cannot say it."""
+    found = Path(f"/proc/self/fd/{file.fileno()}")
+    return (found if found.exists() else path).resolve()
 
 
 def read(path: str | os.PathLike[str], most: int = LARGEST_RECORD, ours: bool = True) -> bytes:

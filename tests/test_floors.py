@@ -41,7 +41,6 @@ OPENED_ELSEWHERE = {
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
         "launch/bench.py bench write_text", "launch/turns.py step write_text", "launch/turns.py unwritable open",
     ),
-    "opened by its name after `files.open_file` has looked at it": ("trainer/log.py _open FileHandler",),
     "the folder of a test": ("testing/chaos.py note open", "testing/chaos.py starts read_text"),
     "no file at all": ("nn/gradients.py __getitem__ open", "nn/gradients.py complete open"),
 }  # fmt: skip

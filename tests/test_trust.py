@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import pickle
+import re
 import signal
 import stat
 import subprocess
@@ -10,20 +14,36 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdpx import files
+from fsdpx.__main__ import main as command_line
 from fsdpx.checkpoint.commit import _lock
+from fsdpx.checkpoint.read import weights
 from fsdpx.comm.mpi import clock, start
 from fsdpx.environment import Environment, StartedBy
-from fsdpx.errors import CheckpointError, LaunchError, OffloadError
+from fsdpx.errors import CheckpointError, ConfigError, LaunchError, OffloadError
+from fsdpx.generation.terminal import Printed
+from fsdpx.launch import call
+from fsdpx.launch import run as start_of_jobs
 from fsdpx.launch.join import Guests
+from fsdpx.launch.launchers import Found
 from fsdpx.launch.notes import Follower, Note, read_notes, redirect
 from fsdpx.launch.run import _private, _temporary
+from fsdpx.models import writing
+from fsdpx.observe import chrome
+from fsdpx.observe.chrome import TraceHeader, merge
+from fsdpx.observe.clocks import Reading
+from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.page import write_page
 from fsdpx.state.disk import taken
+from fsdpx.state.tuning import table
+from fsdpx.trainer.log import Log
+from fsdpx.trainer.series import History
 from fsdpx.watch.flight import FlightRecorder, read, read_all
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no owners and modes")
@@ -246,3 +266,128 @@ def test_locks_follow_no_link_and_overwrite_nothing(
         lock.unlink()
     assert not (tmp_path / "new").exists()
     os.close(locked(lock.parent))
+
+
+def test_a_log_that_goes_on_follows_no_link(tmp_path: Path, victim: Path) -> None:
+    log = Log(tmp_path, ())
+    for name in ("metrics.csv", "metrics.jsonl", "log.txt"):
+        (tmp_path / name).symlink_to(victim)
+        with pytest.raises(files.Untrusted, match=f"{name} is a link, which is not followed here"):
+            log._open(None, History())
+        (tmp_path / name).unlink()
+
+
+def test_a_device_in_place_of_a_file_of_a_model_is_not_even_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").symlink_to(os.devnull)
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(CheckpointError, match="this is a folder, a pipe or a device where a file should be"):
+        weights(tmp_path)
+
+
+def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_out(
+    tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user swaps it between the look at its name and its opening."""
+    beside, opened = tmp_path / "model" / "vocab.txt", files.open_file
+    beside.parent.mkdir()
+    beside.write_text("a b c")
+
+    def swapped(path: Path, *more: Any, **options: Any) -> Any:
+        beside.unlink()
+        beside.symlink_to(victim)
+        return opened(path, *more, **options)
+
+    monkeypatch.setattr(writing, "open_file", swapped)
+    with pytest.warns(RuntimeWarning, match="vocab.txt: this is a link out of its folder, and is not copied"):
+        writing._copy(beside, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_the_folder_of_a_run_that_is_started_by_hand_cannot_be_made_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "x.py"
+    script.touch()
+    monkeypatch.setattr(start_of_jobs, "find", lambda config: Found(("mpiexec",), None))
+    names = set()
+    for _ in range(2):
+        assert command_line(["run", "-n", "2", "--dry-run", str(script)]) == 0
+        names |= set(re.findall(r"FSDPX_RUN=(\S+)/start-0", capsys.readouterr().out))
+    assert len(names) == 2
+    assert all(re.fullmatch(r".*/fsdpx-run-[0-9a-f]{16}", name) for name in names)
+
+
+def test_a_call_of_another_launch_is_not_run(tmp_path: Path) -> None:
+    """Its owner is right: another user has put the folder of an earlier launch in place of this one."""
+    files.write(tmp_path / call._CALL, pickle.dumps(([], b"a call of yesterday")))
+    with pytest.raises(LaunchError, match=r"call.pickle is not of this launch: name a folder= where no other user can"):
+        call.main(tmp_path, call._digest(b"the call of today"))
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_names_that_a_terminal_would_obey_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "w\x1b]0;owned\x07\x9b2J\tx\n"
+    shown = "w\\x1b]0;owned\\x07\\x9b2J\tx\n"
+    for kind in (ConfigError, OffloadError, LaunchError, CheckpointError):
+        assert str(kind(hostile)) == shown
+    Printed(lambda _: hostile, lambda text: print(text, end=""))(0, 1)
+    assert capsys.readouterr().out == shown
+    assert "\x1b" not in table([("run", "n"), (hostile, "1")])
+
+
+def packed(folder: Path, n: int = 0, events: Any = (), **header: Any) -> None:
+    """A file of a rank's trace, with some fields of its head otherwise."""
+    told = asdict(TraceHeader(n, 1, "", {}, "host", 0.0, [Reading(0.0, 0.0, 0.0)])) | header
+    (folder / f"rank-{n:05}.json.gz").write_bytes(
+        gzip.compress(json.dumps({"traceEvents": list(events), "fsdpx": told}).encode())
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ({"ranks": 10**15}, "of 1000000000000000 ranks the files of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 are missing"),
+        ({"rank": -1}, "it does not say of which rank it is"),
+        ({"rank": 5}, "it does not say of which rank it is"),
+        ({"ranks": "1"}, "it does not say of which rank it is"),
+        ({"clock": []}, "it does not say of which rank it is, or what its clock was"),
+        ({"clock": [["x", 0, 0]]}, "no trace of fsdpx can be read there"),
+        ({"more": 1}, "no trace of fsdpx can be read there"),
+    ],
+)
+def test_a_trace_of_others_is_read_within_bounds(tmp_path: Path, header: dict[str, Any], why: str) -> None:
+    packed(tmp_path, **header)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        merge(tmp_path)
+
+
+def test_a_trace_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chrome, "LARGEST", 1000)
+    packed(tmp_path, events=[{}] * 1000)
+    with pytest.raises(ConfigError, match="more than 1,000 bytes are packed in it"):
+        merge(tmp_path)
+
+
+@pytest.mark.parametrize("events", [[7], [{"ph": "X"}], [{"ph": "X", "cat": "layer", "name": 7, "ts": 0, "dur": "x"}]])
+def test_a_page_of_what_others_have_written_is_made_or_refused_in_words(tmp_path: Path, events: list[Any]) -> None:
+    packed(tmp_path, events=events, shown=1)
+    with pytest.raises(ConfigError, match=f"{tmp_path}: what is in it is not as fsdpx writes it"):
+        write_page(RunFolder(tmp_path))
+
+
+def test_names_in_a_page_are_text(tmp_path: Path) -> None:
+    hostile = "</title><script>alert(1)</script><img src=x onerror='a()' \"&"
+    slices = [("step", "step 1"), ("compute", f"F0 {hostile}"), ("layer", f"{hostile} forward"), ("wait", hostile)]
+    more = {"turn": 1, "key": hostile, "stops": True}
+    events = [{"ph": "X", "cat": cat, "name": name, "ts": 0.0, "dur": 9.0, "args": more} for cat, name in slices]
+    packed(tmp_path, events=events, shown=1, host=hostile, mesh=hostile, version=hostile)
+    page_of = RunFolder(tmp_path)
+    write_page(page_of)
+    text = page_of.page.read_text()
+    assert text.count("&lt;script&gt;") > 3
+    assert "<script" not in text
+    assert "<img" not in text

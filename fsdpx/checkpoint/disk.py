@@ -69,13 +69,18 @@ def _read(fd: int, view: memoryview, offset: int) -> int:
 @contextmanager
 def opened(path: Path, writing: bool = False) -> Iterator[int]:
     """A file, open; CheckpointError for a folder, a pipe or a device in its place."""
+    _demand_file(path, os.stat(path))  # opening a device can do something by itself
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | AT_ONCE)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path}: this is a folder, a pipe or a device where a file should be")
+        _demand_file(path, os.fstat(fd))
         yield fd
     finally:
         os.close(fd)
+
+
+def _demand_file(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: this is a folder, a pipe or a device where a file should be")
 
 
 def create(path: Path, size: int) -> None:

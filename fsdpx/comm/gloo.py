@@ -26,7 +26,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import LocalCommunicator, ThreadGroup, ThreadWorld
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.reduction import in_rank_order
-from fsdpx.comm.roll import CHALLENGE, Roll, proof
+from fsdpx.comm.roll import CHALLENGE, SEAL, Roll, proof
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 
 __all__ = ["GlooCommunicator"]
@@ -63,7 +63,8 @@ class GlooCommunicator(Carrier):
                 options = gloo._Options()
                 options._timeout = timedelta(seconds=roll.left() if name == "1" else max(timeout, roll.timeout))
                 options._devices = [_device(roll)]
-                self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, roll.store), rank, size, options)
+                store = SealedStore(roll) if roll.secret else roll.store
+                self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
                 self._gloo._set_default_timeout(_AGES)
             if roll.secret:
                 self._prove(name)
@@ -207,6 +208,31 @@ def _device(roll: Roll) -> Any:
     if roll.inside and not environment.gloo_interface():
         return dist.ProcessGroupGloo.create_device(hostname=roll.inside)
     return dist.ProcessGroupGloo.create_default_device()
+
+
+class SealedStore(dist.Store):
+    """The store of a roll as Gloo sees it, which puts the addresses of ranks there and gets those of others. Each is
+    sealed: who reaches the store could name an address of his own, and pass on between two ranks all that they say."""
+
+    def __init__(self, roll: Roll) -> None:
+        super().__init__()
+        self._roll = roll
+
+    def set(self, key: str, value: Any) -> None:
+        self._roll.store.set(key, self._roll.seal(key, bytes(value)) + bytes(value))
+
+    def get(self, key: str) -> bytes:
+        data = bytes(self._roll.store.get(key))
+        seal, value = data[:SEAL], data[SEAL:]
+        if not compare_digest(seal, self._roll.seal(key, value)):
+            raise CommError(
+                f"rank {self._roll.rank} of {self._roll.size}: the address of another rank at {self._roll.where} is "
+                "not from a rank that knows the FSDPX_SECRET of this job, and is refused: a stranger has written it"
+            )
+        return value
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._roll.store.wait(keys, *timeout)
 
 
 class Works:

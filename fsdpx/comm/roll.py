@@ -25,10 +25,12 @@ from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.environment import Environment, Store
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost
 
-__all__ = ["CHALLENGE", "Roll", "opened", "proof"]
+__all__ = ["CHALLENGE", "SEAL", "Roll", "opened", "proof"]
 
 CHALLENGE = 32
 """Random bytes that each rank asks the others with."""
+SEAL = 32
+"""Bytes of a `proof`."""
 _LONGEST = 4096
 """Bytes that a rank says of itself, at most."""
 
@@ -93,7 +95,12 @@ class Roll:
         self._wait()
         self._here = {r: one.process for r, one in self._came.items() if one.host == platform.node() and r != rank}
         self.inside = _loopback(where, {one.host for one in self._came.values()})
+        self._meeting = json.dumps([one.once for _, one in sorted(self._came.items())])
         opened[:] = [self]
+
+    def seal(self, key: str, value: bytes) -> bytes:
+        """What a rank of this meeting, of no other one, and nobody else can write before a value of the store."""
+        return proof(self.secret, f"{self._meeting} {key}", value).tobytes()
 
     def left(self) -> float:
         """Seconds until all must have met."""
@@ -200,6 +207,8 @@ class Roll:
                     return int(self.store.get("ended"))
             except RuntimeError:  # the store has ended with the rank that kept it
                 return here[0] if here else 0
+            except ValueError:  # no rank has written that
+                return None
             time.sleep(_LOOK)
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -98,9 +99,16 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
             return np.memmap(file, dtype, "r")
         form = np.lib.format
         header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
-        shape, by_column, dtype = header(file)
+        try:
+            shape, by_column, dtype = header(file)
+        except (MemoryError, RecursionError, TypeError) as error:
+            raise ValueError(f"its header cannot be read: {error!r}") from error
         if dtype.hasobject:
             raise ValueError("Python objects are in it, which are not read")
+        if not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+            raise ValueError(f"it has the shape {shape}, which no array has")
+        if file.tell() + math.prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:
+            raise ValueError(f"it is too short for {dtype}{list(shape)}")
         return np.memmap(file, dtype, "r", file.tell(), shape, "F" if by_column else "C")
 
 

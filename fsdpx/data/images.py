@@ -15,6 +15,8 @@ from fsdpx.files import open_file
 __all__ = ["ImageFolder"]
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+PROGRAMS = {"EPS"}
+"""Formats that are programs, which Pillow has another program run, whatever the name of the file."""
 
 
 class ImageFolder:
@@ -46,6 +48,8 @@ class ImageFolder:
             raise ConfigError(f"ImageFolder(mode={mode!r}): choose one of RGB, L")
         self.root, self.mode, self.size = Path(root), mode, None if size is None else _pair(size)
         self._image: Any = _pillow()
+        known = self._image.registered_extensions()
+        self._formats = sorted({known[end] for end in (*SUFFIXES, *suffixes) if end in known} - PROGRAMS)
         if not self.root.is_dir():
             raise DataError(f"ImageFolder: {self.root} is no folder (looked from {Path.cwd()})")
         folders = sorted(f for f in self.root.iterdir() if f.is_dir() and not f.name.startswith("."))
@@ -79,10 +83,10 @@ class ImageFolder:
 
     def _read(self, file: Path) -> np.ndarray:
         try:
-            with open_file(file, ours=False) as raw, self._image.open(raw) as opened:
+            with open_file(file, ours=False) as raw, self._image.open(raw, formats=self._formats) as opened:
                 kind = opened.mode
                 image = self._grey(opened) if kind.startswith("I;16") else opened.convert(self.mode)
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow's own errors are among these
+        except (OSError, SyntaxError, ValueError, self._image.DecompressionBombError) as error:
             raise DataError(f"ImageFolder: {file} cannot be read as an image: {error}") from error
         if kind in ("I", "F"):
             words = "whole numbers of 32 bits" if kind == "I" else "floats"

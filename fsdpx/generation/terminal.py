@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from fsdpx.errors import printable
+
 __all__ = ["Printed", "of_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -9,7 +11,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Printed:
-    """Give it as `stream` where there is one prompt; then call `end`.
+    """Give it as `stream` where there is one prompt; then call `end`. What a terminal would obey is shown in its place.
 
     Parameters
     ----------
@@ -34,7 +36,7 @@ class Printed:
 
     def _show(self, text: str) -> None:
         if len(text) > self.shown:
-            self.write(text[self.shown :])
+            self.write(printable(text[self.shown :]))
             self.shown = len(text)
 
 

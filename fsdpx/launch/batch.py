@@ -116,7 +116,8 @@ def batch(
         name=_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
         all_cores=per_node * cores, about=_about(nodes, per_node, cores, of_node), words=words,
         notice=math.ceil(config.grace) + _NOTICE, minutes=math.ceil((config.grace + _NOTICE) / 60),
-        python=shlex.quote(sys.executable), environment="".join(f"{line}\n" for line in _environment(variables or {})),
+        python=shlex.quote(sys.executable),
+        environment="".join(f"{line}\n" for line in _of_one_line([*_environment(variables or {})])),
     )  # fmt: skip
 
 

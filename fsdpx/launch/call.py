@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-import shutil
 import site
 import sys
 import tempfile
@@ -55,11 +55,11 @@ def launch(
         if not callable(what):
             _run(config, [str(what), *map(str, args)])
             return None
-        files.write(folder / _CALL, _packed(what, args))
-        _run(config, ["-m", __name__, str(folder)])
+        files.write(folder / _CALL, packed := _packed(what, args))
+        _run(config, ["-m", __name__, str(folder), _digest(packed)])
         return _results(folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        files.remove(folder)
 
 
 def _run(config: LaunchConfig, program: Sequence[str]) -> None:
@@ -101,9 +101,8 @@ def _dumped(value: Any, what: str) -> bytes:
         raise LaunchError(f"{what} cannot be given to other processes: {error}") from error
 
 
-def _unpacked(path: Path) -> Any:
-    with files.open_file(path) as file:
-        return pickle.load(file)
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _results(folder: Path) -> list[Any]:
@@ -114,17 +113,25 @@ def _results(folder: Path) -> list[Any]:
         left = folder / _RESULT.format(len(found))
         if not left.exists():
             raise LaunchError(f"rank {len(found)} left no result here: name a folder that all hosts share (folder=)")
-        size, result = _unpacked(left)
+        size, result = pickle.loads(_content(left))
         found.append(result)
     return found
 
 
-def main(folder: Path) -> None:
-    """One rank."""
+def _content(path: Path) -> bytes:
+    with files.open_file(path) as file:
+        return file.read()
+
+
+def main(folder: Path, digest: str) -> None:
+    """One rank. digest: of the call; another user may put a folder of an earlier call in place of this one."""
     try:
-        path, call = _unpacked(folder / _CALL)
+        packed = _content(folder / _CALL)
     except FileNotFoundError:
         raise LaunchError(f"there is no {folder} here: name a folder that all hosts share (folder=)") from None
+    if _digest(packed) != digest:
+        raise LaunchError(f"{folder / _CALL} is not of this launch: name a folder= where no other user can write")
+    path, call = pickle.loads(packed)
     sys.path += [place for place in path if place not in sys.path]
     function, args = pickle.loads(call)
     comm = init()
@@ -135,4 +142,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -12,7 +12,7 @@ from fsdpx.checkpoint.read import Source
 from fsdpx.checkpoint.save import read_note, words
 from fsdpx.checkpoint.write import is_checkpoint
 from fsdpx.config import byte_count
-from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.errors import CheckpointError, ConfigError, printable
 from fsdpx.trainer.series import Checkpoints
 
 __all__ = ["add_options", "ckpt", "differences"]
@@ -44,7 +44,7 @@ def ckpt(args: argparse.Namespace) -> int:
 
 def _ckpt(args: argparse.Namespace) -> int:
     if args.action == "inspect":
-        print(_inspect(offline.find(_newest(args.path))))
+        print(printable(_inspect(offline.find(_newest(args.path)))))
         return 0
     if args.action == "verify":
         return _verify(_newest(args.path))
@@ -88,7 +88,7 @@ def _verify(path: Path) -> int:
         print(f"{source.folder}: {count} tensors, {size}: headers and sizes are good; there are no digests to check")
         return 0
     for name in wrong:
-        print(f"{source.folder / source.places[name][0]}: {name} is damaged: its digest does not fit")
+        print(f"{source.folder / source.places[name][0]}: {printable(name)} is damaged: its digest does not fit")
     if not wrong:
         print(f"{source.folder}: {count} tensors, {size}: intact")
     return 1 if wrong else 0
@@ -101,7 +101,7 @@ def differences(first: Path, second: Path) -> int:
     for found in offline.compare(a, b):
         count += 1
         largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
-        print(f"{found.name}: {found.what}{largest}")
+        print(printable(f"{found.name}: {found.what}{largest}"))
     count += _diff_state(offline.state(a), offline.state(b))
     print(f"{count} differences" if count else f"the same: {len(a.places)} tensors")
     return 1 if count else 0
@@ -113,7 +113,7 @@ def _diff_state(first: dict[str, Any], second: dict[str, Any]) -> int:
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
         one, other = _brief(a.get(name)), _brief(b.get(name))
-        print(f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values")
+        print(printable(f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values"))
     return len(names)
 
 

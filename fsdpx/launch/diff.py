@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdpx import environment
-from fsdpx.errors import ConfigError, LaunchError
+from fsdpx.errors import ConfigError, LaunchError, printable
 from fsdpx.launch.ckpt import differences
 from fsdpx.observe import chrome
 from fsdpx.observe.record import WHAT, RankRecord, Written, read
@@ -176,7 +176,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _printed(found: object) -> int:
-    print("no difference" if found is None else found)
+    print("no difference" if found is None else printable(str(found)))
     return 0 if found is None else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -135,7 +136,7 @@ def main(args: argparse.Namespace) -> int:
         _look_for(program)
         print(batch(args.print_batch, config, program, node_cores(), variables), end="")
     elif args.dry_run:
-        folder = config.folder or Path(tempfile.gettempdir(), f"{_PREFIX}by-hand")
+        folder = config.folder or Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
         job = Job(find(config), config, program, variables, node)
         named = [
             f"{name}={shlex.quote(value)}" for name, value in job.variables(folder / "start-0", 0, config.ranks).items()

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.observe.chrome import merge
-from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.folder import RunFolder, as_written
 from fsdpx.observe.page import write_page
 from fsdpx.observe.plots import missing
 from fsdpx.state.tuning import table
@@ -27,7 +27,8 @@ def report(args: argparse.Namespace) -> int:
 
 def trace(args: argparse.Namespace) -> int:
     """Run one action and print its result; the exit status."""
-    path, error, messages = merge(args.folder)
+    with as_written(args.folder):
+        path, error, messages = merge(args.folder)
     print(
         f"{path}: open it in https://ui.perfetto.dev\n"
         f"clocks of two ranks differ by at most {1e6 * error:.1f} us; {messages} messages with both ends"
@@ -47,9 +48,10 @@ def runs(args: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"{args.folder}/ holds no run: train one, or name the folder with --in")
     folders = [RunFolder(path) for path in found]
-    print(_list(folders))
-    if len(given) > 1:
-        print(f"\n{_differences(folders)}")
+    with as_written(args.folder):
+        print(_list(folders))
+        if len(given) > 1:
+            print(f"\n{_differences(folders)}")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -21,6 +21,8 @@ __all__ = ["ChatTemplate", "chat_template"]
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what the template itself marks as an answer; no text has these characters."""
+MOST_ROUNDS = 1_000_000
+"""Rounds of loops, and calls, that one conversation may take in a template."""
 SAFE = (3, 1, 6)
 """Templates could leave the sandbox of versions before."""
 Message = Mapping[str, Any]
@@ -76,6 +78,7 @@ class ChatTemplate:
         plain = [{key: value for key, value in one.items() if value is not None} for one in messages]
         given = {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": prompt, **self.names}
         template = self._template
+        template.environment.left = MOST_ROUNDS
         try:
             return str(template.render(given))
         except Exception as error:  # a template calls and raises what it likes
@@ -90,8 +93,9 @@ class ChatTemplate:
         if tuple(int(n) for n in re.findall(r"\d+", jinja2.__version__)[:3]) < SAFE:
             raise ConfigError(f"{self.where} needs jinja2 3.1.6 or later, here is {jinja2.__version__}")
         try:
-            return _environment().from_string(self.source)
-        except jinja2.TemplateError as error:
+            made = _environment()
+            return made.from_string(made.counting(self.source))
+        except Exception as error:  # Python's own of what Jinja2 makes of it, too
             raise ConfigError(f"{self.where}: this is no template of Jinja2: {error}") from error
 
 
@@ -124,7 +128,7 @@ def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate |
 
 def _environment() -> Any:
     """Jinja2 as transformers sets it up for templates."""
-    from jinja2 import TemplateError, nodes
+    from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -139,13 +143,40 @@ def _environment() -> Any:
         def answer(self, caller: Any) -> str:
             return f"{BEGIN}{caller()}{END}"
 
+    class Sandbox(ImmutableSandboxedEnvironment):
+        left = MOST_ROUNDS
+
+        def spend(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise TemplateError(f"it takes more than {MOST_ROUNDS:,} rounds of loops and calls")
+
+        def call(self, *args: Any, **named: Any) -> Any:
+            self.spend()
+            return super().call(*args, **named)
+
+        def counting(self, source: str) -> nodes.Template:
+            tree = self.parse(source)
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
+            return tree
+
+    @pass_environment
+    def counted(env: Any, values: Any) -> Iterator[Any]:
+        for value in values:
+            env.spend()
+            yield value
+
     def refused(message: str) -> None:
         raise TemplateError(message)
 
-    def as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def as_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
-    made.filters["tojson"] = as_json
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
+    made.filters |= {"tojson": as_json, "counted": counted}
+    del made.globals["lipsum"]  # it writes as much as it is asked for
     made.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made

@@ -19,7 +19,7 @@ from fsdpx.checkpoint.pieces import BLOCK, Held, owned
 from fsdpx.checkpoint.read import Source
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
-from fsdpx.files import Untrusted, open_file, passed_over, read
+from fsdpx.files import Untrusted, open_file, passed_over, place_of, read
 from fsdpx.files import create as new_file
 from fsdpx.models.beside import LARGEST
 from fsdpx.models.reading import CONFIG, Stored
@@ -146,13 +146,14 @@ def _copy(file: Path, target: Path) -> None:
     """Copy a file from beside the weights, with no more rights than it has. What a link out of the folder points at may
     be a secret of this user's, put there by another: it is not copied, but for the one way in which the cache of the
     hub links."""
-    real, folder = file.resolve(), file.parent.resolve()
+    folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
-    if not (real.is_relative_to(folder) or real.parent == blobs):
-        passed_over(CheckpointError("this is a link out of its folder, and is not copied"), file)
-        return
     try:
-        with open_file(real, LARGEST_BESIDE, ours=False) as found:
+        with open_file(file, LARGEST_BESIDE, ours=False) as found:
+            real = place_of(found, file)  # of what is open: links may change meanwhile
+            if not (real.is_relative_to(folder) or real.parent == blobs):
+                passed_over(CheckpointError("this is a link out of its folder, and is not copied"), file)
+                return
             mode = os.fstat(found.fileno()).st_mode & 0o666
             with os.fdopen(new_file(target, mode), "wb") as into:
                 shutil.copyfileobj(found, into)

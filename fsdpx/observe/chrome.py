@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -24,6 +25,10 @@ from fsdpx.version import __version__
 __all__ = ["LAYER", "MERGED", "RankTrace", "TraceHeader", "merge", "name_of", "read", "traced", "write"]
 
 MERGED = "trace.json.gz"
+LARGEST = 1 << 30
+"""Bytes that a file may unpack to."""
+MOST_NAMED = 10
+"""Files that are missing and are named."""
 MICRO = 1e6
 COMPUTE, FIRST = 0, 2
 """Threads: of what occupies the rank, and of what moves beside it."""
@@ -192,21 +197,26 @@ def read(folder: Path) -> list[RankTrace]:
             f"{folder}: there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)"
         )
     found = [_read(path) for path in paths]
-    missing = sorted(set(range(found[0].header.ranks)) - {one.header.rank for one in found})
-    if missing:
-        numbers = ", ".join(map(str, missing))
+    there, ranks = {one.header.rank for one in found}, found[0].header.ranks
+    if len(there) != ranks or max(there) >= ranks:
+        numbers = ", ".join(str(n) for n in range(min(ranks, len(there) + MOST_NAMED)) if n not in there)
         raise ConfigError(f"{folder}: of {found[0].header.ranks} ranks the files of {numbers} are missing")
     return found
 
 
 def _read(path: Path) -> RankTrace:
     try:
-        with files.open_file(path, ours=False) as raw, gzip.open(raw, "rt") as file:
-            found = json.load(file)
-        header = dict(found["fsdpx"])
-        header["clock"] = [Reading(*reading) for reading in header["clock"]]
-        return RankTrace(TraceHeader(**header), found["traceEvents"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
+        with files.open_file(path, ours=False) as raw, gzip.open(raw) as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise ValueError(f"more than {LARGEST:,} bytes are packed in it")
+        found = files.parse_json(text)
+        header = TraceHeader(**found["fsdpx"])
+        header.clock = [Reading(*map(float, reading)) for reading in header.clock]
+        if not (header.clock and type(header.rank) is type(header.ranks) is int and 0 <= header.rank < header.ranks):
+            raise ValueError("it does not say of which rank it is, or what its clock was")
+        return RankTrace(header, found["traceEvents"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
 
 

@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import files
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.observe.plots import curves, missing
 from fsdpx.version import __version__
 
-__all__ = ["RUNS", "RunFolder", "choose", "rows_of"]
+__all__ = ["RUNS", "RunFolder", "as_written", "choose", "rows_of"]
 
 RUNS = Path("runs")
 LARGEST = 100_000_000
@@ -124,6 +125,17 @@ class RunFolder:
             return False
         curves(self.metrics()).savefig(self.curve, dpi=120)
         return True
+
+
+@contextmanager
+def as_written(path: Path) -> Iterator[None]:
+    """What fails inside on values of files that are not as fsdpx writes them becomes a ConfigError with the folder."""
+    try:
+        yield
+    except FsdpxError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
+        raise ConfigError(f"{path}: what is in it is not as fsdpx writes it: {error!r}") from error
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,10 +12,10 @@ from statistics import median
 from typing import Any
 
 from fsdpx import files
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, printable
 from fsdpx.observe import plots
 from fsdpx.observe.chrome import LAYER, MICRO, RankTrace, read
-from fsdpx.observe.folder import LARGEST, RunFolder
+from fsdpx.observe.folder import LARGEST, RunFolder, as_written
 from fsdpx.observe.waits import Waits, waits
 from fsdpx.program import VERBS, Event, idle, parse
 from fsdpx.state.tuning import bytes_text, table
@@ -37,14 +37,15 @@ def write_page(folder: RunFolder) -> str:
     """Write report.html into the folder of a run, or of traces alone, and return what it says as text. ConfigError if
     the folder holds neither. Without Matplotlib the page has no pictures."""
     traces = read(folder.trace) if folder.trace.exists() else []
-    texts, name = dict(sections(folder, traces)), escape(folder.path.resolve().name)
-    drawn = [] if plots.missing() else [_image(figure) for figure in _figures(folder, traces)]
+    with as_written(folder.path):
+        texts, name = dict(sections(folder, traces)), escape(folder.path.resolve().name)
+        drawn = [] if plots.missing() else [_image(figure) for figure in _figures(folder, traces)]
     blocks = [f"<h2>{escape(title)}</h2><pre>{escape(text)}</pre>" for title, text in texts.items()]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     body = f"<h1>{name}</h1>{''.join(blocks[:1] + drawn + blocks[1:])}"
     page = f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{body}</body></html>\n'
     files.write(folder.page, page, files.READABLE)
-    return "\n\n".join(f"{title}\n\n{text}" for title, text in texts.items())
+    return printable("\n\n".join(f"{title}\n\n{text}" for title, text in texts.items()))
 
 
 def sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[tuple[str, str]]:

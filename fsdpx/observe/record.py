@@ -247,6 +247,6 @@ def read(folder: Path) -> list[RankRecord]:
             record.steps.append(rows)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: no record of values can be read there: {error!r}") from error
-    if not found or sorted(found) != list(range(next(iter(found.values())).ranks)):
+    if not found or set(found) != set(range(len(found))) or next(iter(found.values())).ranks != len(found):
         raise ConfigError(f"{folder}: there are values of ranks {sorted(found)}, not of all; set FSDPX_RECORD for all")
     return [found[rank] for rank in sorted(found)]

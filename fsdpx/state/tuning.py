@@ -24,6 +24,7 @@ from fsdpx.comm.backend import ALGORITHMS, FakeCommunicator, FakeNode
 from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.opening import carrier_of, node_of
+from fsdpx.errors import printable
 from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES
 from fsdpx.native.processor import cpuinfo
@@ -48,7 +49,7 @@ def bytes_text(n: float) -> str:
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [_row(row, widths) for row in rows]
-    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+    return printable("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]))
 
 
 def _row(cells: tuple[str, ...], widths: list[int]) -> str:

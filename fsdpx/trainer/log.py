@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+from contextlib import ExitStack
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -47,7 +48,7 @@ class Log:
         self._rate = Rate()
         self._files: tuple[TextIO, ...] | None = None
         self._board: Any = None  # of tensorboardX
-        self._text_log: logging.Handler | None = None
+        self._text_log: logging.StreamHandler[TextIO] | None = None
 
     def on_train_begin(self, trainer: Any, history: History) -> None:
         try:
@@ -75,6 +76,7 @@ class Log:
         if self._text_log is not None:
             LOGGER.removeHandler(self._text_log)
             self._text_log.close()
+            self._text_log.stream.close()
         if self._board is not None:
             self._board.close()
 
@@ -95,12 +97,13 @@ class Log:
 
     def _open(self, trainer: Any, history: History) -> None:
         """On the rank that writes; in elastic training it may be another one later."""
-        table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
-        self._files = tuple(os.fdopen(files.append(path), "a", 1, newline="") for path in (table, lines))
-        text = self.folder / "log.txt"
-        if text.exists():
-            files.open_file(text, ours=False).close()
-        self._text_log = logging.FileHandler(text)
+        with ExitStack() as opened:
+            table, lines, text = (
+                opened.enter_context(os.fdopen(files.append(self.folder / name), "a", 1, newline=newline))
+                for name, newline in (("metrics.csv", ""), ("metrics.jsonl", ""), ("log.txt", None))
+            )
+            opened.pop_all()
+        self._files, self._text_log = (table, lines), logging.StreamHandler(text)
         self._text_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         LOGGER.addHandler(self._text_log)
         if self._tensorboard is False:

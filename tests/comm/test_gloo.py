@@ -25,7 +25,7 @@ import fsdpx
 from fsdpx import environment, nn, optim
 from fsdpx.comm import Communicator, opening
 from fsdpx.environment import Store, alone, read
-from fsdpx.errors import CommTimeout, ConfigError, LaunchError
+from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
 from fsdpx.launch.launchers import find
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.nn import models
@@ -391,3 +391,24 @@ def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPa
 def test_import_leaves_torch_alone() -> None:
     code = "import sys, fsdpx; fsdpx.init(); fsdpx.comm; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], env=alone() | {"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+@needs_torch
+def test_an_address_that_no_rank_of_this_meeting_has_written_is_refused() -> None:
+    """A stranger who reaches the store could otherwise stand between two ranks, and pass on what proves them."""
+    from fsdpx.comm.gloo import SealedStore
+
+    secret = b"one secret of many"
+    one, other = rolls((0, 2, secret), (1, 2, secret), timeout=30.0)
+    mine, theirs = SealedStore(one), SealedStore(other)
+    mine.set("1/0", b"address")
+    assert theirs.get("1/0") == b"address"
+    earlier, _ = rolls((0, 2, secret), (1, 2, secret), timeout=30.0)
+    SealedStore(earlier).set("1/0", b"address")
+    for planted in (b"address", b"", b"x" * 40, one.store.get("1/0")[:-1] + b"x", earlier.store.get("1/0")):
+        one.store.set("1/0", planted)
+        with pytest.raises(CommError, match="is not from a rank that knows the FSDPX_SECRET of this job"):
+            theirs.get("1/0")
+    one.store.set("1/1", mine._roll.seal("1/0", b"address") + b"address")
+    with pytest.raises(CommError, match="a stranger has written it"):
+        theirs.get("1/1")

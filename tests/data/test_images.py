@@ -108,3 +108,23 @@ def test_without_pillow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(importlib, "import_module", fail)
     with pytest.raises(ConfigError, match=r"pip install 'fsdpx\[images\]'"):
         ImageFolder(tmp_path)
+
+
+def test_a_program_is_no_image_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would have Ghostscript run PostScript, which others may have written."""
+    plugin = pytest.importorskip("PIL.EpsImagePlugin")
+    monkeypatch.setattr(plugin, "Ghostscript", lambda *_, **__: pytest.fail("it was run"))
+    (tmp_path / "a").mkdir()
+    for name in ("x.png", "x.eps"):
+        (tmp_path / "a" / name).write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n")
+        with pytest.raises(DataError, match=f"{name} cannot be read as an image: cannot identify image file"):
+            ImageFolder(tmp_path, suffixes=(name[1:],))[0]
+
+
+def test_an_image_of_too_many_pixels_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    image.new("L", (9, 9)).save(tmp_path / "a" / "x.png")
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 40)
+    with pytest.raises(DataError, match=r"x.png cannot be read as an image: .* decompression bomb"):
+        ImageFolder(tmp_path)[0]

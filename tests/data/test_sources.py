@@ -1,6 +1,7 @@
 """Tokens on disk: the samples they promise, on any rank, and mistakes by name."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,3 +87,22 @@ def test_a_dataset_of_another_library_goes_in_as_it_is(size):
     found = [[y for part in ranks for y in part[step][1]] for step in range(3)]
     assert found == [[0, 1, 2], [3, 4, 5], [6]]
     assert all(x == y for part in ranks for x, y in part)
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ("(-100,)", "it has the shape (-100,), which no array has"),
+        ("(1000000000000000000000000,)", "which no array has"),
+        ("(True,)", "which no array has"),
+        ("(2305843009213693952,)", "it is too short for int32[2305843009213693952]"),
+        ("(4611686018427387904, 4)", "it is too short for"),
+        ("(" + "-" * 9000 + "1,)", "its header cannot be read"),
+    ],
+)
+def test_a_header_that_no_array_has_is_refused_by_the_file(tmp_path: Path, shape: str, why: str) -> None:
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    file = tmp_path / "t.npy"
+    file.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(400))
+    with pytest.raises(DataError, match=re.escape(f"TokenDataset: {file}: ") + ".*" + re.escape(why)):
+        TokenDataset(file, 8)

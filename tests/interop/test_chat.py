@@ -12,6 +12,7 @@ from fsdpx import models
 from fsdpx.data import SupervisedDataset
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.examples import finetune
+from fsdpx.models import chat
 from fsdpx.models.beside import tokenizer_of
 
 transformers = pytest.importorskip("transformers")
@@ -136,3 +137,26 @@ def test_the_example_says_how_conversations_are_written(
         else f"prompts and completions are joined as they are, without the chat template {path}/chat_template.jinja: "
         "give messages\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "why"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", DataError, "1,000 rounds"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            DataError, "1,000 rounds",
+        ),
+        ("{{ lipsum(n=1) }}", DataError, "'lipsum' is undefined"),
+        ("{{ messages | tojson(cls=namespace, encode=dict) }}", DataError, "unexpected keyword argument"),
+        ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, ConfigError, "this is no template of Jinja2: too many"),
+        ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", ConfigError, "this is no template of Jinja2: maximum recursion"),
+    ],
+)  # fmt: skip
+def test_a_hostile_template_ends_in_words(
+    template: str, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "MOST_ROUNDS", 1000)
+    made = chat.ChatTemplate(template, "the chat template", {}, None)
+    with pytest.raises(error, match=f"^the chat template.*{why}"):
+        made.asked("hello")

@@ -495,3 +495,9 @@ def test_modules_that_are_started_by_name_are_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     assert {"fsdpx", "fsdpx.launch.hosts", "fsdpx.launch.rank"} <= named
     assert not [name for name in named if importlib.util.find_spec(name) is None]
+
+
+def test_what_is_loaded_runs_nothing_in_a_batch_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOADEDMODULES", "gcc:mpi\nrm -r x")
+    with pytest.raises(LaunchError, match=r"'# module load gcc mpi\\nrm -r x' has a line break"):
+        batch("slurm", LaunchConfig(2), ["x.py"], NodeCores(4, "here"))
