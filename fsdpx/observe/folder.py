@@ -132,9 +132,9 @@ def as_written(path: Path) -> Iterator[None]:
     """What fails inside on values of files that are not as fsdpx writes them becomes a ConfigError with the folder."""
     try:
         yield
-    except FsdpxError:
+    except ConfigError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
+    except (FsdpxError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path}: what is in it is not as fsdpx writes it: {error!r}") from error
 
 
