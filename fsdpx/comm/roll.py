@@ -99,7 +99,7 @@ class Roll:
         opened[:] = [self]
 
     def seal(self, key: str, value: bytes) -> bytes:
-        """What a rank of this meeting, of no other one, and nobody else can write before a value of the store."""
+        """What a rank of this meeting writes before a value of the store, and a process without the secret cannot."""
         return proof(self.secret, f"{self._meeting} {key}", value).tobytes()
 
     def left(self) -> float:

@@ -130,7 +130,6 @@ def _environment() -> Any:
     """Jinja2 as transformers sets it up for templates."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class AnswerTag(Extension):
         tags = {"generation"}  # noqa: RUF012
@@ -142,6 +141,27 @@ def _environment() -> Any:
 
         def answer(self, caller: Any) -> str:
             return f"{BEGIN}{caller()}{END}"
+
+    @pass_environment
+    def counted(env: Any, values: Any) -> Iterator[Any]:
+        for value in values:
+            env.spend()
+            yield value
+
+    def refused(message: str) -> None:
+        raise TemplateError(message)
+
+    made = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
+    made.filters |= {"tojson": _as_json, "counted": counted}
+    del made.globals["lipsum"]  # it writes as much as it is asked for
+    made.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def _sandbox() -> Any:
+    """The environment of templates, which counts their rounds of loops and their calls."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
         left = MOST_ROUNDS
@@ -161,22 +181,11 @@ def _environment() -> Any:
                 loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
             return tree
 
-    @pass_environment
-    def counted(env: Any, values: Any) -> Iterator[Any]:
-        for value in values:
-            env.spend()
-            yield value
+    return Sandbox
 
-    def refused(message: str) -> None:
-        raise TemplateError(message)
 
-    def as_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
-    made.filters |= {"tojson": as_json, "counted": counted}
-    del made.globals["lipsum"]  # it writes as much as it is asked for
-    made.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return made
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter tojson with the options that it has in transformers, of which none is called."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
