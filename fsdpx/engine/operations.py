@@ -11,7 +11,7 @@ from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, padded
 from fsdpx.comm.calls import Finish
 from fsdpx.comm.communicator import DONE, Communicator
-from fsdpx.engine import apart, computing, paging, updating
+from fsdpx.engine import computing, paging, updating
 from fsdpx.engine.messages import receive, send
 from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.engine.workspace import GradientScale, Mean
@@ -238,10 +238,10 @@ OPERATIONS: dict[str, Operation] = {
     "DELTA": updating.delta,
     "OUTER": updating.outer,
     "ADOPT": updating.adopt,
-    "PULL": apart.pull,
+    "PULL": updating.pull,
     "ALONE": alone,
-    "PUSH": apart.push,
-    "TICK": apart.tick,
-    "MIX": apart.mix,
+    "PUSH": updating.push,
+    "TICK": updating.tick,
+    "MIX": updating.mix,
 }
 """By verb; a new verb is a row here and a row in `fsdpx.program.VERBS`."""

@@ -16,8 +16,7 @@ from fsdpx.optim.rounded import scheduled
 from fsdpx.program import Action
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["adopt", "delta", "move", "outer", "share", "update"]
-
+__all__ = ["adopt", "delta", "mix", "move", "outer", "pull", "push", "share", "tick", "update"]
 
 def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = number_of(action), read[0], added
@@ -122,3 +121,35 @@ def adopt(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
         master *= master.dtype.type(local.mix)
         master += found * master.dtype.type(1.0 - local.mix)
     return (master,)
+
+
+def pull(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """full parameters as they are now: n - n/N elements read."""
+    p = number_of(action)
+    full = run.workspace.full(p)
+    run.exchange.pull(p, full)
+    return (run.views.page(run.place.pages[p].page, full),)
+
+
+def push(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """This rank's gradient, n - n/N elements, into the shards of all."""
+    (gradient,), (mean, scale) = taken, read
+
+    def change(
+        master: Any, gradient: Any, slots: Any, segments: Segments, step: int, weight: float | None, lr: float
+    ) -> None:
+        factor = scale.factor if weight is None else 1.0 / (weight * run.scaler.value)
+        move(run, master, gradient, slots, segments, step, scale.rate * lr, factor)
+
+    run.exchange.push(number_of(action), gradient.at(0), mean.shared, change)
+    return (True,)
+
+
+def tick(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    run.exchange.tick()
+    return ()
+
+
+def mix(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    run.exchange.mix(number_of(action), run.step + 1)
+    return ()

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import select
+import subprocess
 import sys
 import threading
 import time
@@ -16,14 +17,22 @@ from typing import Any
 from fsdpx import environment
 from fsdpx.array.cores import cores
 from fsdpx.comm.mpi.start import left, waiting
-from fsdpx.launch.library import library
 from fsdpx.launch.notes import open_lifeline, read_notes
 from fsdpx.state.tuning import bytes_text
 
 __all__ = [
-    "LEFT", "Deaths", "blas_of_numpy", "cupy", "first_line", "free_shared", "launcher", "leftovers", "machine", "mpi",
-    "python", "shared", "version",
+    "LEFT", "Deaths", "blas_of_numpy", "cupy", "first_line", "free_shared", "launcher", "leftovers", "library",
+    "machine", "mpi", "python", "shared", "version",
 ]  # fmt: skip
+
+def library() -> tuple[str, str]:
+    """The library's own description, or "" and the reason why there is none."""
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return " ".join(done.stdout.strip("\0\n ").split("\n")[0].strip("\0").split()), ""
+
 
 LEFT = "python -m fsdpx info --left"
 

@@ -22,8 +22,7 @@ from fsdpx.errors import CheckpointError
 from fsdpx.files import Untrusted, open_file, passed_over, place_of, read
 from fsdpx.files import create as new_file
 from fsdpx.models.beside import LARGEST
-from fsdpx.models.reading import CONFIG, Stored
-from fsdpx.models.turned import Turned, turned
+from fsdpx.models.reading import CONFIG, Stored, Turned, turned
 from fsdpx.state.state import TrainState
 
 __all__ = ["save_pretrained"]

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.codecs import Codecs, Route
 from fsdpx.comm.communicator import DONE, Communicator, split_evenly
 from fsdpx.comm.mesh import Axes, Coordinates
-from fsdpx.config import Apart, Offload, Precision, Sharding
+from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page, Range, ShardedPage, cut
 from fsdpx.layout.units import Layout, Unit
@@ -28,13 +28,37 @@ from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.feed import Microbatch, ValueShapes
 from fsdpx.state.local import Local
 from fsdpx.state.pipe import Pipe
-from fsdpx.state.recompute import Recompute
 from fsdpx.state.transfer import Transfer
 from fsdpx.state.tuning import Tuning
 
-__all__ = ["Formats", "Options", "Placement", "segments_of", "statistics_of"]
+__all__ = ["Formats", "Options", "Placement", "Recompute", "recompute", "segments_of", "statistics_of"]
+
+@dataclass(frozen=True)
+class Recompute:
+    """every: k for every k-th unit, 0 none. budget: bytes that what backward needs may take on a rank, or None. cores:
+    kinds of layers that keep less inside their unit."""
+
+    every: int = 0
+    budget: int | None = None
+    cores: frozenset[str] = frozenset()
 
 
+def recompute(choice: Any) -> Recompute:
+    """From what a user says: None, "all", "attention", every k-th unit as a number, or a budget such as "512MiB"."""
+    if choice is None:
+        return Recompute()
+    if choice == "all":
+        return Recompute(every=1)
+    if choice == "attention":
+        return Recompute(cores=frozenset({"attention"}))
+    if isinstance(choice, int) and not isinstance(choice, bool) and choice > 0:
+        return Recompute(every=choice)
+    if not isinstance(choice, str) or not choice.strip().endswith("B"):
+        raise ConfigError(
+            f"recompute={choice!r}: choose 'all', 'attention', a number k for every k-th unit, or the bytes that may "
+            "be kept for backward, such as '512MiB'"
+        )
+    return Recompute(budget=byte_count(choice, "recompute"))
 
 
 @dataclass(frozen=True)

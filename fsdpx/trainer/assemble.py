@@ -42,8 +42,7 @@ from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
 from fsdpx.state.local import Local, local_of
 from fsdpx.state.pipe import Pipe
-from fsdpx.state.placement import Formats, Options, Placement, statistics_of
-from fsdpx.state.recompute import Recompute, recompute
+from fsdpx.state.placement import Formats, Options, Placement, Recompute, recompute, statistics_of
 from fsdpx.state.tuning import Tuning, kept, tune_for
 from fsdpx.trainer.absent import NoOptimizer
 from fsdpx.trainer.choices import (

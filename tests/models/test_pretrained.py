@@ -17,7 +17,7 @@ from fsdpx.checkpoint.disk import lay_out
 from fsdpx.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.beside import ends_of
-from fsdpx.models.turned import boxes
+from fsdpx.models.reading import boxes
 
 WIDTH, VOCAB, TIME = 8, 11, 6
 CONFIG: dict[str, Any] = {

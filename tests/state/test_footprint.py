@@ -13,7 +13,7 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError
-from fsdpx.facade.baseline import Baseline
+from fsdpx.facade.dryrun import Baseline
 from fsdpx.shapes.array import ShapeArray, as_one, metered
 from fsdpx.state import footprint as module_of_footprint
 from fsdpx.state.footprint import Footprint, ProcessBytes
@@ -156,7 +156,7 @@ def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(mon
 
 
 def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatch):
-    from fsdpx.facade import baseline as module
+    from fsdpx.facade import dryrun as module
 
     asked = []
     answer = module.Baseline(1, 2, 3, 4)
@@ -183,7 +183,7 @@ def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, 
 
 
 def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
-    from fsdpx.facade import baseline as module
+    from fsdpx.facade import dryrun as module
 
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_ask", lambda mpi, *_: "no MPI" if mpi else module.Baseline(1, 2))
