@@ -14,7 +14,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.trainer.series import History
 
-__all__ = ["EVENTS", "Events", "Metric", "Metrics", "host"]
+__all__ = ["EVENTS", "Events", "Metric", "Metrics", "on_host"]
 
 Metric = Callable[[Any, Any], Any]
 """(output, target) of this rank's samples -> an array of values, of which the mean is taken; or (sum, count)."""
@@ -50,7 +50,7 @@ class Metrics:
             return dict(zip(self.functions, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 
-def host(output: Any) -> Any:
+def on_host(output: Any) -> Any:
     """The model's output as NumPy arrays: one, or a tuple."""
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from fsdpx.array.heap import give_back
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import carrier_of, node_of
+from fsdpx.config import python_number
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory
 from fsdpx.nn.sort import Sorted
@@ -29,37 +30,20 @@ from fsdpx.state.footprint import memory_limits
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 from fsdpx.state.tuning import Tuning, bytes_text, table
-from fsdpx.trainer.absent import NoOptimizer
+from fsdpx.trainer.absent import NoOptimizer, demand
 from fsdpx.trainer.assemble import session_of
-from fsdpx.trainer.callbacks import Events, Metric, Metrics, host
+from fsdpx.trainer.callbacks import Events, Metric, Metrics, on_host
+from fsdpx.trainer.host import Host
 from fsdpx.trainer.log import Log
-from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, Votes, say
+from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
 from fsdpx.trainer.recipe import Recipe
-from fsdpx.trainer.routing import METRICS, Routing, Watched
-from fsdpx.trainer.saves import Saves, Saving
+from fsdpx.trainer.routing import METRICS, Watched, routes
+from fsdpx.trainer.saves import Saves, Trains
 from fsdpx.trainer.series import Checkpoints, History
 from fsdpx.trainer.session import Session
 from fsdpx.watch.preempt import Preemption
 
-__all__ = ["History", "Trains", "fit", "made", "passing", "remedies", "settings_of"]
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-def settings_of(model: Sorted, loss: Any, placement: Placement, rate: float) -> dict[str, str]:
-    """By name. The same on every mesh: model and loss are those of one process. rate: the current learning rate."""
-    optimizer, clip = inside(placement.optimizer), placement.options.clip_norm
-    found = {f"layer {node.path or '0'}": _words(node.layer) for node in model.nodes}
-    found |= {"loss": _words(loss), "clip_norm": str(clip), "learning rate": f"{rate:.6g}"}
-    options = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
-    found |= {f"optimizer.{name}": _words(value) for name, value in options.items() if name != "lr"}
-    return found | {"optimizer": type(optimizer).__name__}
-
-
-def _words(value: Any) -> str:
-    """Functions and objects without a repr of their own show an address there, which differs each time."""
-    return _ADDRESS.sub("", repr(value))
-
+__all__ = ["fit", "made", "passing", "remedies"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """From most memory to least."""
@@ -199,32 +183,6 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 _END = object()  # a loader may give None, which is an error and no end
 
 
-class Trains(Saving, Votes, Protocol):
-    """The part of a trainer that the loop needs."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def parts(self) -> int: ...
-    @property
-    def data(self) -> Communicator: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def met(self) -> bool: ...
-    @property
-    def apart(self) -> bool: ...
-    @property
-    def routes(self) -> bool: ...
-    def routing(self) -> dict[str, Routing]: ...
-    def finish(self) -> None: ...
-    def save_trace(self) -> None: ...
-    def step(self, x: Any, y: Any) -> float: ...
-    def evaluate(self, x: Any, y: Any) -> float: ...
-    def predict(self, x: Any) -> Any: ...
-    def no_batch(self) -> None: ...
-
-
 def fit(
     trainer: Trains,
     loader: Iterable[Any],
@@ -244,7 +202,7 @@ def fit(
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
     checkpoints: Checkpoints | str | PathLike[str] | None = None,
-    preempt: Preemption | None = None,
+    preempt: Preemption | bool | None = None,
 ) -> History:
     """Train on (x, y) batches. Collective.
 
@@ -272,23 +230,29 @@ def fit(
         it was, and a finished one stays as it is
     preempt : `fsdpx.Preemption(...)`: save and end when a signal asks; made where there are checkpoints, unless False
     """
+    host = trainer.host
+    demand("fit", host.session.loss, host.place.optimizer)
+    epochs, steps, every, patience = map(python_number, (epochs, steps, every, patience))
+    if preempt is None and checkpoints is not None:
+        preempt = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
     limits = Limits(epochs, steps, every, patience, stop)
     limits.demand(validation, metrics, restore_best)
-    _demand_shares(trainer, loader, validation)
+    _demand_shares(host, loader, validation)
     history = History()
     best = patience is not None if restore_best is None else restore_best
     saves = Saves(trainer, loader, None if checkpoints is None else Checkpoints.of(checkpoints), history, best)
     listeners = [
         *([ProgressBar(unit, _total(loader, limits), epochs, history)] if progress else []),
-        *([] if log is None else [Log(log, (*(metrics or ()), *(METRICS if trainer.routes else ())), tensorboard)]),
+        *([] if log is None else [Log(log, (*(metrics or ()), *(METRICS if routes(host.place) else ())), tensorboard)]),
     ]
     loop = _Loop(
         trainer, loader, limits, history, saves,
         _Validation(trainer, validation, loader, metrics or {}, history, Watched()),
         Events(trainer, history, listeners, callbacks),
-        count or _samples, preempt,
+        count or _samples, preempt or None,
     )  # fmt: skip
-    return loop.run()
+    with preempt or nullcontext():
+        return loop.run()
 
 
 @dataclass(frozen=True)
@@ -307,13 +271,13 @@ class _Loop:
         history, saves, limits = self.history, self.saves, self.limits
         ended = limits.over(history, getattr(self.loader, "epoch", 0) - saves.first, saves.finished)
         if ended:
-            say(self.trainer, f"finished: {limits.words(ended)} at {history.checkpoint}; nothing is trained or saved")
+            say(self.trainer.host, f"finished: {limits.words(ended)} at {history.checkpoint}; nothing is trained or saved")
         else:
             with self.events:  # from here on, messages are in the log as well
                 saves.say_begun()
                 ended = self._epochs()
-                self.trainer.finish()
-                self.trainer.save_trace()
+                self.trainer.host.finish()
+                self.trainer.inspect.save_trace()
                 if saves.last(ended):
                     self.events.tell("on_save")
         history.reason = limits.words(ended)
@@ -349,7 +313,7 @@ class _Loop:
             begin = perf_counter()
             batch = next(batches, _END)
             if batch is _END:
-                self.trainer.no_batch()
+                self.trainer.host.no_batch()
             self.history.seconds += perf_counter() - begin
             if batch is _END:
                 return
@@ -364,7 +328,7 @@ class _Loop:
                 f"the loss is {loss} at step {self.trainer.steps}: distribute(..., check_finite=True) names its origin"
             )
         self.history.losses.append(loss)
-        self.history.seen += self.count(x) * self.trainer.parts
+        self.history.seen += self.count(x) * self.trainer.host.parts
 
     def _after_step(self) -> str:
         """Why it ends here, if it does."""
@@ -374,11 +338,11 @@ class _Loop:
             if self.validation.run():
                 better = history.best_step == history.steps
                 self.events.tell("on_validation_end")
-            ended = self.limits.reached(self.trainer, history)
+            ended = self.limits.reached(self.trainer.host, history)
         saved = not ended and self.saves.step(better)
         if saved:
             self.events.tell("on_save")
-        if not ended and self.preempt is not None and (saved or self.trainer.met):
+        if not ended and self.preempt is not None and (saved or self.trainer.host.met):
             self.preempt.check(self.trainer, also=self.saves.last)
         return ended
 
@@ -403,16 +367,16 @@ class _Validation:
         batches = self.batches.aside() if same else self.batches
         for x, y in map(partial(_pair, "validation "), batches):
             losses.append(self.trainer.evaluate(x, y))
-            weights.append(self.trainer.weight)
+            weights.append(self.trainer.inspect.weight)
             if self.metrics:
-                metrics.add(host(self.trainer.predict(x)), y)
+                metrics.add(on_host(self.trainer.predict(x)), y)
         if not losses:
             raise ConfigError("fit: the validation loader gives no batch")
         value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)
         history.validation.append((history.steps, value))
-        found = metrics.mean(self.trainer.data) if self.metrics else {}
-        if self.trainer.routes:
-            found |= self.watched.since(self.trainer.routing())
+        found = metrics.mean(self.trainer.host.data) if self.metrics else {}
+        if routes(self.trainer.host.place):
+            found |= self.watched.since(self.trainer.inspect.routing())
         for name, mean in found.items():
             history.metrics.setdefault(name, []).append((history.steps, mean))
         return True
@@ -427,12 +391,12 @@ def _pair(which: str, batch: Any) -> Any:
     return batch
 
 
-def _demand_shares(trainer: Trains, *loaders: Any) -> None:
+def _demand_shares(host: Host, *loaders: Any) -> None:
     """ConfigError on all ranks if a DataLoader cuts batches for other ranks than the trainer's. Collective."""
-    place = trainer.data.rank, trainer.data.size
+    place = host.data.rank, host.data.size
     samplers = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
     sizes = [sampler.size for sampler in samplers if (sampler.rank, sampler.size) != place]
-    rank, size = trainer.most(np.array([1 + trainer.rank if sizes else 0, max(sizes, default=0)]), "fit").tolist()
+    rank, size = host.most(np.array([1 + host.rank if sizes else 0, max(sizes, default=0)]), "fit").tolist()
     if rank:
         raise ConfigError(
             f"fit: the DataLoader of rank {rank - 1} shares each batch among {size} ranks, which are not the "

@@ -52,14 +52,14 @@ class Log:
 
     def on_train_begin(self, trainer: Any, history: History) -> None:
         try:
-            trainer.alone(f"log {self.folder}", lambda: self._begin(history.before))
+            trainer.host.alone(f"log {self.folder}", lambda: self._begin(history.before))
         except CheckpointError as error:
             raise ConfigError(f"fit(log=...): {error}") from error
-        if trainer.rank == 0:
+        if trainer.host.rank == 0:
             self._open(trainer, history)
 
     def on_step_end(self, trainer: Any, history: History) -> None:
-        values = (history.losses[-1], trainer.last.rate, trainer.last.norm, self._rate.of(history))
+        values = (history.losses[-1], trainer.inspect.last.rate, trainer.inspect.last.norm, self._rate.of(history))
         self._write(trainer, history, dict(zip(STEP, values, strict=True)))
 
     def on_validation_end(self, trainer: Any, history: History) -> None:
@@ -111,12 +111,12 @@ class Log:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            say(trainer, f"log {self.folder}: CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'")
+            say(trainer.host, f"log {self.folder}: CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'")
         else:
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1)
 
     def _write(self, trainer: Any, history: History, values: dict[str, float]) -> None:
-        if trainer.rank > 0:
+        if trainer.host.rank > 0:
             return
         if self._files is None:
             self._open(trainer, history)

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.errors import ConfigError
+from fsdpx.trainer.host import Host
 from fsdpx.trainer.series import History
 
-__all__ = ["LOGGER", "SILENCE", "Limits", "ProgressBar", "Rate", "Votes", "line", "say", "slow"]
+__all__ = ["LOGGER", "SILENCE", "Limits", "ProgressBar", "Rate", "line", "say", "slow"]
 
 SILENCE = 1.0
 """Seconds that something may take before it is named."""
@@ -49,7 +50,7 @@ def line(text: str) -> None:
 
 
 def say(who: Any, text: str) -> None:
-    """A line on rank 0 of a trainer or a communicator."""
+    """A line on rank 0 of a trainer's host or of a communicator."""
     if who.rank == 0:
         line(f"fsdpx: {text}")
 
@@ -81,14 +82,6 @@ def slow(who: Any, what: str, outcome: Callable[[], str] = str) -> Iterator[None
 
 
 STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
-
-
-class Votes(Protocol):
-    """The part of a trainer that agreeing on an end needs."""
-
-    @property
-    def apart(self) -> bool: ...
-    def most(self, values: np.ndarray, what: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -130,12 +123,12 @@ class Limits:
         """Whether it is time after this step, or the last step."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
-    def reached(self, trainer: Votes, history: History) -> str:
+    def reached(self, host: Host, history: History) -> str:
         """After such a step: the same answer on all ranks. Collective."""
-        if trainer.apart and self.patience is None and self.stop is None:  # then there is nothing to agree on
+        if host.apart and self.patience is None and self.stop is None:  # then there is nothing to agree on
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
-        votes = trainer.most(np.array([float(self._tired(history)), float(asked)]), "early stopping")
+        votes = host.most(np.array([float(self._tired(history)), float(asked)]), "early stopping")
         if votes.any():
             return PATIENCE if votes[0] else STOP
         return STEPS if history.steps == self.steps else ""
@@ -182,7 +175,7 @@ class ProgressBar:
     def on_step_end(self, trainer: Any, history: History) -> None:
         now, wait = perf_counter(), REFRESH if self._bar else SECONDS
         done = history.steps in (self._first, self.total)
-        if trainer.rank > 0 or (now - self._shown < wait and not done):  # rank 0 may be another one than before
+        if trainer.host.rank > 0 or (now - self._shown < wait and not done):  # rank 0 may be another one than before
             return
         self._shown = now
         if self._bar is None and sys.stderr.isatty():
@@ -195,11 +188,11 @@ class ProgressBar:
             self._bar.refresh()
 
     def on_validation_end(self, trainer: Any, history: History) -> None:
-        if trainer.rank == 0:
+        if trainer.host.rank == 0:
             line(f"{self._place(history)}  {_validation(history)}")
 
     def on_save(self, trainer: Any, history: History) -> None:
-        if trainer.rank == 0:
+        if trainer.host.rank == 0:
             best = ", the best so far" if history.best_step == history.steps else ""
             line(f"{self._place(history)}  saved {history.checkpoint}{best}")
 
@@ -216,7 +209,7 @@ class ProgressBar:
 
     def _values(self, trainer: Any, history: History) -> str:
         """Those of loss, rate, learning rate and gradient norm that are known; the first step's rate means nothing."""
-        last, rate = trainer.last, self._rate.of(history)
+        last, rate = trainer.inspect.last, self._rate.of(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []
         words += [f"lr {last.rate:.3g}"]

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, nan
 
+from fsdpx.nn.marks import paths
+from fsdpx.nn.moe import CutMoE, MoE
+from fsdpx.state.placement import Placement
 from fsdpx.state.tuning import table
 
-__all__ = ["METRICS", "Routing", "Watched", "routing_of", "routing_table", "together"]
+__all__ = ["METRICS", "Routing", "Watched", "routes", "routing_of", "routing_table", "together"]
 
 METRICS = ("expert_imbalance", "expert_dropped")
 """The metrics of experts that `fit` records at validations."""
@@ -55,6 +58,12 @@ class Routing:
     @property
     def _mean(self) -> float:
         return sum(self.chosen) / len(self.chosen)
+
+
+def routes(placement: Placement) -> bool:
+    """Whether the model has layers with experts."""
+    layers = (layer for node in placement.model.nodes for _, layer in paths(node.layer))
+    return any(isinstance(layer, MoE | CutMoE) for layer in layers)
 
 
 def routing_of(tallies: Mapping[str, Sequence[int]]) -> dict[str, Routing]:

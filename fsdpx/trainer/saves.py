@@ -6,19 +6,27 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fsdpx.errors import CheckpointError
+from fsdpx.trainer.host import Host
+from fsdpx.trainer.inspect import Inspection
 from fsdpx.trainer.progress import say
-from fsdpx.trainer.series import Checkpoints, History, Resumable
+from fsdpx.trainer.series import Checkpoints, History
 
-__all__ = ["Saves", "Saving"]
+__all__ = ["Saves", "Trains"]
 
 
-class Saving(Resumable, Protocol):
-    """The part of a trainer that saving and restoring need."""
+class Trains(Protocol):
+    """The part of a trainer that the loop of `fit` needs."""
 
     @property
-    def rank(self) -> int: ...
-    def settings(self) -> dict[str, str]: ...
-    def remember(self) -> Callable[[], None]: ...
+    def host(self) -> Host: ...
+    @property
+    def inspect(self) -> Inspection: ...
+    @property
+    def steps(self) -> int: ...
+    def step(self, x: Any, y: Any) -> float: ...
+    def evaluate(self, x: Any, y: Any) -> float: ...
+    def predict(self, x: Any) -> Any: ...
+    def load_weights(self, source: Any, *, convert: bool = False) -> Any: ...
 
 
 class Saves:
@@ -28,12 +36,12 @@ class Saves:
     copy of this rank's part in memory."""
 
     def __init__(
-        self, trainer: Saving, loader: Any, checkpoints: Checkpoints | None, history: History, best: bool
+        self, trainer: Trains, loader: Any, checkpoints: Checkpoints | None, history: History, best: bool
     ) -> None:
         self.trainer, self.loader, self.checkpoints, self.history, self.best = (
             trainer, loader, checkpoints, history, best
         )  # fmt: skip
-        begun = None if checkpoints is None else checkpoints.begin(trainer, loader, history)
+        begun = None if checkpoints is None else checkpoints.begin(trainer.host, loader, history)
         self.first, self.finished = getattr(loader, "epoch", 0), ""
         self._written: Mapping[str, Any] | None = None
         self._memory: tuple[int, Callable[[], None]] | None = None
@@ -45,14 +53,14 @@ class Saves:
         path, history = self.history.checkpoint, self.history
         if self._written is None:
             return
-        say(self.trainer, f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first + 1}")
+        say(self.trainer.host, f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first + 1}")
         if changed := _changed(self._written.get("settings", {}), self._settings()):
-            say(self.trainer, f"changed since {path}: {'; '.join(changed)}")
+            say(self.trainer.host, f"changed since {path}: {'; '.join(changed)}")
 
     def step(self, better: bool = False) -> bool:
         """After a step: save if it is time, or if it is better than all before. Whether it was saved."""
         if better and self.best and self.checkpoints is None:
-            self._memory = (self.history.steps, self.trainer.remember())
+            self._memory = (self.history.steps, self.trainer.host.remember(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
             return False
         if self.history.steps % self.checkpoints.every and not (better and self.best):
@@ -69,7 +77,7 @@ class Saves:
         if new:
             self._save(state, background=False)
         try:
-            self.trainer.wait_saved()
+            self.trainer.host.wait_saved()
         except CheckpointError:
             self._save(state, background=False)  # raises again, unless the cause is gone
         return new
@@ -83,14 +91,14 @@ class Saves:
         if self.checkpoints is None:
             if self._memory is not None and self._memory[0] == step:
                 self._memory[1]()
-                say(self.trainer, f"the weights are those of {what}")
+                say(self.trainer.host, f"the weights are those of {what}")
             return
         path = self.checkpoints.path(step)
-        if not self.trainer.alone(f"look for {path}", path.exists):
-            say(self.trainer, f"{path} is not there, so the weights are the last ones and not those of {what}")
+        if not self.trainer.host.alone(f"look for {path}", path.exists):
+            say(self.trainer.host, f"{path} is not there, so the weights are the last ones and not those of {what}")
             return
         self.trainer.load_weights(path, convert=self.checkpoints.dtype is not None)
-        say(self.trainer, f"the weights are those of {what}: {path}")
+        say(self.trainer.host, f"the weights are those of {what}: {path}")
 
     def _state(self) -> dict[str, Any]:
         """The state that a later start needs."""
@@ -106,13 +114,13 @@ class Saves:
         }
 
     def _settings(self) -> dict[str, str]:
-        return self.trainer.settings() | _of_loader(self.loader)
+        return self.trainer.inspect.settings() | _of_loader(self.loader)
 
     def _save(self, state: Mapping[str, Any], background: bool) -> None:
         assert self.checkpoints is not None
         step = self.history.best_step if self.best else None
         best = None if step is None else self.checkpoints.path(step)
-        self.history.checkpoint = self.checkpoints.save(self.trainer, self.loader, state, background, best)
+        self.history.checkpoint = self.checkpoints.save(self.trainer.host, self.loader, state, background, best)
         self._written = state
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from fsdpx.checkpoint.commit import numbered
 from fsdpx.checkpoint.save import Choices
-from fsdpx.checkpoint.state import Scalars
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.trainer.host import Host
 
-__all__ = ["Begun", "Checkpoints", "History", "Resumable"]
+__all__ = ["Begun", "Checkpoints", "History"]
 
 Values = list[tuple[int, float]]
 
@@ -64,19 +64,6 @@ def _or_inf(loss: float) -> float:
 
 
 NAME = "step-"
-T = TypeVar("T")
-
-
-class Resumable(Protocol):
-    """The part of a trainer that checkpoints of a run need."""
-
-    def wait_saved(self) -> None: ...
-    def alone(self, what: str, do: Callable[[], T]) -> T: ...
-    def resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> Scalars: ...
-    def load_weights(self, source: Any, *, convert: bool = False) -> Any: ...
-    def checkpoint(
-        self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +133,7 @@ class Checkpoints:
         found = list(numbered(Path(self.folder), NAME))
         return found[-1][1] if found else None
 
-    def begin(self, trainer: Resumable, loader: Any, history: History) -> Begun | None:
+    def begin(self, host: Host, loader: Any, history: History) -> Begun | None:
         """Go on from the newest one, if there is one and `resume` says so; its history comes into `history`.
         Collective."""
         for method in ("state_dict", "load_state_dict", "epoch"):
@@ -155,8 +142,8 @@ class Checkpoints:
                     f"fit(checkpoints=...): the loader is a {type(loader).__name__} without {method}, so a run that "
                     "goes on would not know its place in the data; use a data.DataLoader"
                 )
-        trainer.wait_saved()
-        path = trainer.alone(f"resume from {self.folder}", self.latest)
+        host.wait_saved()
+        path = host.alone(f"resume from {self.folder}", self.latest)
         if path is None:
             return None
         if not self.resume:
@@ -164,7 +151,7 @@ class Checkpoints:
                 f"{path} is of an earlier run, which the next start would take for the newest of this one: give "
                 "Checkpoints(...) another folder, remove its checkpoints, or go on from them with resume=True"
             )
-        fit = trainer.resume(path, loader, convert=self.dtype is not None).fit
+        fit = host.resume(path, loader, convert=self.dtype is not None).fit
         if fit is None:
             raise CheckpointError(f"{path} was not saved by fit: load it, and give fit another folder")
         try:
@@ -174,11 +161,9 @@ class Checkpoints:
         history.epochs = max(loader.epoch - begun.first, 0)
         return begun
 
-    def save(
-        self, trainer: Resumable, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None
-    ) -> Path:
+    def save(self, host: Host, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
         """Write the checkpoint of this step. best: stays, however old. Collective."""
         path = self.path(fit["done"])
         choices = Choices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
-        trainer.checkpoint(path, choices, loader, fit, background)
+        host.checkpoint(path, choices, loader, fit, background)
         return path

@@ -97,9 +97,9 @@ class Preemption:
         for save in (also, self.save):
             if save is not None:
                 save()
-        trainer.most(np.zeros(1), "preemption: all have saved")
+        trainer.host.most(np.zeros(1), "preemption: all have saved")
         end = Preempted(*found, trainer.steps)
-        if trainer.rank == 0:
+        if trainer.host.rank == 0:
             print(f"fsdpx: {end}; exit status {PREEMPTED}", file=sys.stderr, flush=True)
             if self.requeue:
                 _requeue()
@@ -107,8 +107,8 @@ class Preemption:
 
     def _agreed(self, trainer: Any) -> tuple[int, str] | None:
         """The lowest rank that was asked, and by which signal; the same on all ranks."""
-        key = (_RANKS - trainer.rank) << 8 | self._asked if self._asked else 0
-        ahead, number = divmod(int(trainer.most(np.array([key], np.int64), "preemption")[0]), 256)
+        key = (_RANKS - trainer.host.rank) << 8 | self._asked if self._asked else 0
+        ahead, number = divmod(int(trainer.host.most(np.array([key], np.int64), "preemption")[0]), 256)
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:

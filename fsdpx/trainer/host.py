@@ -1,0 +1,327 @@
+"""Hosts: which ranks make a trainer's calls, what they agree on between calls, and what outlasts a session."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, wraps
+from os import PathLike
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from fsdpx.checkpoint.background import Background
+from fsdpx.checkpoint.commit import alone
+from fsdpx.checkpoint.load import load
+from fsdpx.checkpoint.save import Choices, prepare, save
+from fsdpx.checkpoint.state import Scalars
+from fsdpx.comm.communicator import Communicator
+from fsdpx.engine.views import GradientScale
+from fsdpx.errors import ConfigError, RankLost
+from fsdpx.state.feed import Feed
+from fsdpx.state.placement import Placement
+from fsdpx.trainer import batch as batches
+from fsdpx.trainer import calls
+from fsdpx.trainer.session import Session
+from fsdpx.trainer.whole import put_averages, put_outer, remember
+
+__all__ = [
+    "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "Host", "LastUpdate", "hosted",
+]  # fmt: skip
+
+STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
+"""What a call does: it makes the next step; it finds a result and changes nothing; it gives the trainer another state;
+it keeps something for a later call; it is one that every rank makes, also one that does not train."""
+
+SAVE, WAIT = "save", "wait_saved"
+"""Names of calls of which an elastic host does more."""
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def hosted(how: str, name: str = "") -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Declare that a method of a trainer is a call that its host runs.
+
+    Parameters
+    ----------
+    how : one of the words above
+    name : of the call, if it is not that of the method
+    """
+
+    def declare(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        called = name or method.__name__
+
+        @wraps(method)
+        def call(self: Any, *given: P.args, **options: P.kwargs) -> T:
+            host = self._host
+            if host.fixed:  # by far the most: one call less
+                return method(self, *given, **options)
+            found: T = host.run(how, called, partial(method, self), *given, **options)
+            return found
+
+        return call
+
+    return declare
+
+
+@dataclass(frozen=True)
+class LastUpdate:
+    """The last update: global mean loss, global gradient norm (nan if not asked for), learning rate."""
+
+    loss: float
+    norm: float
+    rate: float
+    skipped: bool
+
+    @classmethod
+    def of(cls, loss: float, scale: GradientScale) -> LastUpdate:
+        return cls(loss, scale.norm, scale.rate, scale.skip)
+
+
+class Host(ABC):
+    """The ranks of a trainer, as `trainer.host`: who they are, and what all of them do together beside training.
+
+    session: of the ranks that train now. last: the last update. weight: what the last `evaluate` averaged over. saving:
+    a save in the background. closed: the trainer cannot be used any more."""
+
+    __slots__ = ("closed", "last", "saving", "session", "weight")
+    fixed = False
+    """Whether the ranks stay the same, so that each call runs once."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.last: LastUpdate | None = None
+        self.weight = 0.0
+        self.saving: Background | None = None
+        self.closed = False
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def world(self) -> Communicator:
+        """All ranks that call this trainer."""
+
+    @property
+    @abstractmethod
+    def data(self) -> Communicator:
+        """The ranks that are given different samples."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among all that call this trainer."""
+        return int(self.world.rank)
+
+    @property
+    def place(self) -> Placement:
+        """The fixed choices of this rank."""
+        return self.session.place
+
+    @property
+    def parts(self) -> int:
+        """How many different parts the global batch is given in: one from each data rank."""
+        return self.data.size
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains; else it is idle and follows."""
+        return True
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks step at their own speed, and meet only where they must."""
+        return self.place.apart is not None
+
+    @property
+    def met(self) -> bool:
+        """Whether all ranks came together in the last step; not always in local training."""
+        rounds = self.place.rounds
+        return not self.apart and (rounds is None or bool(rounds.at(self.session.state.steps).deltas))
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def run(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
+        """The result of a call, which was given these arguments. how: what it does, one of the words of this file."""
+
+    @abstractmethod
+    def feed(self, x: Any, y: Any, kind: str, training: bool = True) -> Feed:
+        """A batch as the caller gave it, checked, agreed on and cut into microbatches of this rank. Collective."""
+
+    @abstractmethod
+    def joined(self, output: Any) -> Any:
+        """The model's output as the caller sees it, from that on this rank's samples. Collective."""
+
+    @abstractmethod
+    def alone(self, what: str, do: Callable[[], T]) -> T:
+        """The result of `do` on rank 0, given to every rank; its CheckpointError, too. Collective."""
+
+    @abstractmethod
+    def most(self, values: np.ndarray, what: str) -> np.ndarray:
+        """The largest of each number over all ranks, float64 or int64. Collective; `what` names it in errors."""
+
+    @abstractmethod
+    def no_batch(self) -> None:
+        """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
+
+    @abstractmethod
+    def remember(self, trainer: Any) -> Callable[[], None]:
+        """Copy the weights and running statistics of a trainer; what is returned, called on all ranks, puts them back.
+        The optimiser's state stays what it is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the trainer has in common with other ranks. Collective."""
+
+    def open(self, what: str) -> None:
+        """ConfigError if the trainer is closed."""
+        if self.closed:
+            raise ConfigError(f"{what}: this trainer is closed")
+
+    def begin(self, call: str) -> None:
+        """All ranks have come to this call."""
+        self.open(call)
+        self.session.begin(call)
+
+    def finish(self) -> None:
+        """Return when all ranks have made their last step, where they step at their own speed; at once where they step
+        together. `fit` ends with it, and calls that are collective begin with it. Ranks that have died are not waited
+        for."""
+        self.open("finish")
+        self.session.meet()
+
+    def checkpoint(
+        self,
+        path: str | PathLike[str],
+        choices: Choices,
+        loader: Any,
+        fit: Mapping[str, Any] | None,
+        background: bool = False,
+    ) -> None:
+        """Write a checkpoint, see `Trainer.save`. fit: what `fit` needs to go on. Collective."""
+
+        def mine() -> None:
+            self.begin("save")
+            self.saved()
+            state, plain = self.session.state, choices.with_ == "parameters" and not self.apart
+            with self.session.common("slot", "average"), nullcontext() if plain else self.having(choices.with_):
+                if background:
+                    self.saving = Background(state, prepare(state, path, choices, loader, fit))
+                else:
+                    save(state, path, choices, loader, fit)
+
+        self.run(LOOKS, SAVE, mine)
+
+    def resume(self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
+        """Go on where a checkpoint was written, see `Trainer.load`: its scalars. Collective."""
+
+        def mine() -> Scalars:
+            self.begin("load")
+            self.saved()
+            found = load(self.session.state, path, loader, convert, verify)
+            self.session.placed()
+            return found
+
+        scalars = self.run(REPLACES, "load", mine)
+        if loader is not None and not self.trains:
+            loader.load_state_dict(scalars.data)
+        return scalars
+
+    def wait_saved(self) -> None:
+        """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be, or was given up
+        because a rank died. Collective."""
+
+        def mine() -> None:
+            self.begin(WAIT)
+            self.saved()
+
+        self.run(LOOKS, WAIT, mine)
+
+    def saved(self) -> None:
+        """The same on the ranks that train, within a call."""
+        if self.saving is None:
+            return
+        try:
+            self.saving.wait()
+        except RankLost:
+            raise  # the code that recovers decides what becomes of the save
+        except BaseException:
+            self.saving = None
+            raise
+        self.saving = None
+
+    def having(self, which: str) -> AbstractContextManager[None]:
+        """Inside, the parameters are what was asked for, "parameters" that all have in common or their "average". After
+        an error each rank puts them back by itself. Collective."""
+        if which not in ("parameters", "average"):
+            raise ConfigError(f"with_={which!r}: choose parameters or average")
+        if which == "parameters" and self.place.rounds is None:
+            return self.session.common("master")
+        return self._put(which)
+
+    @contextmanager
+    def _put(self, which: str) -> Iterator[None]:
+        self.begin(f"with {which}")
+        put_back = (put_outer if which == "parameters" else put_averages)(self.session.state)
+        try:
+            yield
+            self.begin(f"without {which}")
+        finally:
+            put_back()
+
+
+class FixedRanks(Host):
+    """The ranks that `fsdpx.distribute` was called on: all of them make each call, once."""
+
+    __slots__ = ()
+    fixed = True
+
+    @property
+    def world(self) -> Communicator:
+        return self.place.axes.world
+
+    @property
+    def data(self) -> Communicator:
+        return self.place.axes.data
+
+    def run(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
+        return do(*given, **options)
+
+    def feed(self, x: Any, y: Any, kind: str, training: bool = True) -> Feed:
+        self.open(kind)
+        return self.session.feed(x, y, kind, training)
+
+    def joined(self, output: Any) -> Any:
+        return output
+
+    def alone(self, what: str, do: Callable[[], T]) -> T:
+        self.begin(what)
+        return alone(self.world, what, do)
+
+    def most(self, values: np.ndarray, what: str) -> np.ndarray:
+        self.open(what)
+        self.session.note(what)
+        self.session.meet()
+        return calls.largest(self.world, what, values)
+
+    def no_batch(self) -> None:
+        self.session.note("step")
+        if not self.place.imaginary and self.place.apart is None:
+            batches.agree(self.place.axes, "step", batches.ENDED, 0, None)
+
+    def remember(self, trainer: Any) -> Callable[[], None]:
+        self.open("remember")
+        exchange = self.session.state.exchange
+        put_back = remember(self.session.state) if exchange is None else exchange.remember()
+
+        def restore() -> None:
+            self.begin("restore")
+            put_back()
+            self.session.placed()
+
+        return restore
+
+    def close(self) -> None:
+        self.session.close()
