@@ -68,7 +68,7 @@ def job(name: str, asked: dict[str, Any]) -> int:
     loader, validation = gpt.loaders(args, trainer.data, prints=False)
     with loader:
         history = trainer.fit(loader, epochs=None, steps=steps, validation=validation, every=steps)
-    if trainer.rank == 0:
+    if trainer.host.rank == 0:
         loss, seconds = history.validation[-1][1], history.seconds / steps
         print(json.dumps({"validation": loss, "training": history.losses[-1], "seconds": seconds}))
     return 0

@@ -46,7 +46,7 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     plain = layers.as_distributed(comm=resilient(comm), **options)
     elastic = layers.as_distributed(comm=comm, elastic=True, **options)
     parts, whole = batch(MODELS[name], comm.rank, comm.size), batch(MODELS[name])
-    ranks, clock = elastic._coordinator, elastic.engine.clock
+    ranks, clock = elastic._coordinator, elastic.inspect.engine.clock
     taken, pace = watched(ranks.assembly.copies), ranks._pace
     for _ in range(2):
         plain.step(*parts)
@@ -120,20 +120,20 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
                 (folder / "unseen").rename(folder / "died")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer.engine.observers.append(observe)
+    trainer.inspect.engine.observers.append(observe)
     x = np.ones((2 * comm.size, width), np.float32)
     for _ in range(BEFORE + AFTER):
         trainer.step(x, x)
-    (happened,) = trainer.recoveries
+    (happened,) = trainer.host.recoveries
     died = float((folder / "died").read_text())
     said.append(("the end", said[0][1] + happened.seconds))
     steps = {PHASES.get(b, b): end - begin for (_, begin), (b, end) in pairwise(said)}
-    everyone = trainer.world.all_gather_object((said[0][1] - died, happened.seconds, steps))
+    everyone = trainer.host.world.all_gather_object((said[0][1] - died, happened.seconds, steps))
     slowest = max(everyone, key=lambda one: one[1])
-    sizes = [array.nbytes for _, array in trainer.engine.state.ledger.saved()]
+    sizes = [array.nbytes for _, array in trainer.inspect.engine.state.ledger.saved()]
     return {
         "heard": min(heard for heard, _, _ in everyone), "seconds": slowest[1], "phases": slowest[2],
-        "bytes": sum(trainer.world.all_gather_object(sum(sizes))), "replayed": happened.replayed,
+        "bytes": sum(trainer.host.world.all_gather_object(sum(sizes))), "replayed": happened.replayed,
     }  # fmt: skip
 
 

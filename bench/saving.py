@@ -39,7 +39,7 @@ def bandwidth(comm: Communicator, gib: float, width: int, rounds: int, place: Pa
     chain = nn.Chain(*(nn.Linear(width, width) for _ in range(layers)))
     trainer = chain.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), strategy="fsdp", comm=comm)
     rng = np.random.default_rng(comm.rank)
-    for _, array in trainer.engine.state.ledger.saved():
+    for _, array in trainer.inspect.engine.state.ledger.saved():
         array[...] = rng.random(array.shape, np.float32)
     found: dict[str, Any] = {"plain": [], "save": [], "read": [], "load": [], "bytes": 0}
     noise = rng.integers(0, 255, 16 * BLOCK, np.uint8).data
@@ -88,7 +88,7 @@ def stall(comm: Communicator, model: str, rounds: int, window: int, place: Path)
             found["call"].append(time.perf_counter() - begin)
             steps()
             begin = time.perf_counter()
-            trainer.wait_saved()
+            trainer.host.wait_saved()
             found["wait"].append(time.perf_counter() - begin)
 
         saving()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fsdpx.comm.opening import spawn
     from fsdpx.config import Async, Gossip, Offload, Precision, Sharding
     from fsdpx.elastic.options import Elastic
-    from fsdpx.elastic.trainer import ElasticTrainer
     from fsdpx.facade.adapters import load_adapter, merged_parameters, save_adapter
     from fsdpx.facade.builder import ModelBuilder
     from fsdpx.facade.distribute import distribute
@@ -53,7 +52,6 @@ _NAMES = {
     "fsdpx.comm.opening": ("spawn",),
     "fsdpx.config": ("Async", "Gossip", "Offload", "Precision", "Sharding"),
     "fsdpx.elastic.options": ("Elastic",),
-    "fsdpx.elastic.trainer": ("ElasticTrainer",),
     "fsdpx.facade.adapters": ("load_adapter", "merged_parameters", "save_adapter"),
     "fsdpx.facade.builder": ("ModelBuilder",),
     "fsdpx.facade.distribute": ("distribute",),

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["LEFT", "OTHERS", "demand_match", "left", "meant", "patterns_of"]
+__all__ = ["LEFT", "MOVED", "OTHERS", "demand_match", "left", "meant", "moved", "patterns_of"]
 
 OTHERS: dict[str, str] = {
     "FULL_SHARD": 'strategy="fsdp"',
@@ -85,8 +85,23 @@ LEFT: dict[str, str] = {
     "Mixture": "datasets.interleave_datasets of Hugging Face, or a dataset of your own with len() and [i]",
     "augment": "transform=, or the dataset's own [i]",
     "cuda_graphs": "nothing; leave it out",
+    "ElasticTrainer": "Trainer: what an elastic one has more is in trainer.host",
 }
 """Name of an earlier version -> what to use instead."""
+MOVED: dict[str, str] = {
+    **{name: f"trainer.inspect.{name}" for name in (
+        "engine", "placement", "last", "weight", "lr", "settings", "fingerprint", "summary", "routing", "measure",
+        "save_trace", "reset",
+    )},
+    **{name: f"trainer.host.{name}" for name in (
+        "world", "rank", "parts", "alone", "most", "no_batch", "met", "apart", "finish", "remember", "checkpoint",
+        "resume", "wait_saved", "trains", "training_ranks", "recoveries", "resize",
+    )},
+    "unfreeze": "trainer.freeze(..., undo=True)",
+    "save_pretrained": "fsdpx.models.save_pretrained(trainer, folder)",
+    "routes": "nothing: trainer.inspect.routing() is empty without experts",
+}  # fmt: skip
+"""What an earlier version's trainer had by itself -> what to use instead."""
 _PLAIN = str.maketrans("", "", "-_ ")
 _LEFT = {word.lower().translate(_PLAIN): instead for word, instead in LEFT.items()}
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
@@ -134,6 +149,11 @@ def demand_match(
             shown = ", ".join(map(repr, near[:6])) + (" ..." if len(near) > 6 else "")
             there = f"{'there are' if near is known else 'the nearest are'} {shown}" if known else "there is none"
             raise kind(f"{argument}: {pattern!r} matches no {what}; {there}")
+
+
+def moved(name: str) -> str:
+    """What to say of a name that the trainer of an earlier version had; "" of any other."""
+    return f"a trainer has no {name} any more: use {MOVED[name]}" if name in MOVED else ""
 
 
 def left(word: str) -> str:

@@ -44,7 +44,8 @@ def trainer(**options: object) -> fsdpx.Trainer:
 
 
 def test_units_are_as_large_as_a_text_says() -> None:
-    counts = [len(trainer(group_bytes=given).placement.layout.units) for given in ("0", "32KiB", 32 << 10, "1MiB")]
+    made = [trainer(group_bytes=given) for given in ("0", "32KiB", 32 << 10, "1MiB")]
+    counts = [len(one.inspect.placement.layout.units) for one in made]
     assert counts == [8, 4, 4, 1]
 
 
@@ -118,7 +119,7 @@ def test_every_role_can_be_named() -> None:
     said = Precision(
         compute="bfloat16", param="bf16", activations="bf16", reduce="float32", buffers="float32", master="float32"
     )
-    made = trainer(precision=said, group_bytes=0).placement.formats
+    made = trainer(precision=said, group_bytes=0).inspect.placement.formats
     single, half = np.dtype("f4"), dtype("bf16")
     assert (made.master, made.gradients, made.statistics) == (single, single, single)
     assert (made.compute, made.wire) == (half, None)

@@ -68,7 +68,7 @@ def test_an_optimiser_is_one_class(tmp_path: Path) -> None:
     def load(comm: Communicator) -> tuple[dict[str, np.ndarray], float]:
         trainer, _ = trained(comm, 0, optimizer=SignDescent(), strategy="zero1")
         trainer.load(tmp_path / "a")
-        return trainer.parameters(), float(np.abs(trainer.engine.state.ledger.array("slot", 0, "m")).sum())
+        return trainer.parameters(), float(np.abs(trainer.inspect.engine.state.ledger.array("slot", 0, "m")).sum())
 
     alone, many = spawn(save, 1)[0], spawn(save, 3)[0]
     for name, values in alone.items():
@@ -207,7 +207,7 @@ def test_a_codec_with_state_is_one_class(strategy: str, ranks: int, rows: set[st
 
     def run(comm: Communicator, codec: Any) -> tuple[dict[str, np.ndarray], set[str], int]:
         trainer, _ = trained(comm, 12, strategy=strategy, codec=codec)
-        state = trainer.engine.state
+        state = trainer.inspect.engine.state
         kept = {row.key.name for row in state.ledger if row.key.kind == "memory"}
         assert all(np.abs(a).any() for key, a in state.ledger.arrays.items() if key[::2] == ("memory", "shard/error"))
         return trainer.parameters(), kept, trainer.report().memory.get("codec memory", 0)

@@ -17,7 +17,7 @@ from fsdpx.comm.local import single
 from fsdpx.elastic.batches import Batch, Recent, arrays_of, part_of
 from fsdpx.elastic.coordinator import Coordinator, Recovery
 from fsdpx.elastic.options import Elastic
-from fsdpx.engine.views import GradientScale, Mean
+from fsdpx.engine.workspace import GradientScale, Mean
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.trainer.batch import sum_of

@@ -107,7 +107,7 @@ def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: st
             begun = len(losses)
             losses += [trainer.step(x, y) for x, y in islice(loader, steps - begun)]
             loader.set_epoch(loader.epoch + 1)
-    if trainer.rank == 0:
+    if trainer.host.rank == 0:
         print(f"{what}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
 
 
@@ -125,7 +125,7 @@ def say_how_written(samples: data.SupervisedDataset, template: Any, folder: str)
 
 def answers(trainer: fsdpx.Trainer, tokenizer: Any, asked: dict[str, list[int]], ends: list[int], when: str) -> None:
     found = trainer.generate(list(asked.values()), 24, stop=ends)
-    if trainer.rank == 0:
+    if trainer.host.rank == 0:
         for text, tokens in zip(asked, found, strict=True):
             print(f"{when}: {text!r} {tokenizer.decode(tokens.tolist())!r}", flush=True)
 
@@ -162,7 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if comm.rank == 0:
         say_how_written(samples, template, args.folder)
         trained = sum(spec.size for spec in adapted.specs().values() if spec.trainable)
-        print(f"{trainer.placement.layout.size:,} parameters, {trained:,} of them trained; {samples}", flush=True)
+        count = trainer.inspect.placement.layout.size
+        print(f"{count:,} parameters, {trained:,} of them trained; {samples}", flush=True)
     written = template.asked if template and samples.messages else lambda text: tokenizer.encode(text).ids
     asked = {text: written(text) for text in args.ask or (["def size(path):"] if args.data is None else [])}
     if asked:

@@ -103,7 +103,7 @@ def loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.Dat
 
 def sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
     """Let the model write; rank 0 prints it while it does. Collective. cache: as in `generate`."""
-    prints = trainer.rank == 0
+    prints = trainer.host.rank == 0
     printed = Printed(of_bytes, lambda text: print(text, end="", flush=True) if prints else None)
     printed.write(f"\nsample:\n{prompt}")
     trainer.generate(list(prompt.encode()), count, temperature=0.8, seed=seed, stream=printed, cache=cache)
@@ -168,13 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     strike(trainer, parse(args.chaos), environment.read().restart)
     loader, validation = loaders(args, trainer.data, prints=comm.rank == 0)
     if comm.rank == 0:
-        count, on = trainer.placement.layout.size, f" ({trainer.placement.axes.mesh})" if args.mesh else ""
+        placed = trainer.inspect.placement
+        count, on = placed.layout.size, f" ({placed.axes.mesh})" if args.mesh else ""
         print(
             f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks{on}, {args.dtype}\n"
-            f"chosen: {trainer.placement.tuning}\n{MEANING.format(clip=args.clip)}",
+            f"chosen: {placed.tuning}\n{MEANING.format(clip=args.clip)}",
             flush=True,
         )
-    trainer.reset()  # the report is of training
+    trainer.inspect.reset()  # the report is of training
     with loader:
         history = trainer.fit(
             loader,
@@ -184,25 +185,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             every=args.validate,
             count=lambda x: x.size,
             unit="tokens",
-            log=folder and folder.path,
-            checkpoints=folder and Checkpoints(folder.checkpoints, every=args.validate, keep=args.keep),
+            log=folder.path if folder else None,
+            checkpoints=Checkpoints(folder.checkpoints, every=args.validate, keep=args.keep) if folder else None,
         )
-    report, summary = trainer.report(), trainer.summary()
-    if trainer.rank == 0:
+    report, summary = trainer.report(), trainer.inspect.summary()
+    if trainer.host.rank == 0:
         loss = history.validation[-1][1]
         print(f"\n{result(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
     if folder is not None:
         keep(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
     if args.sample:
         sample(trainer, args.sample, args.seed, cache=args.sequence is None)
-    if trainer.rank == 0:
+    if trainer.host.rank == 0:
         print(f"\n{report if args.verbose else report.memory_text}\n")
         peaks = ", ".join(f"{one.peak_rss / 2**20:,.0f} MiB" for one in summary.reports)
         print(f"{summary}\n\n" if args.verbose else "", end="")
         print(f"peak memory per rank: {peaks}", flush=True)
     if args.hash:
-        digest = trainer.fingerprint()
-        if trainer.rank == 0:
+        digest = trainer.inspect.fingerprint()
+        if trainer.host.rank == 0:
             print(f"sha256 {digest}")
     return 0
 

@@ -61,11 +61,11 @@ def train(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[floa
         mine = tokens[SAMPLES * rank // size : SAMPLES * (rank + 1) // size] % VOCABULARY
         x, y = mine[:, :-1], mine[:, 1:]
         before = trainer.evaluate(x, y)
-        trainer.reset()  # the report is of steps
+        trainer.inspect.reset()  # the report is of steps
         for _ in range(steps):
             trainer.step(x, y)
         report = trainer.report()
-        trainer.finish()  # where ranks go at their own speed: all come together
+        trainer.host.finish()  # where ranks go at their own speed: all come together
         return before, trainer.evaluate(x, y), report
 
 

@@ -46,11 +46,11 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
     base_model : `base_model_name_or_path` of the file
     """
     adapted = _adapted(trainer, "save_adapter")
-    path = place(trainer.world, "save_adapter", folder)
+    path = place(trainer.host.world, "save_adapter", folder)
     theirs, turned = _theirs(trainer, adapted)
     arrays = trainer.parameters(names=_names(adapted))
     tensors = {f"{PREFIX}{theirs[name]}": array for name, array in arrays.items()}
-    alone(trainer.world, f"save_adapter {path}", lambda: _write(path, adapted, tensors, turned, base_model))
+    alone(trainer.host.world, f"save_adapter {path}", lambda: _write(path, adapted, tensors, turned, base_model))
 
 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
@@ -65,9 +65,9 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
     convert : round or widen floats of another format
     """
     adapted = _adapted(trainer, "load_adapter")
-    path = place(trainer.world, "load_adapter", folder)
+    path = place(trainer.host.world, "load_adapter", folder)
     theirs, _ = _theirs(trainer, adapted)
-    alone(trainer.world, f"load_adapter {path}", lambda: _demand_fit(path, adapted, theirs))
+    alone(trainer.host.world, f"load_adapter {path}", lambda: _demand_fit(path, adapted, theirs))
     rename = {f"{PREFIX}{other}": name for name, other in theirs.items()}
     trainer.load_weights(path / WEIGHTS, strict=False, rename=rename, convert=convert)
 
@@ -77,7 +77,7 @@ def merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
     trainer of the plain model takes. All of them on every rank's host, as `Trainer.parameters`. Collective."""
     adapted = _adapted(trainer, "merged_parameters")
     for weight in (dotted(name, "weight") for name in adapted):
-        if (other := trainer.placement.layout.canonical(weight)) != weight:
+        if (other := trainer.inspect.placement.layout.canonical(weight)) != weight:
             raise ConfigError(f"merged_parameters: {weight!r} is tied to {other!r}, which has no adapter")
     arrays = trainer.parameters()
     for name, layer in adapted.items():
@@ -91,7 +91,7 @@ def _adapted(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
     """The layers with adapters by name."""
     found = {
         path: low
-        for node in trainer.placement.model.nodes
+        for node in trainer.inspect.placement.model.nodes
         for path, layer in _walk(node.path, node.layer)
         if (low := adapter_of(layer)) is not None
     }
@@ -115,7 +115,7 @@ def _theirs(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str,
     found: dict[str, str] = {}
     turned = False
     for name in adapted:
-        begun = trainer.placement.model.initial.get(dotted(name, "weight"))
+        begun = trainer.inspect.placement.model.initial.get(dotted(name, "weight"))
         layer = begun.name.removesuffix(".weight") if isinstance(begun, Stored) else name
         found |= {dotted(name, low): dotted(layer, low) for low in LOW}
         turned |= isinstance(begun, Stored) and begun.turned

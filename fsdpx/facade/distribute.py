@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdpx import environment
 from fsdpx.codecs import Choice
@@ -30,12 +30,10 @@ from fsdpx.trainer.calls import begin
 from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.excluded import ELASTIC, Beside, demand_together
 from fsdpx.trainer.fit import made
+from fsdpx.trainer.host import FixedRanks
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.watch.watchdog import note, unwatch, watch_axes
-
-if TYPE_CHECKING:
-    from fsdpx.elastic.trainer import ElasticTrainer
 
 __all__ = ["OPTIONS", "distribute"]
 
@@ -104,7 +102,7 @@ def distribute(
 
     Returns
     -------
-    Trainer : an `ElasticTrainer` if `elastic`, whose batches are given whole on every rank
+    Trainer : with `elastic`, batches are given whole on every rank, and `trainer.host` is an `ElasticRanks`
 
     Raises
     ------
@@ -146,14 +144,14 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
         Recorder(session.engine, wanted[1], wanted[0])
     if device != "shape":
         handed_on(recipe.training.model, world)
-    return Trainer(session)
+    return Trainer(FixedRanks(session))
 
 
-def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
-    from fsdpx.elastic.trainer import ElasticTrainer  # loaded only where it is asked for
+def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> Trainer:
+    from fsdpx.elastic.host import ElasticRanks  # loaded only where it is asked for
 
     demand_together(ELASTIC, Beside(recipe))
-    trainer = ElasticTrainer(recipe, world, choice)
+    trainer = Trainer(ElasticRanks(recipe, world, choice))
     if (opened := defaults.current()) is not None:
         unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies
     return trainer

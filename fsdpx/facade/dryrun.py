@@ -158,7 +158,7 @@ class DryRun:
 
         The memory of a process without a model is measured on this machine, once, in about three seconds; kernels are
         taken to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
-        placement, here = self.trainer.placement, self.ranks_here
+        placement, here = self.trainer.inspect.placement, self.ranks_here
         base = baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECTS * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
@@ -168,7 +168,7 @@ class DryRun:
             "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
             "MPI": ProcessBytes(base.mpi, base.mpi),
             "Python objects of layers": ProcessBytes(objects, objects),
-            **held(self.trainer.engine.state, here),
+            **held(self.trainer.inspect.engine.state, here),
             "activations": ProcessBytes(self.passing, self.passing),
             "between activations": ProcessBytes(self.passing // PIECES, self.passing // PIECES),
             "matrix products": ProcessBytes(workspace, workspace),
@@ -206,13 +206,14 @@ def dry_run(
     comm = _world(rank, ranks, ranks_per_host)
     with metered() as meter:
         trainer = distribute(model, comm=comm, device="shape", **options)
-        trainer.reset()
+        trainer.inspect.reset()
         alive = _watched(trainer, meter)
         trainer.step(_shapes(x), _shapes(y))
-    program = trainer.engine.ran
+    program = trainer.inspect.engine.ran
     assert program is not None
     machine = comm.machine if isinstance(comm, FakeNode) else [rank]
-    return DryRun(program, trainer.report(), trainer, alive.most, passing(trainer.engine.state, meter), len(machine))
+    passes = passing(trainer.inspect.engine.state, meter)
+    return DryRun(program, trainer.report(), trainer, alive.most, passes, len(machine))
 
 
 def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
@@ -227,7 +228,7 @@ def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
 def _watched(trainer: Trainer, meter: Meter) -> Activations:
     """Follows activations from now on. The meter's peak begins with the first action: checking the batch made shapes,
     too."""
-    alive, engine = Activations(), trainer.engine
+    alive, engine = Activations(), trainer.inspect.engine
     ran: Program | None = None
     slots_of: Iterator[Slots] = iter(())
 

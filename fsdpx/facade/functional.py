@@ -136,7 +136,7 @@ def rank() -> int:
     """This rank's number among all ranks: those of `init()`, before it all of MPI's or the launcher's.
 
     Like `world_size` and `local_rank` it never communicates. A trainer on a communicator of your own has its own
-    `trainer.rank`."""
+    `trainer.host.rank`."""
     return _place("rank").rank
 
 
@@ -159,7 +159,7 @@ def _place(name: str) -> Place:
     if other is not None and other[1] != found.size and other[0] == 0:
         print(
             f"fsdpx: {name}() is of {found.world}, {found.size} in number; the communicator given to distribute() has "
-            f"{other[1]}, and trainer.rank is the rank there",
+            f"{other[1]}, and trainer.host.rank is the rank there",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     return found

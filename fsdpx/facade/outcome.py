@@ -26,10 +26,10 @@ def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary
     """The trained model, the curve and the report; rank 0 says where. Collective.
 
     resume: the arguments with which the run goes on."""
-    drawn = trainer.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
-    if history.losses or not trainer.alone(f"look for {folder.model}", folder.model.exists):
+    drawn = trainer.host.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
+    if history.losses or not trainer.host.alone(f"look for {folder.model}", folder.model.exists):
         trainer.save(folder.model)
-    if trainer.rank == 0:
+    if trainer.host.rank == 0:
         folder.finish(str(summary), summary.as_json())
         write_page(folder)
         curve = "curve.png" if drawn else "no curve.png (pip install 'fsdpx[plot]')"

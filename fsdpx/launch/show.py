@@ -76,7 +76,7 @@ def show(args: argparse.Namespace) -> str:
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     parts = [head, _program(run), _units(run), _traffic(run), _memory(run), str(run.footprint)]
     parts[-1] += budget
-    schedule = run.trainer.placement.pipe.schedule(run.program.microbatches)
+    schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
     parts += [_drawing(schedule, args.png)] if args.png else []
     return "\n\n".join(parts)
@@ -153,8 +153,8 @@ def _program(run: DryRun) -> str:
 
 def _units(run: DryRun) -> str:
     """The units of all stages; those of other pipe ranks have no "on this rank"."""
-    layout, state = run.trainer.placement.layout, run.trainer.placement.pages
-    pipe = run.trainer.placement.axes.pipe.size > 1
+    layout, state = run.trainer.inspect.placement.layout, run.trainer.inspect.placement.pages
+    pipe = run.trainer.inspect.placement.axes.pipe.size > 1
     rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
     for unit in layout.units:
         here = [p for p in unit.pages if p in state]
@@ -177,7 +177,7 @@ def _gathers(run: DryRun) -> int:
     """Before the first loss, or on the other ranks of the pipe before the first backward."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
-    moves = run.trainer.placement.axes.shard.size > 1
+    moves = run.trainer.inspect.placement.axes.shard.size > 1
     return sum(word.startswith("GATHER") for word in words[:end]) if moves else 0
 
 

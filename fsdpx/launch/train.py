@@ -24,16 +24,17 @@ def train(args: argparse.Namespace) -> int:
     if held_out is not None:
         with held_out:
             options["validation"] = list(islice(held_out, batches)) if batches else held_out
-    if trainer.rank == 0:
+    if trainer.host.rank == 0:
         folder.begin(dict(builder.plan), comm.size)
-        count = trainer.placement.layout.size
-        print(f"{args.file}: {count:,} parameters on {comm.size} ranks; chosen: {trainer.placement.tuning}", flush=True)
-    trainer.reset()  # the report is of training
+        placed = trainer.inspect.placement
+        size, chosen = placed.layout.size, placed.tuning
+        print(f"{args.file}: {size:,} parameters on {comm.size} ranks; chosen: {chosen}", flush=True)
+    trainer.inspect.reset()  # the report is of training
     checkpoints = Checkpoints(folder.checkpoints, every=options.get("every", 50), keep=2)
     with train_on:
         history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})
-    summary = trainer.summary()
-    if trainer.rank == 0:
+    summary = trainer.inspect.summary()
+    if trainer.host.rank == 0:
         print(f"\n{result(history, unit)}", flush=True)
     keep(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
     return 0

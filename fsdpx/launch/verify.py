@@ -157,7 +157,7 @@ def _tell(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
 
 def _recorded(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
     trainer = _trainer(comm, case, size)
-    recorder = Recorder(trainer.engine, case.steps)
+    recorder = Recorder(trainer.inspect.engine, case.steps)
     for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len):
         trainer.step(x, y)
     trainer.close()
@@ -173,7 +173,7 @@ def _train(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
     """Losses, parameters, and in words what else is to be the same, after batches of which the last is short."""
     trainer = _trainer(comm, case, size)
     losses = [trainer.step(x, y) for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len)]
-    text = "" if case.chunks is None else f", chunks {case.chunks}, sha256 {trainer.fingerprint()[:16]}"
+    text = "" if case.chunks is None else f", chunks {case.chunks}, sha256 {trainer.inspect.fingerprint()[:16]}"
     parameters = trainer.parameters()
     trainer.close()
     return losses, parameters, text

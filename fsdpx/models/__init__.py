@@ -2,5 +2,6 @@
 
 from fsdpx.models.chat import chat_template
 from fsdpx.models.reading import from_pretrained
+from fsdpx.models.writing import save_pretrained
 
-__all__ = ["chat_template", "from_pretrained"]
+__all__ = ["chat_template", "from_pretrained", "save_pretrained"]

@@ -144,7 +144,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
     Nothing but headers is read here, and the head where the configuration ties it and the files have one: if it differs
     from the embedding it is a parameter of its own. When `distribute` makes a rank's shards, the rank reads the
-    elements that it holds, and converts them to its format. `trainer.save_pretrained` writes such a folder again.
+    elements that it holds, and converts them to its format. `fsdpx.models.save_pretrained` writes such a folder again.
 
     Parameters
     ----------

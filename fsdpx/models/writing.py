@@ -35,8 +35,26 @@ BESIDE = (
 LARGEST_BESIDE = 1 << 30
 
 
-def save_pretrained(state: TrainState, folder: Any, dtype: str | None = None) -> None:
-    """Write the folder. dtype: of the weights, None for that of the files that were read. Collective."""
+def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: str | None = None) -> None:
+    """Write the weights of a model of `fsdpx.models.from_pretrained` as the folder that transformers opens, all ranks
+    at once: names and files as they were, `config.json` and the tokenizer copied. Collective.
+
+    Parameters
+    ----------
+    trainer : of the model
+    folder : not there yet, or empty
+    dtype : of the weights: "bf16", "float16", "float32" or "float64" (default: that of the files that were read)
+
+    Raises
+    ------
+    CheckpointError : the same on all ranks, if it cannot be written; nothing is left then
+    """
+    trainer.host.begin("save_pretrained")
+    with trainer.host.having("parameters"):
+        _save(trainer.host.session.state, folder, dtype)
+
+
+def _save(state: TrainState, folder: Any, dtype: str | None) -> None:
     world = state.placement.axes.world
     path = place(world, "save_pretrained", folder, dtype=repr(dtype))
     where = f"save_pretrained {path}"

@@ -100,7 +100,7 @@ class RunFolder:
             ) from None
 
     def finish(self, text: str, reports: list[dict[str, Any]]) -> None:
-        """Write how it went, `str(summary)` and `summary.as_json()` of a `Trainer.summary()`. On one rank."""
+        """Write how it went, `str(summary)` and `summary.as_json()` of a `trainer.inspect.summary()`. On one rank."""
         files.write(self.path / "report.txt", f"{text}\n", files.READABLE)
         report = json.dumps({"ended": time.strftime(WHEN), "ranks": reports})
         files.write(self.path / "report.json", f"{report}\n", files.READABLE)

@@ -125,6 +125,6 @@ def _tell_if_lost(recording: Recording, folder: Path) -> None:
     if recording.turns and not recording.written:
         print(
             f"fsdpx: the trace of {len(recording.turns)} programs was not written to {folder}: call trainer.close() "
-            "or trainer.save_trace() on all ranks before the script ends",
+            "or trainer.inspect.save_trace() on all ranks before the script ends",
             file=sys.stderr, flush=True,
         )  # fmt: skip

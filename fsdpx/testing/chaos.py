@@ -81,7 +81,7 @@ def strike(trainer: Any, planned: Iterable[Blow], start: int = 0, *, threads: bo
     for blow in planned:
         if blow.kind not in KINDS:
             raise ConfigError(f"chaos: {blow.kind!r} is none of {', '.join(KINDS)}")
-        if (blow.rank, blow.start) == (trainer.rank, start):
+        if (blow.rank, blow.start) == (trainer.host.rank, start):
             mine.setdefault(blow.action, []).append(blow)
     done = 0
 
@@ -91,7 +91,7 @@ def strike(trainer: Any, planned: Iterable[Blow], start: int = 0, *, threads: bo
         for blow in mine.get(done, ()):
             _hit(blow, action, threads)
 
-    trainer.engine.observers.append(observe)
+    trainer.inspect.engine.observers.append(observe)
 
 
 def _hit(blow: Blow, action: object, threads: bool) -> None:

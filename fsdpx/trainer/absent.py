@@ -9,7 +9,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.losses import Loss
 from fsdpx.optim.rounded import inside
 
-__all__ = ["NoLoss", "NoOptimizer", "demand"]
+__all__ = ["NoLoss", "NoOptimizer", "demand", "lacks"]
 
 
 class NoLoss(Loss):
@@ -45,6 +45,11 @@ class NoOptimizer:
 
 
 REMEDY = {"loss": "loss=nn.MSE()", "optimizer": "optimizer=optim.AdamW(lr=1e-3)"}
+
+
+def lacks(loss: Any, optimizer: Any) -> bool:
+    """Whether the loss or the optimiser was not given to `distribute`."""
+    return isinstance(loss, NoLoss) or isinstance(inside(optimizer), NoOptimizer)
 
 
 def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:

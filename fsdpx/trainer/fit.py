@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from os import PathLike
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,13 +21,10 @@ from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.config import python_number
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory
-from fsdpx.nn.sort import Sorted
-from fsdpx.optim.rounded import inside
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.feed import Feed
 from fsdpx.state.footprint import memory_limits
-from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 from fsdpx.state.tuning import Tuning, bytes_text, table
 from fsdpx.trainer.absent import NoOptimizer, demand
@@ -202,7 +199,7 @@ def fit(
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
     checkpoints: Checkpoints | str | PathLike[str] | None = None,
-    preempt: Preemption | bool | None = None,
+    preempt: Preemption | Literal[False] | None = None,
 ) -> History:
     """Train on (x, y) batches. Collective.
 
@@ -233,8 +230,9 @@ def fit(
     host = trainer.host
     demand("fit", host.session.loss, host.place.optimizer)
     epochs, steps, every, patience = map(python_number, (epochs, steps, every, patience))
+    asked = preempt or None
     if preempt is None and checkpoints is not None:
-        preempt = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
+        asked = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
     limits = Limits(epochs, steps, every, patience, stop)
     limits.demand(validation, metrics, restore_best)
     _demand_shares(host, loader, validation)
@@ -249,9 +247,9 @@ def fit(
         trainer, loader, limits, history, saves,
         _Validation(trainer, validation, loader, metrics or {}, history, Watched()),
         Events(trainer, history, listeners, callbacks),
-        count or _samples, preempt or None,
+        count or _samples, asked,
     )  # fmt: skip
-    with preempt or nullcontext():
+    with asked or nullcontext():
         return loop.run()
 
 
@@ -271,7 +269,8 @@ class _Loop:
         history, saves, limits = self.history, self.saves, self.limits
         ended = limits.over(history, getattr(self.loader, "epoch", 0) - saves.first, saves.finished)
         if ended:
-            say(self.trainer.host, f"finished: {limits.words(ended)} at {history.checkpoint}; nothing is trained or saved")
+            at = history.checkpoint
+            say(self.trainer.host, f"finished: {limits.words(ended)} at {at}; nothing is trained or saved")
         else:
             with self.events:  # from here on, messages are in the log as well
                 saves.say_begun()

@@ -18,7 +18,7 @@ from fsdpx.checkpoint.load import load
 from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.comm.communicator import Communicator
-from fsdpx.engine.views import GradientScale
+from fsdpx.engine.workspace import GradientScale
 from fsdpx.errors import ConfigError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
@@ -38,7 +38,8 @@ it keeps something for a later call; it is one that every rank makes, also one t
 SAVE, WAIT = "save", "wait_saved"
 """Names of calls of which an elastic host does more."""
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def hosted(how: str, name: str = "") -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:

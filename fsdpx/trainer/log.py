@@ -111,7 +111,8 @@ class Log:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            say(trainer.host, f"log {self.folder}: CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'")
+            also = "CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'"
+            say(trainer.host, f"log {self.folder}: {also}")
         else:
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1)
 

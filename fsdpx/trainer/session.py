@@ -234,20 +234,20 @@ class Session:
             raise ConfigError(f"generate: for tokens {inputs[0].shape} the model gives {got}, not logits of each")
         return shape[2]
 
-    def freeze(self, patterns: Sequence[str], call: str, change: Callable[..., frozenset[str]]) -> None:
+    def freeze(self, patterns: Sequence[str], undo: bool) -> None:
         """Change which parameters are left alone for now. Collective: ranks compare the patterns."""
         if self.state.adding:
-            raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
+            raise ConfigError("freeze: gradients are being added up; call update or zero_grad first")
         rounds, steps = self.place.rounds, self.state.steps
         if rounds is not None and (len(rounds.fragments) > 1 or rounds.delay or steps % rounds.every):
             raise ConfigError(
-                f"{call}: replicas have parameters of their own after step {steps}; call it at the end of a round of "
+                f"freeze: replicas have parameters of their own after step {steps}; call it at the end of a round of "
                 f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
             )
-        patterns_of(call, patterns)
-        self.begin(f"{call}({', '.join(map(repr, patterns))})")
-        names = [self.place.layout.matching(pattern, call) for pattern in patterns]
-        self.state.frozen = change(self.state.frozen, *names)
+        patterns_of("freeze", patterns)
+        self.begin(f"freeze({', '.join(map(repr, patterns))}{', undo=True' * undo})")
+        names = frozenset[str]().union(*(self.place.layout.matching(pattern, "freeze") for pattern in patterns))
+        self.state.frozen = self.state.frozen - names if undo else self.state.frozen | names
 
     # -- programs ------------------------------------------------------------------------------------------------------
 

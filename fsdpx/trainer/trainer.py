@@ -2,82 +2,46 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import math
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import update_wrapper
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from fsdpx.checkpoint.background import Background
-from fsdpx.checkpoint.commit import alone
-from fsdpx.checkpoint.load import load
-from fsdpx.checkpoint.save import Choices, prepare, save
-from fsdpx.checkpoint.state import Scalars
+from fsdpx.checkpoint.save import Choices
 from fsdpx.checkpoint.weights import WeightsReport, load_weights
 from fsdpx.comm.communicator import Communicator
-from fsdpx.config import python_number
-from fsdpx.engine.engine import Engine
-from fsdpx.engine.workspace import GradientScale
-from fsdpx.errors import ConfigError, DataError, RankLost
+from fsdpx.errors import ConfigError, DataError
 from fsdpx.generation.texts import Sampling, Stream, is_one
-from fsdpx.nn.marks import paths
-from fsdpx.nn.moe import CutMoE, MoE
-from fsdpx.observe.measure import Measured, measure
-from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
-from fsdpx.trainer import calls
-from fsdpx.trainer.absent import demand
-from fsdpx.trainer.choices import demand_known
-from fsdpx.trainer.fit import fit, settings_of
+from fsdpx.trainer import fit as fitting
+from fsdpx.trainer.absent import demand, lacks
 from fsdpx.trainer.generate import generate
-from fsdpx.trainer.report import Report, Summary, report
-from fsdpx.trainer.routing import Routing, routing_of, together
-from fsdpx.trainer.series import History
+from fsdpx.trainer.host import KEEPS, LOOKS, REPLACES, STEP, Host, LastUpdate, hosted
+from fsdpx.trainer.inspect import Inspection
+from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import (
     common_parameters,
     cut_output,
     input_gradients,
-    put_averages,
-    put_outer,
-    remember,
     whole_gradients,
     whole_parameters,
     whole_state,
 )
-from fsdpx.watch.preempt import Preemption
-from fsdpx.words import demand_match, patterns_of
+from fsdpx.words import demand_match, moved, patterns_of
 
-__all__ = ["LastUpdate", "Trainer"]
+__all__ = ["Trainer"]
 
-T = TypeVar("T")
 MEAN, SCALE, SHARE = Slot("mean"), Slot("scale"), Slot("share")
 PIECES = "the whole global batch goes into one step; chunks are its microbatches"
-
-
-@dataclass(frozen=True)
-class LastUpdate:
-    """The last update: global mean loss, global gradient norm (nan if not asked for), learning rate."""
-
-    loss: float
-    norm: float
-    rate: float
-    skipped: bool
-
-    @classmethod
-    def of(cls, loss: float, scale: GradientScale) -> LastUpdate:
-        return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
 class Trainer:
@@ -87,56 +51,64 @@ class Trainer:
     data-rank's part of the global batch, dim 0 is samples, and parts may differ in size."""
 
     # no others: an attribute that is misspelt, or that nothing reads, is an AttributeError
-    __slots__ = (
-        "_closed", "_finite", "_forwarded", "_local", "_saving", "_session", "_shown", "last", "weight",
-    )  # fmt: skip
+    __slots__ = ("_absent", "_finite", "_forwarded", "_host", "_local", "_shown")
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.last: LastUpdate | None = None
-        self.weight = 0.0  # what the last `evaluate` averaged over
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._absent = lacks(host.session.loss, host.place.optimizer)
         self._forwarded: Feed | None = None  # of the last `forward`
         self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
         self._local = False
         self._finite = True  # the loss of the last step
-        self._closed = False
-        self._saving: Background | None = None
 
     @property
-    def engine(self) -> Engine:
-        """The engine that runs the programs of this rank."""
-        return self._session.engine
+    def host(self) -> Host:
+        """The ranks that call this trainer, and what they do together beside training."""
+        return self._host
 
     @property
-    def placement(self) -> Placement:
-        """The fixed choices of this rank: layout, mesh, formats, options."""
-        return self._session.place
+    def inspect(self) -> Inspection:
+        """What is seen of the trainer: its engine, placement and last update, its fingerprint, reports of all ranks."""
+        return Inspection(self._host, self.step, self.parameters)
+
+    @property
+    def _session(self) -> Session:
+        return self._host.session
+
+    @property
+    def _place(self) -> Placement:
+        return self._host.session.place
 
     # -- training ----------------------------------------------------------------------------------------------------
 
+    @hosted(STEP)
     def step(self, x: Any, y: Any) -> float:
         """Forward, backward and update on one global batch: its mean loss, equal on every rank.
 
         RuntimeWarning, on rank 0, at the first of a run of losses that are NaN or Inf."""
-        self._demand("step")
+        if self._absent:
+            self._demand("step")
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
         self._refuse_to_mix("accumulate")
-        feed = self._feed(x, y, "step")
-        self._session.state.add("accumulate")
-        loss = self._updated(self._session.run("step", feed))
+        feed = self._host.feed(x, y, "step")
+        session = self._host.session
+        session.state.add("accumulate")
+        loss = self._updated(session.run("step", feed))
         self._demand_finite(loss)
         return loss
 
+    @hosted(KEEPS)
     def accumulate(self, x: Any, y: Any) -> float:
         """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone."""
         self._demand("accumulate")
-        self.placement.accumulation.demand_pieces("accumulate", PIECES)
+        self._place.accumulation.demand_pieces("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
-        feed = self._feed(x, y, "accumulate")
+        feed = self._host.feed(x, y, "accumulate")
         self._session.state.add("accumulate")
         return float(self._session.run("local" if self._local else "accumulate", feed)[MEAN].value)
 
+    @hosted(KEEPS)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, `accumulate` and `backward` keep gradients local and whole on every rank: no traffic, more memory."""
@@ -146,6 +118,7 @@ class Trainer:
         finally:
             self._local = before
 
+    @hosted(KEEPS)
     def forward(self, x: Any, training: bool = True) -> Any:
         """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
         session = self._session
@@ -153,11 +126,12 @@ class Trainer:
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
         session.state.discard(["saved"])
-        self._forwarded = feed = self._feed(x, None, "forward", training)
+        self._forwarded = feed = self._host.feed(x, None, "forward", training)
         outputs = _one(session.outputs(session.run("forward", feed), feed))
         self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
+    @hosted(KEEPS)
     def backward(self, dy: Any) -> Any:
         """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
 
@@ -183,50 +157,52 @@ class Trainer:
         found = session.run("backward", feed, local=self._local)
         return _one(input_gradients(session.place, found, batch, session.state.scaler.value))
 
+    @hosted(KEEPS)
     def update(self) -> float:
         """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
-        demand("update", optimizer=self.placement.optimizer)
+        demand("update", optimizer=self._place.optimizer)
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
-        self._begin("update")
+        self._host.begin("update")
         self._updated(self._session.run("update", Feed()))
-        assert self.last is not None
-        return self.last.norm
+        assert self._host.last is not None
+        return self._host.last.norm
 
+    @hosted(KEEPS)
     def zero_grad(self) -> None:
         """Forget the gradients that `accumulate` or `backward` have added up. All ranks call it; it moves nothing."""
-        self._open("zero_grad")
+        self._host.open("zero_grad")
         self._session.state.zero_grad()
 
-    def freeze(self, *patterns: str) -> None:
+    @hosted(KEEPS)
+    def freeze(self, *patterns: str, undo: bool = False) -> None:
         """From now on leave the parameters alone that name patterns (fnmatch) match: they get no gradient and no
         update, and keep their optimiser state. Between updates, not within an accumulation; checkpoints do not keep it.
-        `distribute(frozen=...)` freezes for good, and saves memory. Collective."""
-        self._session.freeze(patterns, "freeze", frozenset.union)
+        `distribute(frozen=...)` freezes for good, and saves memory. undo: train them again. Collective."""
+        self._session.freeze(patterns, undo)
 
-    def unfreeze(self, *patterns: str) -> None:
-        """Train the parameters again that name patterns match and `freeze` has frozen. Collective."""
-        self._session.freeze(patterns, "unfreeze", frozenset.difference)
-
+    @hosted(LOOKS)
     def evaluate(self, x: Any, y: Any, with_: str = "parameters") -> float:
         """Mean loss of the global batch, without dropout; changes nothing. with_: "parameters", or their "average" over
         time (docs/optimisers.md)."""
         demand("evaluate", self._session.loss)
-        feed = self._feed(x, y, "evaluate", training=False)
-        with self._with(with_), self._session.aside():
+        feed = self._host.feed(x, y, "evaluate", training=False)
+        with self._host.having(with_), self._session.aside():
             found = self._session.run("evaluate", feed)[MEAN]
-        self.weight = found.weight
+        self._host.weight = found.weight
         return float(found.value)
 
+    @hosted(LOOKS)
     def predict(self, x: Any, with_: str = "parameters") -> Any:
         """The model's output on this rank's samples, without dropout; keeps nothing. with_: as in `evaluate`."""
         session = self._session
         if with_ == "parameters" and (found := session.direct(x)) is not None:
             return _one(found)
-        feed = self._feed(x, None, "predict", training=False)
-        with self._with(with_), session.aside():
-            return _one(session.predict(x, feed))
+        feed = self._host.feed(x, None, "predict", training=False)
+        with self._host.having(with_), session.aside():
+            return self._host.joined(_one(session.predict(x, feed)))
 
+    @hosted(LOOKS)
     def generate(
         self,
         prompt: Any,
@@ -260,104 +236,53 @@ class Trainer:
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         several = not is_one(prompt)
-        with self._with("parameters"), self._session.aside():
+        with self._host.having("parameters"), self._session.aside():
             found = generate(
                 self._session, prompt if several else [prompt], max_new_tokens, stop, sampling, stream, cache
             )
         return found if several else found[0]
 
-    def fit(self, loader: Any, **options: Any) -> History:
-        demand_known("fit", options, list(inspect.signature(fit).parameters)[2:])
-        self._demand("fit")
-        options = {n: v if isinstance(v, tuple | list | dict) else python_number(v) for n, v in options.items()}
-        preempt = options.pop("preempt", None)
-        if preempt is None and options.get("checkpoints") is not None:
-            preempt = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
-        with preempt or nullcontext():
-            return fit(self, loader, preempt=preempt or None, **options)
-
-    def no_batch(self) -> None:
-        """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
-        self._session.note("step")
-        if not self.placement.imaginary and self.placement.apart is None:
-            batches.agree(self.placement.axes, "step", batches.ENDED, 0, None)
+    fit = fitting.fit
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
+    @hosted(LOOKS)
     def parameters(self, with_: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
         with_: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is sent."""
         if names is not None:
             names = patterns_of("names", names)
-            demand_match("parameters(names=)", names, self.placement.layout.specs, fits=operator.eq)
+            demand_match("parameters(names=)", names, self._place.layout.specs, fits=operator.eq)
         exchange = self._session.state.exchange
         if exchange is not None and with_ == "parameters":
-            self._open("parameters")
+            self._host.open("parameters")
             found = common_parameters(self._session.state, exchange)
         else:
-            self._begin("parameters")
-            with self._with(with_):
+            self._host.begin("parameters")
+            with self._host.having(with_):
                 found = whole_parameters(self._session.state, names) | whole_state(self._session.state)
-        return {n: found[n] for n in self.placement.layout.specs if names is None or n in names}
+        return {n: found[n] for n in self._place.layout.specs if names is None or n in names}
 
-    def _with(self, which: str) -> AbstractContextManager[None]:
-        """Inside, the parameters are what was asked for. After an error each rank puts them back by itself."""
-        if which not in ("parameters", "average"):
-            raise ConfigError(f"with_={which!r}: choose parameters or average")
-        if which == "parameters" and self.placement.rounds is None:
-            return self._session.common("master")
-        return self._put(which)
-
-    @contextmanager
-    def _put(self, which: str) -> Iterator[None]:
-        self._begin(f"with {which}")
-        put_back = (put_outer if which == "parameters" else put_averages)(self._session.state)
-        try:
-            yield
-            self._begin(f"without {which}")
-        finally:
-            put_back()
-
+    @hosted(REPLACES)
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
-        self._begin("load_parameters")
+        self._host.begin("load_parameters")
         load_weights(self._session.state, values, "load_parameters", convert=True)
         self._session.state.begin_round()
         self._session.placed()
 
-    def remember(self) -> Callable[[], None]:
-        """Copy this rank's part of the weights and running statistics; what is returned, called on all ranks, puts them
-        back. The optimiser's state stays what it is."""
-        self._open("remember")
-        exchange = self._session.state.exchange
-        put_back = remember(self._session.state) if exchange is None else exchange.remember()
-
-        def restore() -> None:
-            self._begin("restore")
-            put_back()
-            self._session.placed()
-
-        return restore
-
+    @hosted(KEEPS)
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""
-        place, state = self.placement, self._session.state
+        place, state = self._place, self._session.state
         if not state.adding:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
-        self._begin("gradients")
+        self._host.begin("gradients")
         here = state.store.get(Slot("weight"), 0.0) if place.counts_loss else 0.0
         weight = math.fsum(row[0] for row in place.everyone([here], "gradients (weight)"))
         scale = 1.0 / ((weight or 1.0) * state.scaler.value)
         found = whole_gradients(state)
         return {name: found[name] * scale for name in place.layout.specs if name in found}
-
-    def fingerprint(self) -> str:
-        """SHA-256 over names, formats, shapes and bytes of all parameters: equal if and only if all bits are."""
-        digest = hashlib.sha256()
-        for name, array in sorted(self.parameters().items()):
-            digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -386,7 +311,8 @@ class Trainer:
         shard_bytes : cut the weights into files of up to this many bytes, with an index, as Hugging Face does
         keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-* up to 30; links, and what
             links of FOLDER point at, stay
-        background : write a copy in a thread while training goes on; `wait_saved` or the next save tells how it went
+        background : write a copy in a thread while training goes on; `host.wait_saved()` or the next save tells how it
+            went
         with_ : "average" writes the average of the parameters over time, and the weights alone
 
         Raises
@@ -395,43 +321,7 @@ class Trainer:
         """
         if with_ != "parameters" and loader is not None:
             raise ConfigError(f"save(with_={with_!r}): weights alone have no place in the data; leave loader out")
-        self.checkpoint(path, Choices(dtype, shard_bytes, keep, with_=with_), loader, None, background)
-
-    def save_pretrained(self, folder: str | PathLike[str], *, dtype: str | None = None) -> None:
-        """Write the weights of a model of `fsdpx.models.from_pretrained` as the folder that transformers opens, all
-        ranks at once: names and files as they were, `config.json` and the tokenizer copied. Collective.
-
-        Parameters
-        ----------
-        folder : not there yet, or empty
-        dtype : of the weights: "bf16", "float16", "float32" or "float64" (default: that of the files that were read)
-
-        Raises
-        ------
-        CheckpointError : the same on all ranks, if it cannot be written; nothing is left then
-        """
-        from fsdpx.models.writing import save_pretrained  # few need it: a first step is sooner without
-
-        self._begin("save_pretrained")
-        with self._with("parameters"):
-            save_pretrained(self._session.state, folder, dtype)
-
-    def wait_saved(self) -> None:
-        """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""
-        self._begin("wait_saved")
-        self._end_saving()
-
-    def _end_saving(self) -> None:
-        if self._saving is None:
-            return
-        try:
-            self._saving.wait()
-        except RankLost:
-            raise  # the code that recovers decides what becomes of the save
-        except BaseException:
-            self._saving = None
-            raise
-        self._saving = None
+        self._host.checkpoint(path, Choices(dtype, shard_bytes, keep, with_=with_), loader, None, background)
 
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
@@ -451,8 +341,9 @@ class Trainer:
         ------
         CheckpointError : before anything changes, if names, shapes, formats, sizes or digests do not fit
         """
-        self.resume(path, loader, convert, verify)
+        self._host.resume(path, loader, convert, verify)
 
+    @hosted(REPLACES)
     def load_weights(
         self,
         source: str | PathLike[str] | Mapping[str, Any],
@@ -482,36 +373,11 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, before anything changes
         """
-        self._begin("load_weights")
+        self._host.begin("load_weights")
         report = load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
         self._session.state.begin_round()
         self._session.placed()
         return report
-
-    def checkpoint(
-        self,
-        path: str | PathLike[str],
-        choices: Choices,
-        loader: Any,
-        fit: Mapping[str, Any] | None,
-        background: bool = False,
-    ) -> None:
-        self._begin("save")
-        self._end_saving()
-        state = self._session.state
-        plain = choices.with_ == "parameters" and self.placement.apart is None
-        with self._session.common("slot", "average"), nullcontext() if plain else self._with(choices.with_):
-            if background:
-                self._saving = Background(state, prepare(state, path, choices, loader, fit))
-            else:
-                save(state, path, choices, loader, fit)
-
-    def resume(self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
-        self._begin("load")
-        self._end_saving()
-        found = load(self._session.state, path, loader, convert, verify)
-        self._session.placed()
-        return found
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -525,113 +391,18 @@ class Trainer:
     def data(self) -> Communicator:
         """The ranks that hold different samples: give this to `data.DataLoader` and `data.DistributedSampler`.
 
-        Ranks of one pipe or tensor line share a rank here, and train on the same samples."""
-        return self.placement.axes.data
+        Ranks of one pipe or tensor line share a rank here, and train on the same samples. With `elastic`, this rank by
+        itself: batches are whole."""
+        return self._host.data
 
     @property
     def steps(self) -> int:
         """Updates made so far."""
         return self._session.state.steps
 
-    @property
-    def met(self) -> bool:
-        """Whether all ranks came together in the last step; not always in local training."""
-        rounds = self.placement.rounds
-        return not self.apart and (rounds is None or bool(rounds.at(self.steps).deltas))
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next update. It is the optimiser's: a rate that changes is a function of the step,
-        `optim.SGD(lr=lambda step: 0.1 / step)`."""
-        return rate(self.placement.optimizer, self.steps + 1)
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        raise ConfigError(
-            f"trainer.lr = {value!r}: the rate belongs to the optimiser and is the same on all ranks; give it a "
-            "function of the step, optim.SGD(lr=lambda step: ...), or one of optim.schedules"
-        )
-
-    def settings(self) -> dict[str, str]:
-        """The settings that results depend on beside seed and data, as text: layers, loss, optimiser, current learning
-        rate."""
-        return settings_of(self._session.model, self._session.loss, self.placement, self.lr)
-
-    @property
-    def rank(self) -> int:
-        return int(self.world.rank)
-
-    @property
-    def world(self) -> Communicator:
-        """All ranks that call this trainer."""
-        return self.placement.axes.world
-
-    @property
-    def parts(self) -> int:
-        """How many different parts the global batch is given in: one from each data rank."""
-        return self.placement.axes.data.size
-
-    @property
-    def apart(self) -> bool:
-        """Whether ranks step at their own speed, and meet only where they must."""
-        return self.placement.apart is not None
-
-    def finish(self) -> None:
-        """Return when all ranks have made their last step, where they step at their own speed; at once where they step
-        together. `fit` ends with it, and calls that are collective begin with it. Ranks that have died are not waited
-        for."""
-        self._open("finish")
-        self._session.meet()
-
-    def alone(self, what: str, do: Callable[[], T]) -> T:
-        """The result of `do` on rank 0, given to every rank; its CheckpointError, too. Collective."""
-        self._begin(what)
-        return alone(self.world, what, do)
-
-    def most(self, values: np.ndarray, what: str) -> np.ndarray:
-        """The largest of each number over all ranks, float64 or int64. Collective; `what` names it in errors."""
-        self._open(what)
-        self._session.note(what)
-        self._session.meet()
-        return calls.largest(self.world, what, values)
-
     def report(self) -> Report:
         """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
-        return report(self.engine, self._session.round)
-
-    def summary(self) -> Summary:
-        """The reports of all ranks, with the same numbers: time by verb over ranks, bandwidth, overlap, imbalance, and
-        memory at its most beside the plan. Printed, a table. Collective."""
-        self._begin("summary")
-        return Summary(tuple(self.world.all_gather_plain(self.report().measured())))
-
-    @property
-    def routes(self) -> bool:
-        """Whether the model has layers with experts."""
-        layers = (layer for node in self.placement.model.nodes for _, layer in paths(node.layer))
-        return any(isinstance(layer, MoE | CutMoE) for layer in layers)
-
-    def routing(self) -> dict[str, Routing]:
-        """How the load of experts was in training, by the path of their layer, over all ranks since the last `reset`.
-        Collective."""
-        self._begin("routing")
-        return together(self.world.all_gather_plain(routing_of(self.placement.axes.counters.tallies)))
-
-    def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
-        """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.observe.measure`."""
-        return measure(self.engine, lambda: self.step(x, y), steps)
-
-    def save_trace(self) -> None:
-        """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; `fit` and `close` do so,
-        too. Nothing where no trace is kept. Collective."""
-        self._open("save_trace")
-        if self._session.tracer is not None:
-            self._begin("save_trace")
-            self._session.save_trace()
-
-    def reset(self) -> None:
-        """Restart counting traffic and time."""
-        self.engine.reset()
+        return report(self._session.engine, self._session.round)
 
     def __enter__(self) -> Self:
         return self
@@ -645,50 +416,45 @@ class Trainer:
         """Free the memory shared with other ranks and the communicators that were made for this trainer. Collective.
 
         The trainer cannot be used any more; take what `parameters()` returns before."""
-        if not self._closed:
-            self._begin("close")
-            self._end_saving()
-            self._closed = True
-            self._session.close()
-
-    def _open(self, what: str) -> None:
-        if self._closed:
-            raise ConfigError(f"{what}: this trainer is closed")
-
-    def _begin(self, call: str) -> None:
-        """All ranks have come to this call."""
-        self._open(call)
-        self._session.begin(call)
+        if not self._host.closed:
+            self._end()
+            self._host.closed = True
+            self._host.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _feed(self, x: Any, y: Any, kind: str, training: bool = True) -> Feed:
-        """A batch, checked, agreed on and cut."""
-        self._open(kind)
-        return self._session.feed(x, y, kind, training)
+    @hosted(LOOKS, "close")
+    def _end(self) -> None:
+        self._host.begin("close")
+        self._host.saved()
+
+    if not TYPE_CHECKING:  # a type checker would take any name for one of a trainer
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(moved(name) or f"'Trainer' object has no attribute {name!r}")
 
     def _demand(self, call: str) -> None:
         """ConfigError where a loss or an optimiser is missing that this call needs."""
-        demand(call, self._session.loss, self.placement.optimizer)
+        demand(call, self._session.loss, self._place.optimizer)
 
     def _updated(self, results: Mapping[Slot, Any]) -> float:
         found = results.get(SHARE)
         loss = float(results[MEAN].value if found is None else found.loss)
-        self.last = LastUpdate.of(loss, results[SCALE])
+        self._host.last = LastUpdate.of(loss, results[SCALE])
         self._session.updated(results[MEAN], results[SCALE])
         return loss
 
     def _demand_finite(self, loss: float) -> None:
         """Warn at once when a loss becomes NaN or Inf: once for a row of such losses, and once for all ranks."""
         before, self._finite = self._finite, math.isfinite(loss)
-        if before and not self._finite and self.placement.axes.world.rank == 0:
-            assert self.last is not None
-            done = "the update was skipped" if self.last.skipped else "the parameters are updated with it"
+        if before and not self._finite and self._place.axes.world.rank == 0:
+            assert self._host.last is not None
+            done = "the update was skipped" if self._host.last.skipped else "the parameters are updated with it"
             warnings.warn(
-                f"the loss of step {self.steps + self.last.skipped} is {loss}, and {done}: "
+                f"the loss of step {self.steps + self._host.last.skipped} is {loss}, and {done}: "
                 "distribute(..., check_finite=True) names its origin",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _refuse_to_mix(self, how: str) -> None:
@@ -698,9 +464,6 @@ class Trainer:
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "
                 "zero_grad where the gradients were not meant for this trainer"
             )
-
-
-update_wrapper(Trainer.fit, fit, assigned=["__doc__"])  # help(trainer.fit) shows every option
 
 
 def _one(values: Sequence[Any]) -> Any:

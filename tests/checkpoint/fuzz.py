@@ -55,9 +55,9 @@ class Fuzz:
         trainer.step(np.ones((4, 3)), np.ones((4, 2)))
         trainer.save(self.good)
         self.contents = {name: (self.good / name).read_bytes() for name in FILES}
-        self.digest = trainer.fingerprint()
+        self.digest = trainer.inspect.fingerprint()
         self.other = small(1)
-        self.before = self.other.fingerprint()
+        self.before = self.other.inspect.fingerprint()
         shutil.copytree(self.good, self.bad)
 
     def refused(self, seed: int) -> bool:
@@ -75,11 +75,11 @@ class Fuzz:
         try:
             self.other.load(self.bad)
         except CheckpointError:
-            assert self.other.fingerprint() == self.before
+            assert self.other.inspect.fingerprint() == self.before
             self._load_weights()
             return True
         assert not changed
-        assert self.other.fingerprint() == self.digest
+        assert self.other.inspect.fingerprint() == self.digest
         self.other = small(1)
         return False
 
@@ -90,7 +90,7 @@ class Fuzz:
             self.other.load_weights(self.bad)
             self.other = small(1)
         except CheckpointError:
-            assert self.other.fingerprint() == self.before
+            assert self.other.inspect.fingerprint() == self.before
         finally:
             (self.bad / "manifest").rename(self.bad / "manifest.json")
 

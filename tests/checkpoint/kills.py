@@ -31,8 +31,8 @@ def save_without_end(trainer: Trainer, folder: Path, first: int) -> None:
 
 
 def fill(trainer: Trainer, n: int) -> None:
-    trainer.engine.state.steps = n
-    for _, array in trainer.engine.state.ledger.saved():
+    trainer.inspect.engine.state.steps = n
+    for _, array in trainer.inspect.engine.state.ledger.saved():
         array[...] = n
 
 
@@ -41,7 +41,7 @@ def found(trainer: Trainer, path: Path) -> int:
     fill(trainer, -1)
     trainer.load(path)
     n = trainer.steps
-    assert all((array == n).all() for _, array in trainer.engine.state.ledger.saved())
+    assert all((array == n).all() for _, array in trainer.inspect.engine.state.ledger.saved())
     return n
 
 

@@ -42,7 +42,7 @@ def steps(trainer: Trainer, case: str, first: int, last: int, rows: int = 8) -> 
     losses = []
     for k in range(first, last):
         x, y = KNOWN[case].batch(np.random.default_rng(k), rows)
-        mine = part(trainer.data, rows, trainer.placement.options.chunks)
+        mine = part(trainer.data, rows, trainer.inspect.placement.options.chunks)
         losses.append(trainer.step(x[mine], y[mine]))
     return losses
 

@@ -29,12 +29,12 @@ def train(comm: Communicator, folder: Path | None, steps: int, pause: float = 0.
             (folder / "unseen").rename(folder / READY)
 
     if pause:
-        trainer.engine.observers.append(observe)
+        trainer.inspect.engine.observers.append(observe)
     dataset = data.ArrayDataset(X, Y)
     loader = data.DataLoader(dataset, ROWS, comm=trainer.data, shuffle=True, seed=1, chunks=12)
     kept = None if folder is None else Checkpoints(folder / "run", every=10**6)
     trainer.fit(loader, epochs=10**6, steps=steps, progress=False, checkpoints=kept)
-    return trainer.fingerprint()
+    return trainer.inspect.fingerprint()
 
 
 if __name__ == "__main__":

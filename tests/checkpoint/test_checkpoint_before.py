@@ -31,11 +31,11 @@ def test_a_run_from_before_goes_on(ranks: int) -> None:
         trainer = model.as_distributed(
             loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", comm=comm, seed=8, clip_norm=1.0
         )
-        assert trainer.fingerprint() != WANTED["fingerprint"]
+        assert trainer.inspect.fingerprint() != WANTED["fingerprint"]
         trainer.load(SAVED)
         return {
             "steps": trainer.steps,
-            "fingerprint": trainer.fingerprint(),
+            "fingerprint": trainer.inspect.fingerprint(),
             "evaluated": trainer.evaluate(*part(comm, 9)),
             "losses": [trainer.step(*part(comm, seed)) for seed in (4, 5, 6)],
         }

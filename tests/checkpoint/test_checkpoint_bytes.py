@@ -58,7 +58,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         values = trainer.parameters()
         safetensors.numpy.save_file(values, path.parent / "weights")
         steps(trainer, "wide", 1, 2)
-        return trainer.fingerprint()
+        return trainer.inspect.fingerprint()
 
     (digest,) = everywhere("one", run)
     assert (path / "model.safetensors").read_bytes() == (path.parent / "weights").read_bytes()
@@ -85,7 +85,7 @@ def test_every_preset_at_every_number_of_ranks(
         trainer = make(comm, "wide", strategy, mesh=mesh, chunks=8, group_bytes=600, seed=9)
         trainer.load(reference[0])
         steps(trainer, "wide", 1, 2)
-        return trainer.fingerprint()
+        return trainer.inspect.fingerprint()
 
     assert set(spawn(run, ranks)) == {reference[1]}
     assert contents(tmp_path / "a") == contents(reference[0])
@@ -153,7 +153,7 @@ def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
     def load(comm: Communicator, precision: str, convert: bool) -> str:
         trainer = make(comm, "mlp", precision=precision, seed=8)
         trainer.load(tmp_path / "a", convert=convert)
-        return trainer.fingerprint()
+        return trainer.inspect.fingerprint()
 
     same = {*spawn(load, 3, "float32", False), *spawn(load, 2, "bf16", False), *spawn(load, 2, "fp16", False)}
     assert len(same) == 1

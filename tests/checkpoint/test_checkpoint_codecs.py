@@ -20,8 +20,8 @@ OPTIONS: dict[str, Any] = {"precision": "float32", "codec": "int8"}
 
 def owed(trainer: Trainer) -> dict[str, np.ndarray]:
     """Parameter -> what codecs of all ranks owe to it, in float64."""
-    layout, mine = trainer.placement.layout, dict[str, np.ndarray]()
-    for piece in written(trainer.engine.state):
+    layout, mine = trainer.inspect.placement.layout, dict[str, np.ndarray]()
+    for piece in written(trainer.inspect.engine.state):
         name = Name.parse(piece.name)
         assert name is not None
         if name.memory == "error":
@@ -30,7 +30,7 @@ def owed(trainer: Trainer) -> dict[str, np.ndarray]:
                 index = np.concatenate([np.arange(*run) for run in block.runs])
                 whole[index] += block.array
     total: dict[str, np.ndarray] = {}
-    for one in trainer.world.all_gather_object(mine):
+    for one in trainer.host.world.all_gather_object(mine):
         for parameter, array in one.items():
             total[parameter] = total.get(parameter, 0.0) + array
     return total
@@ -42,7 +42,7 @@ def run(comm: Communicator, mesh: str, first: int, last: int, path: Path, codec:
         trainer.load(path)
     steps(trainer, "wide", first, last)
     trainer.save(path, background=last % 2 == 1)
-    end = trainer.fingerprint(), {name: array.tobytes() for name, array in owed(trainer).items()}
+    end = trainer.inspect.fingerprint(), {name: array.tobytes() for name, array in owed(trainer).items()}
     trainer.close()
     return end
 
@@ -101,7 +101,7 @@ def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
             trainer = build(comm, "zero1 2", **(OPTIONS | {"codec": codec}))
             if found:
                 trainer.load(tmp_path / "a")
-            found.append((trainer.fingerprint(), owed(trainer)))
+            found.append((trainer.inspect.fingerprint(), owed(trainer)))
             steps(trainer, "wide", 0, 1)
             trainer.save(tmp_path / "a")
         return found[1][1], found[2][1]
@@ -123,7 +123,7 @@ def test_with_chunks_training_goes_on_elsewhere_with_the_same_bits(codec: Any, t
             trainer.load(tmp_path / "a")
         steps(trainer, "wide", first, last)
         trainer.save(tmp_path / "a")
-        return trainer.fingerprint()
+        return trainer.inspect.fingerprint()
 
     whole = everywhere("one", body, "one", 0, 6)
     for mesh, first, last in (("zero1 2", 0, 2), ("fsdp 3", 2, 4), ("zero2 4", 4, 6)):

@@ -195,9 +195,9 @@ def test_the_state_of_fit_is_short_and_compared_by_its_keys(tmp_path: Path, caps
     def body(comm: Communicator) -> None:
         trainer = make(comm, "wide", precision="float32")
         fit = {"done": 0, "first": 0, "settings": {"loss": "CrossEntropy()"}, "validation": []}
-        trainer.checkpoint(tmp_path / "a", Choices(), None, fit)
+        trainer.host.checkpoint(tmp_path / "a", Choices(), None, fit)
         fit |= {"done": 4, "validation": [[2, 0.5], [4, 0.25]], "settings": {"loss": "MSE()"}}
-        trainer.checkpoint(tmp_path / "b", Choices(), None, fit)
+        trainer.host.checkpoint(tmp_path / "b", Choices(), None, fit)
 
     spawn(body, 1)
     assert main(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1

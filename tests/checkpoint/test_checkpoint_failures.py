@@ -33,14 +33,14 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def saved(comm: Communicator, path: Path, **options: Any) -> str:
     trainer = make(comm, "wide")
     trainer.save(path, **options)
-    return trainer.fingerprint()
+    return trainer.inspect.fingerprint()
 
 
 def loaded(path: Path, ranks: int = 1) -> str:
     def body(comm: Communicator) -> str:
         trainer = make(comm, "wide", seed=8)
         trainer.load(path)
-        return trainer.fingerprint()
+        return trainer.inspect.fingerprint()
 
     return spawn(body, ranks)[0]
 
@@ -72,7 +72,7 @@ def trained(comm: Communicator, path: Path, **options: Any) -> None:
     trainer = make(comm, "wide")
     steps(trainer, "wide", 0, 1)
     trainer.save(path, **options)
-    trainer.wait_saved()
+    trainer.host.wait_saved()
 
 
 @in_full
@@ -142,7 +142,7 @@ def test_in_the_background_the_values_are_those_of_the_call(tmp_path: Path) -> N
         for k in range(3):
             steps(trainer, "wide", k, k + 1)
             trainer.save(tmp_path / f"step-{k}", background=True, keep=2)
-            digests.append(trainer.fingerprint())
+            digests.append(trainer.inspect.fingerprint())
         trainer.close()  # waits
         return digests
 
@@ -176,11 +176,11 @@ def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: 
     def body(comm: Communicator) -> list[str]:
         trainer = make(comm, "wide")
         trainer.save(tmp_path / "a", background=True)
-        digests = [trainer.fingerprint()]
+        digests = [trainer.inspect.fingerprint()]
         steps(trainer, "wide", 0, 2)
-        digests.append(trainer.fingerprint())
+        digests.append(trainer.inspect.fingerprint())
         trained_on.set()
-        trainer.wait_saved()
+        trainer.host.wait_saved()
         return digests
 
     before, after = spawn(body, 2)[0]
@@ -459,11 +459,11 @@ def broken(comm: Communicator, path: Path, name: str = "fsdp 3", **options: Any)
     """Load; if that is refused, nothing has changed."""
     trainer = build(comm, name, **{"seed": 8, **options})
     steps(trainer, "wide", 0, 1)
-    before = trainer.fingerprint(), trainer.steps
+    before = trainer.inspect.fingerprint(), trainer.steps
     try:
         trainer.load(path)
     finally:
-        assert (trainer.fingerprint(), trainer.steps) == before
+        assert (trainer.inspect.fingerprint(), trainer.steps) == before
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -511,11 +511,11 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
 
         def body(comm: Communicator) -> None:
             trainer = make(comm, "wide", seed=8)
-            before = trainer.fingerprint()
+            before = trainer.inspect.fingerprint()
             try:
                 trainer.load_weights(tmp_path / "w.safetensors")
             finally:
-                assert trainer.fingerprint() == before
+                assert trainer.inspect.fingerprint() == before
 
         assert refused(2, body) == f"load_weights {tmp_path}/w.safetensors: {message}"
 

@@ -20,7 +20,8 @@ def states(case: str, mesh: Mesh, **options: Any) -> list[TrainState]:
     chosen = KNOWN[case]
     options = {"loss": chosen.loss, "optimizer": optim.AdamW(), "mesh": mesh, "device": "shape", **options}
     ranks = range(mesh.size)
-    return [chosen.model().as_distributed(comm=FakeCommunicator(r, mesh.size), **options).engine.state for r in ranks]
+    made = [chosen.model().as_distributed(comm=FakeCommunicator(r, mesh.size), **options) for r in ranks]
+    return [trainer.inspect.engine.state for trainer in made]
 
 
 def runs(pieces: list[Held], elements: int) -> dict[str, list[tuple[int, int]]]:
@@ -58,7 +59,7 @@ def test_every_element_is_written_once(
     for state in ranks:
         for name, some in runs(list(owned(state)), elements).items():
             total[name] += some
-    specs = ranks[0].placement.layout.specs
+    specs = ranks[0].inspect.placement.layout.specs
     assert set(total) == {f"{slot}{name}" for slot in ("", "m/", "v/") for name in specs}
     for name, some in total.items():
         at = 0

@@ -22,7 +22,7 @@ def run(comm: Communicator, name: str, first: int, last: int, path: Path, **opti
         assert trainer.steps == first
     steps(trainer, "wide", first, last)
     trainer.save(path, background=last % 2 == 1)
-    digest = trainer.fingerprint()
+    digest = trainer.inspect.fingerprint()
     trainer.close()
     return digest
 
@@ -90,7 +90,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
             x, y = KNOWN["mlp"].batch(np.random.default_rng(k), 6)
             mine = part(comm, 6)
             trainer.step(x[mine], y[mine])
-            found.append((trainer.engine.state.scaler.value, trainer.steps))
+            found.append((trainer.inspect.engine.state.scaler.value, trainer.steps))
         return found
 
     whole = spawn(scales, 2, None)[0]
@@ -106,7 +106,7 @@ def fitted(comm: Communicator, name: str, folder: Path | None, **options: Any) -
     kept = Checkpoints(folder, every=5, keep=2, background=options.pop("background", False)) if folder else None
     validation = [(x, y) for x, y in [next(iter(loader(trainer)))]]
     history = trainer.fit(batches, progress=False, checkpoints=kept, validation=validation, every=4, **options)
-    digest = trainer.fingerprint()
+    digest = trainer.inspect.fingerprint()
     trainer.close()
     return digest, history
 
@@ -187,10 +187,10 @@ def test_what_keeps_a_run_from_going_on(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="step-4 was not saved by fit: load it"):
             trainer.fit(loader(trainer), checkpoints=Checkpoints(tmp_path))
         other = data.DataLoader(data.ArrayDataset(np.ones((5, 2)), np.ones(5)), 2)
-        before = trainer.fingerprint()
+        before = trainer.inspect.fingerprint()
         with pytest.raises((CheckpointError, DataError), match="taken with n=100, but the sampler has 5"):
             trainer.load(tmp_path / "step-4", loader=other)
-        assert trainer.fingerprint() == before
+        assert trainer.inspect.fingerprint() == before
 
     spawn(body, 1)
     with pytest.raises(ConfigError, match=r"Checkpoints\(every=0\): a whole number, 1 or more"):
@@ -223,7 +223,7 @@ def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
         steps(trainer, "wide", 0, 2)
         trainer.load(tmp_path / strategy)
         steps(trainer, "wide", 0, 2)
-        return trainer.fingerprint()
+        return trainer.inspect.fingerprint()
 
     found = {digest for s in STRATEGIES for digest in spawn(body, 2, s)}
     assert len(found) == 1

@@ -136,7 +136,7 @@ def test_values_of_other_types_are_refused_alike(good: Path, tmp_path: Path) -> 
 
     def body(comm: Communicator) -> list[str]:
         trainer = small(comm, seed=1)
-        place, before, found = loader(trainer), trainer.fingerprint(), []
+        place, before, found = loader(trainer), trainer.inspect.fingerprint(), []
         for name, files in cases:
             if comm.rank == 0:
                 shutil.rmtree(tmp_path / "bad", ignore_errors=True)
@@ -148,7 +148,7 @@ def test_values_of_other_types_are_refused_alike(good: Path, tmp_path: Path) -> 
                 trainer.load(tmp_path / "bad", loader=place)
             except CheckpointError as error:
                 found.append(str(error))
-                assert trainer.fingerprint() == before, name
+                assert trainer.inspect.fingerprint() == before, name
             else:
                 found.append("")
                 trainer = small(comm, seed=1)
@@ -272,11 +272,11 @@ def test_whatever_one_rank_raises_is_raised_by_all(good: Path) -> None:
 
     def body(comm: Communicator) -> None:
         trainer = small(comm, seed=1)
-        before = trainer.fingerprint()
+        before = trainer.inspect.fingerprint()
         try:
             trainer.load(good, loader=Odd(comm.rank))
         finally:
-            assert trainer.fingerprint() == before
+            assert trainer.inspect.fingerprint() == before
 
     assert refused(body) == f"load {good}: rank 1: KeyError: 'position'"
     text = refused(lambda comm: small(comm).load(good, loader=None if comm.rank else Odd(0)))

@@ -59,13 +59,13 @@ def test_files_loads_and_bits(world: Communicator, backend: str, common: Path, a
     trainer = make(world, "wide", strategy, mesh=mesh, chunks=8, check=True)
     steps(trainer, "wide", 0, 2)
     trainer.save(common / "a", background=in_background)
-    trainer.wait_saved()
+    trainer.host.wait_saved()
     values = trainer.parameters()
     steps(trainer, "wide", 2, 3)
-    want = trainer.fingerprint()
+    want = trainer.inspect.fingerprint()
     trainer.load(common / "a")
     steps(trainer, "wide", 2, 3)
-    assert trainer.fingerprint() == want
+    assert trainer.inspect.fingerprint() == want
     trainer.save(common / "b")
     trainer.close()
     if world.rank == 0:
@@ -83,13 +83,13 @@ def _again(comm: Communicator, common: Path) -> None:
 
 def save(trainer: Trainer, path: Path, in_background: bool) -> None:
     trainer.save(path, background=in_background)
-    trainer.wait_saved()
+    trainer.host.wait_saved()
 
 
 def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(world, "wide")
     trainer.save(common / "a")
-    before = trainer.fingerprint()
+    before = trainer.inspect.fingerprint()
     steps(trainer, "wide", 0, 1)
 
     def full(fd: int, data: Any, offset: int) -> None:
@@ -102,7 +102,7 @@ def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: p
             save(trainer, common / "a", in_background)
         monkeypatch.setattr(write, "write_at", disk.write_at)
     trainer.load(common / "a")
-    assert trainer.fingerprint() == before
+    assert trainer.inspect.fingerprint() == before
     trainer.close()
 
 
@@ -110,7 +110,7 @@ def test_odd_paths_and_pipes_are_one_error_on_all_ranks(world: Communicator, com
     """Also where the last rank alone has them; nobody waits."""
     trainer = make(world, "wide")
     trainer.save(common / "a")
-    before, last = trainer.fingerprint(), world.rank == world.size - 1
+    before, last = trainer.inspect.fingerprint(), world.rank == world.size - 1
     if world.rank == 0:
         (common / "a/model.safetensors").unlink()
         os.mkfifo(common / "a/model.safetensors")
@@ -122,7 +122,7 @@ def test_odd_paths_and_pipes_are_one_error_on_all_ranks(world: Communicator, com
             assert len(set(world.all_gather_object(str(caught.value)))) == 1
     with pytest.raises(CheckpointError, match=rf"^save: (rank {world.size - 1}: )?the path 5 is of type int"):
         trainer.save(5 if last else common / "b")  # type: ignore[arg-type]
-    assert trainer.fingerprint() == before
+    assert trainer.inspect.fingerprint() == before
     trainer.close()
 
 
@@ -168,7 +168,7 @@ def test_no_rank_takes_more_than_a_few_blocks_beside_its_shard(
     """As the kernel counts. All state is 96 MiB, so that one rank that gathers, or one array too many, is seen."""
     model = nn.Chain(*(nn.Linear(1024, 1024) for _ in range(8)))
     trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=world, strategy=strategy)
-    for row, array in trainer.engine.state.ledger.saved():
+    for row, array in trainer.inspect.engine.state.ledger.saved():
         if row.key.kind == "slot":
             array[...] = 1  # memory nobody has written to is not there yet
     share = (96 << 20) // world.size

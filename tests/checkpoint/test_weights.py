@@ -135,10 +135,10 @@ def refused(source: Any, ranks: int = 2, **options: Any) -> str:
 
     def body(comm: Communicator) -> str:
         t = trainer(comm)
-        before = t.fingerprint()
+        before = t.inspect.fingerprint()
         with pytest.raises(CheckpointError) as caught:
             t.load_weights(source(comm.rank) if callable(source) else source, **options)
-        assert t.fingerprint() == before
+        assert t.inspect.fingerprint() == before
         return str(caught.value)
 
     (text,) = set(spawn(body, ranks))

@@ -18,7 +18,10 @@ import fsdpx
 from fsdpx import environment, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.config import PRESETS, precision
+from fsdpx.elastic.host import ElasticRanks
 from fsdpx.program import VERBS
+from fsdpx.trainer.host import Host
+from fsdpx.trainer.inspect import Inspection
 from fsdpx.words import left
 
 ROOT = Path(__file__).parents[2]
@@ -81,14 +84,17 @@ def test_the_picture_in_the_readme_is_what_show_prints(capsys: pytest.CaptureFix
 def names(page: Path) -> set[str]:
     """The dotted names of fsdpx in a page's code spans, those of a `trainer`, and `nn` and `optim` as usual."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-    dotted = re.compile(r"(?<![\w./\-\"'])(trainer\.\w+|(?:fsdpx|nn|optim)(?:\.\w+)+)")
+    dotted = re.compile(r"(?<![\w./\-\"'])(trainer\.(?:host\.|inspect\.)?\w+|(?:fsdpx|nn|optim)(?:\.\w+)+)")
     found = {one for span in re.findall(r"`([^`\n]+)`", text) for one in dotted.findall(span)}
     return {one for one in found if not one.endswith((".py", ".toml", ".cu"))}
 
 
 def known(name: str) -> bool:
     first, *rest = name.split(".")
-    homes = {"fsdpx": [fsdpx], "trainer": [fsdpx.Trainer, fsdpx.ElasticTrainer], "nn": [nn], "optim": [optim]}
+    homes = {"fsdpx": [fsdpx], "trainer": [fsdpx.Trainer], "nn": [nn], "optim": [optim]}
+    if first == "trainer" and len(rest) == 2:
+        first, rest = rest[0], rest[1:]
+        homes |= {"host": [Host, ElasticRanks], "inspect": [Inspection]}
     return any(_reached(home, rest) for home in homes[first])
 
 

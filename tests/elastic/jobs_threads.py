@@ -67,11 +67,11 @@ def train(ranks: int, kills: Sequence[Kill] = (), strategy: str = "fsdp", **opti
     def body(comm: Any) -> Result:
         trainer = make(comm, strategy, **options)
         killer = Killer(comm.rank, kills)
-        trainer.engine.observers.append(killer)
+        trainer.inspect.engine.observers.append(killer)
         losses, idle = [], []
         for x, y in BATCHES:
             losses.append(trainer.step(x, y))
-            idle.append(not trainer.trains)
-        return Result(losses, bits(trainer), trainer.recoveries, killer.actions, idle)
+            idle.append(not trainer.host.trains)
+        return Result(losses, bits(trainer), trainer.host.recoveries, killer.actions, idle)
 
     return [result for result in spawn(body, ranks, survive=True, timeout=30) if result is not None]

@@ -64,7 +64,7 @@ def allocated(trainer: Trainer) -> int:
 
 
 def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> Copies:
-    return Copies(comm.subgroup(range(comm.size)), trainer.engine.state, copies)
+    return Copies(comm.subgroup(range(comm.size)), trainer.inspect.engine.state, copies)
 
 
 def arrive(copies: Copies, comm: Communicator) -> None:
@@ -77,7 +77,7 @@ def copied(parts: Any) -> list[Held]:
 
 
 def generation(copies: Copies, comm: Communicator, trainer: Trainer) -> None:
-    copies.take(scalars_of(trainer.engine.state, None, None))
+    copies.take(scalars_of(trainer.inspect.engine.state, None, None))
     arrive(copies, comm)
     copies.promote()
 
@@ -100,14 +100,14 @@ def left_by(name: str, case: str, copies: int = 1) -> Left:
         trainer = build(comm, ALL[name], case)
         train(trainer, case, 0, 2)
         kept = copies_of(comm, trainer, copies)
-        kept.take(scalars_of(trainer.engine.state, None, None))
-        then = copied(live(trainer.engine.state))
+        kept.take(scalars_of(trainer.inspect.engine.state, None, None))
+        then = copied(live(trainer.inspect.engine.state))
         train(trainer, case, 2, 4)
         arrive(kept, comm)
         kept.promote()
         (found,) = kept.generations()
         assert (found.step, found.scalars.steps) == (2, 2)
-        return then, found.parts, saved_tensors(trainer.placement)
+        return then, found.parts, saved_tensors(trainer.inspect.placement)
 
     ranks = fsdpx.spawn(body, ALL[name][2], timeout=60)
     state = assembled(one for then, _, _ in ranks for one in then)
@@ -122,7 +122,7 @@ def move(parts: list[list[Held]], to: str, case: str) -> list[list[Held]]:
         used = comm.rank < TO[to][2]
         group = comm.split(0 if used else None)
         have = parts[comm.rank] if comm.rank < len(parts) else []
-        want = list(held(build(group, TO[to], case, seed=99).engine.state)) if group is not None else []
+        want = list(held(build(group, TO[to], case, seed=99).inspect.engine.state)) if group is not None else []
         recut(comm, have, want)
         return want
 
@@ -199,7 +199,8 @@ def test_replicas_are_the_copies(name: str) -> None:
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 1)
         generation(kept, comm, trainer)
-        return kept.needed, kept.generations(), kept.nbytes, allocated(trainer), list(live(trainer.engine.state))
+        state = trainer.inspect.engine.state
+        return kept.needed, kept.generations(), kept.nbytes, allocated(trainer), list(live(state))
 
     ranks = fsdpx.spawn(body, REPLICATED[name][2], timeout=60)
     assert [one[:4] for one in ranks] == [(False, [], 0, 0)] * len(ranks)
@@ -220,8 +221,8 @@ def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
         for _ in range(4):
             generation(kept, comm, trainer)
             found.append(allocated(trainer))
-        payload = sum(one.array.nbytes for one in live(trainer.engine.state))
-        return found, kept.nbytes, payload, len(list(live(trainer.engine.state)))
+        payload = sum(one.array.nbytes for one in live(trainer.inspect.engine.state))
+        return found, kept.nbytes, payload, len(list(live(trainer.inspect.engine.state)))
 
     ranks = fsdpx.spawn(body, FROM[name][2], timeout=60)
     total = sum(payload for _, _, payload, _ in ranks)
@@ -248,7 +249,7 @@ def test_a_snapshot_under_way_harms_no_complete_one() -> None:
 
         def step(number: int) -> None:
             train(trainer, "mlp", number, number + 1)
-            kept.take(scalars_of(trainer.engine.state, None, None))
+            kept.take(scalars_of(trainer.inspect.engine.state, None, None))
 
         def complete() -> None:
             arrive(kept, comm)
@@ -293,7 +294,7 @@ def same(found: Generation, then: list[Held]) -> bool:
 def test_calls_out_of_order_are_refused() -> None:
     def body(comm: Communicator) -> None:
         trainer = build(comm, FROM["fsdp 2"], "mlp")
-        kept, state = copies_of(comm, trainer), scalars_of(trainer.engine.state, None, None)
+        kept, state = copies_of(comm, trainer), scalars_of(trainer.inspect.engine.state, None, None)
         assert kept.arrived()
         with pytest.raises(AssertionError, match="promote without take"):
             kept.promote()
@@ -318,7 +319,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 2)
         generation(kept, comm, trainer)
-        then = copied(live(trainer.engine.state))
+        then = copied(live(trainer.inspect.engine.state))
         train(trainer, "mlp", 2, 4)
         comm.barrier().wait()
         if comm.rank == dead:
@@ -331,12 +332,12 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         left = comm.shrink()
         new = build(left, TO["fsdp 3"], "mlp", seed=99)
         (found,) = kept.generations()
-        want = list(held(new.engine.state))
+        want = list(held(new.inspect.engine.state))
         recut(left, found.parts, want)
         return then, want
 
     def snapshot(kept: Copies, trainer: Trainer, comm: Communicator) -> None:
-        kept.take(scalars_of(trainer.engine.state, None, None))
+        kept.take(scalars_of(trainer.inspect.engine.state, None, None))
         while not kept.arrived():
             pass
         comm.barrier().wait()

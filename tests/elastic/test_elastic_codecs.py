@@ -19,13 +19,13 @@ OPTIONS: dict[str, Any] = {"codec": "int8", "chunks": None, "precision": "float3
 def owed(trainer: Any) -> float:
     """What codecs of all ranks owe, each element weighed by its place."""
     mine = 0.0
-    for piece in written(trainer.engine.state) if trainer.trains else ():
+    for piece in written(trainer.inspect.engine.state) if trainer.host.trains else ():
         name = Name.parse(piece.name)
         assert name is not None
         assert name.memory == "error"
         places = np.concatenate([np.arange(*run) for block in piece.blocks(1 << 30) for run in block.runs])
         mine += float(np.sum(np.cos(places + len(name.of)) * piece.array, dtype=np.float64))
-    return sum(trainer.world.all_gather_object(mine))
+    return sum(trainer.host.world.all_gather_object(mine))
 
 
 @in_full
@@ -40,7 +40,7 @@ def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
             before = owed(trainer)
             sizes = {1: 4, 2: 2, 3: 4} if mesh else {1: 4, 2: 3, 3: 1}
             if number in sizes:
-                trainer.resize(sizes[number])
+                trainer.host.resize(sizes[number])
                 found.append((before, owed(trainer)))
             trainer.step(x, y)
         return found, owed(trainer), bits(trainer)
@@ -63,15 +63,15 @@ def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
 
     def body(comm: Any, kills: list[Kill], leave: int) -> Any:
         trainer = make(comm, strategy, elastic=Elastic(every=1), **OPTIONS)
-        trainer.engine.observers.append(Killer(comm.rank, kills))
+        trainer.inspect.engine.observers.append(Killer(comm.rank, kills))
         for number, (x, y) in enumerate(BATCHES):
             if number == leave:
                 for key, array in trainer._coordinator._at.before.items():
                     assert key.kind == "memory"
                     array *= comm.rank != 1 or strategy == "fsdp"
-                trainer.resize(3)
+                trainer.host.resize(3)
             trainer.step(x, y)
-        return owed(trainer), bits(trainer), trainer.recoveries[0].step
+        return owed(trainer), bits(trainer), trainer.host.recoveries[0].step
 
     struck = [end for end in spawn(body, 4, [Kill(1, at, 2)], -1, survive=True, timeout=60) if end is not None]
     assert len(struck) == 3

@@ -47,7 +47,7 @@ def test_ranks_that_hold_16_bits_alone_leave_and_join() -> None:
         trainer = make(comm, elastic=elastic, precision=Precision("bf16", master="bf16", rounding="kahan"))
         for number, (x, y) in enumerate(BATCHES):
             if elastic and number in (1, 2, 3):
-                trainer.resize({1: 4, 2: 1, 3: 3}[number])
+                trainer.host.resize({1: 4, 2: 1, 3: 3}[number])
             trainer.step(x, y)
         return bits(trainer)
 
@@ -63,10 +63,10 @@ def test_ranks_leave_and_join() -> None:
         sizes, found = [], []
         for number, (x, y) in enumerate(BATCHES):
             if number in (1, 2, 3):
-                trainer.resize({1: 4, 2: 1, 3: 3}[number])
+                trainer.host.resize({1: 4, 2: 1, 3: 3}[number])
             found.append(trainer.step(x, y))
-            sizes.append(trainer.training_ranks)
-        assert trainer.trains == (comm.rank < 3)
+            sizes.append(trainer.host.training_ranks)
+        assert trainer.host.trains == (comm.rank < 3)
         assert trainer.steps == len(BATCHES)
         return found, bits(trainer), sizes
 
@@ -87,7 +87,7 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
                 wanted.write_text("2\n" if number == 1 else "7")
             comm.barrier().wait()
             trainer.step(x, y)
-            sizes.append(trainer.training_ranks)
+            sizes.append(trainer.host.training_ranks)
         return sizes, bits(trainer)
 
     for got in run(3, body):
@@ -166,7 +166,7 @@ def test_what_it_refuses() -> None:
             with pytest.raises(ConfigError, match=f"{name}: an elastic trainer makes whole steps"):
                 getattr(trainer, name)(*arguments)
         with pytest.raises(ConfigError, match=r"resize\(0\): a number of ranks"):
-            trainer.resize(0)
+            trainer.host.resize(0)
 
     run(2, body)
     for options, message in (
@@ -192,7 +192,7 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
         values = {n: np.full_like(a, 0.25) for n, a in trainer.parameters().items()}
         assert trainer.load_weights(values, strict=False).taken == tuple(values)
         trainer.save(tmp_path / "saved")
-        trainer.engine.observers.append(Killer(comm.rank, [Kill(1, "SCALE")]))
+        trainer.inspect.engine.observers.append(Killer(comm.rank, [Kill(1, "SCALE")]))
         trainer.step(*BATCHES[1])
         after = bits(trainer)
         trainer.load(tmp_path / "saved")
@@ -221,7 +221,7 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     def body(comm: Any, folder: str, kills: list[Kill], ranks: int | None = None) -> Any:
         trainer = make(comm, elastic=Elastic(every=2, ranks=ranks))
         killer = Killer(comm.rank, kills)
-        trainer.engine.observers.append(killer)
+        trainer.inspect.engine.observers.append(killer)
         loader = data.DataLoader(source, ROWS, comm=trainer.data, shuffle=True, chunks=8)
         history = trainer.fit(
             loader, epochs=2, validation=[BATCHES[0]], every=4, progress=False,
@@ -261,7 +261,7 @@ def test_a_rank_dies_in_the_last_step() -> None:
 
     def body(comm: Any, kill: Kill) -> float:
         trainer = make(comm, elastic=Elastic(every=1))
-        trainer.engine.observers.append(Killer(comm.rank, [kill]))
+        trainer.inspect.engine.observers.append(Killer(comm.rank, [kill]))
         return [trainer.step(x, y) for x, y in BATCHES][-1]
 
     for rank in range(3):
@@ -280,7 +280,7 @@ def test_a_file_that_asks_for_too_few(tmp_path: Path, capsys: pytest.CaptureFixt
 
     def body(comm: Any) -> Any:
         trainer = make(comm, mesh=Mesh(pipe=2), elastic=Elastic(resize=wanted))
-        return [trainer.step(x, y) for x, y in BATCHES], trainer.steps, trainer.training_ranks
+        return [trainer.step(x, y) for x, y in BATCHES], trainer.steps, trainer.host.training_ranks
 
     assert all(got == (plain()[0], len(BATCHES), 2) for got in run(2, body))
     assert capsys.readouterr().err.count(f"fsdpx: {wanted} asks for 1 ranks: mesh ") == 1
@@ -340,12 +340,12 @@ def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             raise Died("while it is written")
         trainer.step(*BATCHES[1])
         if not dies:
-            trainer.resize(1)
+            trainer.host.resize(1)
         try:
-            trainer.wait_saved()
+            trainer.host.wait_saved()
         except CheckpointError as error:
             trainer.save(tmp_path / "again", background=True)
-            trainer.wait_saved()
+            trainer.host.wait_saved()
             return str(error)
         return "whole"
 

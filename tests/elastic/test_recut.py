@@ -231,8 +231,8 @@ def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
     from fsdpx.state.ledger import saved_tensors
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
-    found = assembled(held(trainer.engine.state))
-    wanted = saved_tensors(trainer.placement)
+    found = assembled(held(trainer.inspect.engine.state))
+    wanted = saved_tensors(trainer.inspect.placement)
     assert {name: values.size for name, values in found.items()} == {name: s.size for name, s in wanted.items()}
     assert "1.running_mean" in wanted
     assert "m/0.weight" in wanted

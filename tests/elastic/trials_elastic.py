@@ -151,25 +151,25 @@ def train(comm: Any, plan: Plan, folder: Path) -> dict[str, Any]:
     born = comm.rank
     trainer = make(comm, plan.strategy, elastic=Elastic(every=plan.every, copies=plan.ranks - 1))
     doom = Doom(born, plan.deaths)
-    trainer.engine.observers.append(doom)
+    trainer.inspect.engine.observers.append(doom)
     ledger, before = StepLog(folder / "ledger"), 0
     for step, (x, y) in enumerate(BATCHES):
         if step == plan.save:
             trainer.save(folder / "saved", background=plan.background)
-            before = len(trainer.recoveries)
+            before = len(trainer.host.recoveries)
         ledger.note(0, born, step, trainer.step(x, y))
     try:
-        trainer.wait_saved()
+        trainer.host.wait_saved()
     except CheckpointError as error:
         if "given up when a rank died" not in str(error):
             raise
-    seconds = [happened.seconds for happened in trainer.recoveries]
+    seconds = [happened.seconds for happened in trainer.host.recoveries]
     begins = [when for text, when in doom.said if text == BEGINS]
     result = {
-        "born": born, "fingerprint": trainer.fingerprint(), "steps": trainer.steps, "actions": doom.actions,
-        "recoveries": [str(r) for r in trainer.recoveries], "lost": [r.lost for r in trainer.recoveries],
+        "born": born, "fingerprint": trainer.inspect.fingerprint(), "steps": trainer.steps, "actions": doom.actions,
+        "recoveries": [str(r) for r in trainer.host.recoveries], "lost": [r.lost for r in trainer.host.recoveries],
         "seconds": seconds, "begins": begins, "spans": [(b, b + s) for b, s in zip(begins, seconds, strict=True)],
-        "undisturbed save": before == len(trainer.recoveries), "said": doom.said,
+        "undisturbed save": before == len(trainer.host.recoveries), "said": doom.said,
     }  # fmt: skip
     trainer.close()
     return result
@@ -260,7 +260,7 @@ def _gone_on(comm: Any, step: int, saved: Path) -> str:
     assert trainer.steps == step
     for x, y in BATCHES[step:]:
         trainer.step(x, y)
-    return str(trainer.fingerprint())
+    return str(trainer.inspect.fingerprint())
 
 
 def p95(values: list[float]) -> float:

@@ -77,15 +77,15 @@ def _break_at(trainer: Any, kind: str, x: Any, y: Any, at: int, error: type[Exce
             raise error(str(action))
 
     before = trainer.parameters()
-    trainer.engine.observers.append(fail)
+    trainer.inspect.engine.observers.append(fail)
     try:
         call(trainer, kind, x, y)
     except error:
         updates = kind == "step" and difference(trainer.parameters(), before) is not None
-        assert not {slot.kind for slot in trainer.engine.state.store} - {"shard", "slots", "stats"}
+        assert not {slot.kind for slot in trainer.inspect.engine.state.store} - {"shard", "slots", "stats"}
         return not updates
     finally:
-        trainer.engine.observers.clear()
+        trainer.inspect.engine.observers.clear()
     return False
 
 

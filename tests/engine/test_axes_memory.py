@@ -67,7 +67,7 @@ def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) ->
             comm, "wide", Mesh(shard=2, pipe=2, tensor=2), "fsdp", sizes=(), sequence=sequence, microbatches=3
         )[2]
         x = np.random.default_rng(0).integers(0, 31, (5, time))
-        trainer.reset()
+        trainer.inspect.reset()
         trainer.step(x, x)
         report = trainer.report()
         return report.traffic, report.predicted
@@ -113,7 +113,7 @@ def test_a_budget_recomputes_as_little_as_it_takes() -> None:
     counts = []
     for budget in ("1GiB", "150KiB", "61KiB"):
         found = blocks(budget)
-        counts.append(sum(a.op == "R" for a in found.trainer.engine.ran.actions))
+        counts.append(sum(a.op == "R" for a in found.trainer.inspect.engine.ran.actions))
     assert counts == [0, 3, 5]  # 3 x 41,984 + 3 x 4,096 bytes are less than 150 KiB, 41,984 + 5 x 4,096 are 61 KiB
     with pytest.raises(ConfigError, match="recompute: 1,024 bytes are not enough: with every unit recomputed 62,464"):
         blocks("1KiB")
@@ -135,7 +135,7 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
     most: list[int] = []
 
     def look(trainer: Any) -> None:
-        slots = {s: v for s, v in trainer.engine.state.store.items() if s.kind in ("saved", "held", "kept")}
+        slots = {s: v for s, v in trainer.inspect.engine.state.store.items() if s.kind in ("saved", "held", "kept")}
         most.append(sum(dict(pair for value in slots.values() for pair in roots(value)).values()))
 
     def one(comm: Communicator) -> None:
@@ -143,7 +143,7 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
             loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp", comm=comm, device="shape", group_bytes=0,
             mesh=Mesh(shard=1, pipe=RANKS), microbatches=8, schedule=schedule, recompute=f"{budget}B",
         )  # fmt: skip
-        trainer.engine.observers.append(lambda action: look(trainer))
+        trainer.inspect.engine.observers.append(lambda action: look(trainer))
         trainer.step(*[ShapeArray((8 * ROWS, WIDTH), np.dtype("float32"))] * 2)
 
     try:
@@ -165,7 +165,7 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
         )  # fmt: skip
         x = np.random.default_rng(0).integers(0, 13, (4, 6))
         trainer.step(x, x)
-        return str(trainer.engine.ran)
+        return str(trainer.inspect.engine.ran)
 
     programs = fsdpx.spawn(one, 2)
     assert programs[0] == programs[1]
@@ -188,7 +188,7 @@ def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[
         trainer = nn.GPT(13, 12, 4, 3, 12).as_distributed(comm=comm, **options)
         x = np.random.default_rng(0).integers(0, 13, (4, time))
         trainer.step(x, x)
-        return trainer.report(), str(trainer.engine.ran)
+        return trainer.report(), str(trainer.inspect.engine.ran)
 
     programs: set[str] = set()
     for rank, (report, program) in enumerate(fsdpx.spawn(one, 3)):

@@ -56,7 +56,7 @@ def test_training_is_that_of_float64_but_for_rounding(case: str, on: tuple[str, 
 def test_masters_and_sums_are_float32_and_what_is_gathered_is_half_as_large() -> None:
     def run(comm: Communicator) -> Any:
         trainer = make(comm, "gpt", "fsdp", precision=BF16)
-        rows = trainer.engine.state.ledger.rows
+        rows = trainer.inspect.engine.state.ledger.rows
         return {kind: rows[Key(kind, 0)].dtype for kind in ("master", "full", "grad", "part")}
 
     (found, _) = fsdpx.spawn(run, 2)
@@ -181,7 +181,7 @@ def test_a_loop_of_ones_own_takes_and_gives_arrays_of_the_format() -> None:
 def test_without_masters_everything_between_steps_is_16_bits(precision: Any, strategy: str, size: int) -> None:
     def run(comm: Communicator) -> Any:
         losses, _, trainer = train(comm, "gpt", strategy, precision=precision)
-        rows = trainer.engine.state.ledger
+        rows = trainer.inspect.engine.state.ledger
         return losses, {r.key.kind: r.dtype for r in rows}, {r.key.name for r in rows if r.key.kind == "slot"}
 
     losses = fsdpx.spawn(lambda comm: train(comm, "gpt", "fsdp", precision="float64")[0], 1)[0]
@@ -292,11 +292,11 @@ def test_fp16_layers_recover_from_overflow_on_all_ranks_alike() -> None:
         precision = Precision("fp16", loss_scale="dynamic", initial_scale=2.0**20)
         trainer = make(comm, "mlp", "fsdp", precision=precision, optimizer=SGD)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
-        mine, seen = part(comm, 8), []
+        mine, seen, state = part(comm, 8), [], trainer.inspect.engine.state
         for _ in range(40):
             before = bits(trainer)
             trainer.step(x[mine], y[mine])
-            seen.append((trainer.last.skipped, trainer.engine.state.scaler.value, before == bits(trainer)))
+            seen.append((trainer.inspect.last.skipped, state.scaler.value, before == bits(trainer)))
         return seen, trainer.steps
 
     (seen, made), other = fsdpx.spawn(run, 2)

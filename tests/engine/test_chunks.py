@@ -117,7 +117,7 @@ def test_memory_does_not_grow_with_steps() -> None:
         seen = []
         for _ in range(4):
             trainer.step(x[part(comm, 8, 8)], y[part(comm, 8, 8)])
-            views = trainer.engine._views
+            views = trainer.inspect.engine._views
             seen.append(sum(map(len, (views._pages, views._entries, views._params, views._grads, views._leaves))))
         return seen
 

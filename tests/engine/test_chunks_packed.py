@@ -33,7 +33,7 @@ def run(comm: Communicator, name: str, strategy: str, chunks: int = 4) -> Any:
     mine = part(comm, 8, chunks)
     for step in range(4):
         if step == 2:  # warm-ups are over
-            trainer.reset()
+            trainer.inspect.reset()
         losses.append(float(trainer.step(x[mine], y[mine])))
     report = trainer.report()
     counted = {key: (n.calls, n.bytes) for key, n in report.traffic.items() if key[0] != "world"}

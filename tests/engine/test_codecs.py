@@ -41,7 +41,7 @@ def run(comm: Communicator, name: str, strategy: Any, m: int = 1, count: int = 2
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
     mine = part(comm, 12)
     first = float(trainer.step(x[mine], y[mine]))
-    trainer.reset()
+    trainer.inspect.reset()
     return trainer, [first, *(float(trainer.step(x[mine], y[mine])) for _ in range(count))]
 
 
@@ -98,7 +98,7 @@ def test_powersgd_cuts_matrices_by_whole_rows() -> None:
 
     def body(comm: Communicator) -> Any:
         trainer, _ = run(comm, "powersgd", "hybrid", mesh=Mesh(replica=2, shard=2))
-        place = trainer.placement
+        place = trainer.inspect.placement
         return [place.route(p).replica.shapes for p in place.pages]
 
     shapes = spawn(body, 4)
@@ -111,7 +111,7 @@ def test_powersgd_sends_two_messages_for_all_of_a_page() -> None:
 
     def body(comm: Communicator) -> Any:
         trainer, _ = run(comm, "powersgd", "ddp", count=1, group_bytes=1 << 20)
-        return len(trainer.placement.pages), trainer.report().traffic["replica", "all_reduce"].calls
+        return len(trainer.inspect.placement.pages), trainer.report().traffic["replica", "all_reduce"].calls
 
     assert spawn(body, 2)[0] == (1, 2)
 

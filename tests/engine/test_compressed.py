@@ -36,7 +36,7 @@ def run(comm: Communicator, name: str, strategy: Any, m: int = 1, count: int = 2
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
     mine = part(comm, 12)
     trainer.step(x[mine], y[mine])
-    trainer.reset()
+    trainer.inspect.reset()
     losses = [float(trainer.step(x[mine], y[mine])) for _ in range(count)]
     return trainer, losses
 
@@ -63,7 +63,7 @@ def test_bytes_are_those_of_the_formula(name: str, strategy: str) -> None:
 
     def body(comm: Communicator) -> None:
         trainer, _ = run(comm, name, strategy, 1, 1)
-        codec, pages = trainer.placement.route(0).shard, trainer.placement.pages.values()
+        codec, pages = trainer.inspect.placement.route(0).shard, trainer.inspect.placement.pages.values()
         whole = [[p.size * (r + 1) // 3 - p.size * r // 3 for r in range(3)] for p in pages]
         foreign = sum(codec.nbytes(n) for counts in whole for r, n in enumerate(counts) if r != comm.rank)
         moved = trainer.report().traffic
@@ -179,8 +179,9 @@ def test_on_any_mesh_ranks_agree_and_the_loss_is_close(axes: str, codec: str) ->
             else:
                 losses.append(trainer.step(x[mine], y[mine]))
         if codec != "plain":  # else pages hold both kinds, and are cut elsewhere
-            alike = {(p.name, p.start): np.asarray(p.array) for p in held(trainer.engine.state) if p.spec.cut is None}
-            for theirs in trainer.placement.axes.tensor.all_gather_object(alike):
+            state = trainer.inspect.engine.state
+            alike = {(p.name, p.start): np.asarray(p.array) for p in held(state) if p.spec.cut is None}
+            for theirs in trainer.inspect.placement.axes.tensor.all_gather_object(alike):
                 np.testing.assert_equal(theirs, alike)
         return losses, bits(trainer)
 
@@ -198,7 +199,7 @@ def test_codecs_by_name_pattern() -> None:
         trainer = make(comm, "mlp", "zero1", precision="float32", codec=codec)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
-        place, pages = trainer.placement, trainer.placement.layout.pages
+        place, pages = trainer.inspect.placement, trainer.inspect.placement.layout.pages
         kinds = {f.name: type(place.route(page.index).shard).__name__ for page in pages for f in page.fields}
         report = trainer.report()
         counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
@@ -226,7 +227,7 @@ def test_between_replicas_alone() -> None:
     def body(comm: Communicator) -> Any:
         trainer, _ = run(comm, "between", "hybrid", 1, 1, mesh=Mesh(replica=2, shard=2))
         report = trainer.report()
-        kept = {row.key.name for row in trainer.engine.state.ledger if row.key.kind == "memory"}
+        kept = {row.key.name for row in trainer.inspect.engine.state.ledger if row.key.kind == "memory"}
         return {key for key in report.traffic if key[0] in ("shard", "replica")}, kept, bits(trainer)
 
     moved, kept, _ = spawn(body, 4)[0]
@@ -243,10 +244,10 @@ def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
         trainer = make(comm, "mlp", "zero1", precision="float32", codec=codec, group_bytes=0)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
-        kept = {row.key.page: np.array(array) for row, array in trainer.engine.state.ledger.saved()
+        kept = {row.key.page: np.array(array) for row, array in trainer.inspect.engine.state.ledger.saved()
                 if row.key.kind == "memory"}  # fmt: skip
-        names = {trainer.placement.name(p): p for p in trainer.placement.pages}
-        sizes = {p: whole for (_, p), (whole, _) in trainer.engine.state.ledger.sizes.items()}
+        names = {trainer.inspect.placement.name(p): p for p in trainer.inspect.placement.pages}
+        sizes = {p: whole for (_, p), (whole, _) in trainer.inspect.engine.state.ledger.sizes.items()}
         return trainer.report(), {name: np.linalg.norm(kept[p]) / sizes[p] for name, p in names.items() if p in kept}
 
     report, errors = spawn(body, 2, "int8")[0]
@@ -282,9 +283,11 @@ def test_ranks_that_differ_in_codecs_are_named() -> None:
 def test_what_is_kept_is_a_row_of_memory(name: str) -> None:
     def body(comm: Communicator) -> None:
         trainer, _ = run(comm, name, "hybrid", 1, 1, mesh=Mesh(replica=2, shard=2))
-        codec = trainer.placement.route(0).shard
+        codec = trainer.inspect.placement.route(0).shard
         wanted = sum(
-            sum(codec.memory(n).values()) for p in trainer.placement.pages.values() for n in (p.size, p.mine.size)
+            sum(codec.memory(n).values())
+            for p in trainer.inspect.placement.pages.values()
+            for n in (p.size, p.mine.size)
         )
         assert trainer.report().memory["codec memory"] == 4 * wanted
 

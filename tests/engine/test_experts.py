@@ -29,7 +29,7 @@ def train(comm: Communicator, **options: Any) -> tuple[dict[str, np.ndarray], Su
     for step in range(STEPS):
         text = np.random.default_rng(step).integers(0, 31, (SAMPLES, 9))
         trainer.step(text[mine, :-1], text[mine, 1:])
-    return trainer.parameters(), trainer.summary(), trainer.report()
+    return trainer.parameters(), trainer.inspect.summary(), trainer.report()
 
 
 @lru_cache
@@ -183,7 +183,7 @@ def test_reports_logs_and_metrics_tell_of_the_load(tmp_path: Path) -> None:
         trainer.load_parameters(trainer.parameters() | {"0.router": router})
         options = {"log": tmp_path, "progress": False, "tensorboard": False}
         history = trainer.fit([(x, x)] * 2, validation=[(x, x)], every=1, **options)
-        return history, trainer.summary(), str(trainer.report()), trainer.routing()
+        return history, trainer.inspect.summary(), str(trainer.report()), trainer.inspect.routing()
 
     for rank, (history, summary, text, routing) in enumerate(spawn(run, 2)):
         assert history.metrics == {"expert_imbalance": [(1, 2.0), (2, 2.0)], "expert_dropped": [(1, 0.0), (2, 0.0)]}

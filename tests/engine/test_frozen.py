@@ -161,13 +161,13 @@ def test_freezing_changes_the_program() -> None:
         trainer.step(*batch)
         trainer.freeze(*names)
         trainer.accumulate(*batch)
-        assert not trainer.engine.state.holding("saved")
+        assert not trainer.inspect.engine.state.holding("saved")
         found = trainer.gradients()
         assert not np.any(found["0.weight"])
         assert not np.any(found["2.bias"])
         assert np.any(found["2.weight"])
         trainer.update()
-        trainer.unfreeze("*")
+        trainer.freeze("*", undo=True)
         assert str(trainer.program) == first
         before = trainer.parameters()
         trainer.step(*batch)
@@ -184,7 +184,7 @@ def test_a_model_without_anything_to_train(strategy: str) -> None:
         mine = part(comm, 8)
         before = trainer.parameters()
         losses = [trainer.step(x[mine], y[mine]) for _ in range(2)]
-        assert Slot("part", 0) not in trainer.engine.state.store
+        assert Slot("part", 0) not in trainer.inspect.engine.state.store
         assert not [a for a in trainer.program.actions if a.op in ("B", "REDUCE", "UPDATE")]
         return losses[0] == losses[1] and all(np.array_equal(before[n], p) for n, p in trainer.parameters().items())
 

@@ -131,7 +131,7 @@ def test_diloco_is_its_definition(local: Local) -> None:
     def run(comm: Communicator, mesh: Mesh | None) -> Any:
         trainer = make(comm, "mlp", local, mesh=mesh)
         steps(trainer, "mlp", sizes)
-        rounds, pages = trainer.placement.rounds, trainer.placement.layout.pages
+        rounds, pages = trainer.inspect.placement.rounds, trainer.inspect.placement.layout.pages
         assert rounds is not None
         return [[f.name for p in some for f in pages[p].fields] for some in rounds.fragments], trainer.parameters()
 
@@ -146,15 +146,15 @@ def test_between_rounds_nothing_is_sent() -> None:
 
     def run(comm: Communicator) -> tuple[list[float], int]:
         local, ddp = (make(comm, "mlp", s, optimizer=optim.SGD(lr=0.1)) for s in (Local(every=4, outer=MEAN), "ddp"))
-        local.reset()
+        local.inspect.reset()
         losses = steps(local, "mlp", (8, 8, 8))
         assert local.report().traffic == {}
-        assert local.report().predicted["replica", "reduce_scatter"].calls == len(local.placement.pages)
+        assert local.report().predicted["replica", "reduce_scatter"].calls == len(local.inspect.placement.pages)
         losses += steps(local, "mlp", (8,))
         report = local.report()
         moved = {key: count for key, count in report.traffic.items() if key[0] == "replica" and count.bytes > 1000}
         assert moved == report.predicted
-        ddp.reset()
+        ddp.inspect.reset()
         steps(ddp, "mlp", (8,))
         assert sum(count.bytes for count in moved.values()) == ddp.report().traffic["replica", "all_reduce"].bytes
         return losses, len(moved)
@@ -174,12 +174,12 @@ def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
     def run(comm: Communicator, looks: bool) -> tuple[list[str], list[float], dict[str, np.ndarray]]:
         trainer, seen, losses = make(comm, "mlp", local, group_bytes=0), list[str](), list[float]()
         flying: list[set[str]] = []
-        trainer.engine.observers.append(lambda action: seen.append(f"{trainer.steps + 1}{action}"))
+        trainer.inspect.engine.observers.append(lambda action: seen.append(f"{trainer.steps + 1}{action}"))
         rng = np.random.default_rng(5)
         for _ in range(14):
             x, y = (a[part(trainer.data, 8)] for a in KNOWN["mlp"].batch(rng, 8))
             losses.append(trainer.step(x, y))
-            store = trainer.engine.state.store
+            store = trainer.inspect.engine.state.store
             flying.append({str(slot) for slot, value in store.items() if isinstance(value, Transfer)})
             if looks:
                 trainer.evaluate(x, y)
@@ -255,7 +255,7 @@ def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: Local,
 def test_outer_state_is_cut_over_replicas() -> None:
     def run(comm: Communicator) -> tuple[dict[str, int], int]:
         trainer = make(comm, "mlp", "diloco", precision="float32")
-        return trainer.report().memory, sum(page.size for page in trainer.placement.pages.values())
+        return trainer.report().memory, sum(page.size for page in trainer.inspect.placement.pages.values())
 
     for memory, size in spawn(run, 4):
         assert memory["outer parameters"] == 4 * size
@@ -373,7 +373,8 @@ def test_loops_of_ones_own() -> None:
         trainer.update()
         trainer.accumulate(a, b)
         trainer.step(e, f)
-        even, each = part(trainer.data, 6), 6 / trainer.placement.axes.replica.size  # of the mean over a replica
+        axes = trainer.inspect.placement.axes
+        even, each = part(trainer.data, 6), 6 / axes.replica.size  # of the mean over a replica
         x, y = (array[even] for array in KNOWN["mlp"].batch(rng, 6))
         trainer.backward((trainer.forward(x) - y) / each)
         trainer.update()

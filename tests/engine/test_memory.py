@@ -36,12 +36,12 @@ def test_model_states_follow_the_formulas(strategy: str, params: float, grads: f
     """Rajbhandari et al. 2020 in fp32: parameters, gradients and two Adam moments, each whole or 1/N."""
     slots = 1 if strategy == "ddp" else 1 / N
     for before, after, trainer in spawn(lambda comm: held(comm, strategy, 2), N):
-        P = trainer.placement.layout.size * F32
+        P = trainer.inspect.placement.layout.size * F32
         assert before.get("working set", 0) == 0, "initialisation needs no more than what stays"
         states = sum(n for kind, n in after.items() if kind != "working set")
         assert states == pytest.approx(P * (params + grads + 2 * slots), rel=0.01)
         assert sum(before.values()) == states
-        page = max(s.page.size for s in trainer.placement.pages.values()) * F32
+        page = max(s.page.size for s in trainer.inspect.placement.pages.values()) * F32
         full_pages, full_grads = 2 * (params < 1), 2 * (grads < 1)
         assert after.get("working set", 0) == (full_pages + full_grads) * page, (
             "two pages ahead, two gradients on their way"
@@ -150,10 +150,10 @@ def test_dry_run_equals_the_real_run() -> None:
 def test_buffers_do_not_move_once_training() -> None:
     def run(comm: Communicator) -> Any:
         trainer = held(comm, "fsdp", 1)[2]
-        generation, memory = trainer.engine.state.arena.generation, trainer.report().memory
+        generation, memory = trainer.inspect.engine.state.arena.generation, trainer.report().memory
         for _ in range(3):
             trainer.step(np.ones((2, 128), np.float32), np.ones((2, 128), np.float32))
-        return generation == trainer.engine.state.arena.generation and memory == trainer.report().memory
+        return generation == trainer.inspect.engine.state.arena.generation and memory == trainer.report().memory
 
     assert spawn(run, 2) == [True, True]
 
@@ -200,9 +200,9 @@ def test_what_several_units_use_has_a_page_of_its_own() -> None:
     model = nn.GPT(64, 64, 4, 4, 16)
     batch, options = ((2, 16), "int64"), {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
     run = dry_run(model, batch, batch, group_bytes=100_000, ranks_per_host=2, **options)
-    pages = [[field.name for field in shard.page.fields] for shard in run.trainer.placement.pages.values()]
-    assert [next(name for name in run.trainer.placement.layout.specs if "embed" in name)] in pages
-    sizes = sorted(shard.size * F32 for shard in run.trainer.placement.pages.values())
+    pages = [[field.name for field in shard.page.fields] for shard in run.trainer.inspect.placement.pages.values()]
+    assert [next(name for name in run.trainer.inspect.placement.layout.specs if "embed" in name)] in pages
+    sizes = sorted(shard.size * F32 for shard in run.trainer.inspect.placement.pages.values())
     assert run.report.memory["working set"] <= sizes[-1] + sizes[-2] + sizes[0] + 3 * ALIGN, (
         "two blocks and the tied one"
     )
@@ -238,7 +238,7 @@ def test_no_sync_gives_its_memory_back() -> None:
         for _ in range(2):
             with trainer.no_sync():
                 trainer.accumulate(*batch)
-            held = weakref.ref(trainer.engine.state.ledger.array("grad", 0, "local"))
+            held = weakref.ref(trainer.inspect.engine.state.ledger.array("grad", 0, "local"))
             assert trainer.report().memory["gradients"] > before
             trainer.update()
             gc.collect()

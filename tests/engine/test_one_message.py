@@ -35,7 +35,7 @@ def test_one_exchange_of_all_ranks_in_a_step(choice: str, strategy: str) -> None
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
         mine = slice(None) if "mesh" in options else part(comm, 12)
         trainer.step(x[mine], y[mine])
-        trainer.reset()
+        trainer.inspect.reset()
         trainer.step(x[mine], y[mine])
         report = trainer.report()
         return report.traffic["world", "all_gather"].calls, {op: row[2] for op, row in report.times.items()}
@@ -56,10 +56,10 @@ def test_the_message_is_on_its_way_during_backward() -> None:
 
         def look(action: Action) -> None:
             if action.op in ("MEAN", "B"):
-                mean = trainer.engine.state.store[Slot("mean")]
+                mean = trainer.inspect.engine.state.store[Slot("mean")]
                 waited.append(not (hasattr(mean, "handle") and mean.handle is not DONE))
 
-        trainer.engine.observers.append(look)
+        trainer.inspect.engine.observers.append(look)
         trainer.step(x[part(comm, 12)], y[part(comm, 12)])
         return waited
 
@@ -82,7 +82,7 @@ def test_gradients_of_several_calls_are_weighed_together(clip_norm: float | None
                 (trainer.step if last else trainer.accumulate)(x[half][mine], y[half][mine])
             if how == "update":
                 trainer.update()
-                assert np.isnan(trainer.last.loss)
+                assert np.isnan(trainer.inspect.last.loss)
         return trainer.parameters()
 
     whole = spawn(lambda comm: run(comm, "whole"), 1)[0]
@@ -97,7 +97,7 @@ def test_an_overflow_is_seen_in_the_same_message() -> None:
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
         mine = part(comm, 12)
         trainer.step(x[mine], y[mine])
-        trainer.reset()
+        trainer.inspect.reset()
         trainer.step(x[mine], y[mine])
         return trainer.report().traffic["world", "all_gather"].calls, trainer.report().times["NORM"][2]
 

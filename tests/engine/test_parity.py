@@ -86,7 +86,7 @@ def test_no_sync_moves_no_gradients() -> None:
         trainer = make(comm, "mlp", "zero2")
         with trainer.no_sync():
             trainer.accumulate(*CASES["mlp"].batch(np.random.default_rng(0), 4))
-        return {verb for axis, verb, _, _ in trainer.placement.axes.counters if axis == "shard"}
+        return {verb for axis, verb, _, _ in trainer.inspect.placement.axes.counters if axis == "shard"}
 
     assert spawn(run, 2) == [{"all_gather"}] * 2
 

@@ -171,7 +171,7 @@ def test_pipes_that_cannot_work_are_refused(case: str, options: dict[str, Any], 
 
 def test_costs_decide_where_a_model_is_cut() -> None:
     def starts(comm: Communicator, **options: Any) -> tuple[int, ...]:
-        return make(comm, "mlp", "ddp", mesh=PIPE, **options).placement.layout.spread.starts
+        return make(comm, "mlp", "ddp", mesh=PIPE, **options).inspect.placement.layout.spread.starts
 
     assert fsdpx.spawn(lambda comm: starts(comm, costs={"0": 100.0, "*": 1.0}), 2) == [(0, 1)] * 2
     assert fsdpx.spawn(lambda comm: starts(comm, costs={"4": 100.0, "*": 1.0}), 2) == [(0, 4)] * 2
@@ -285,7 +285,7 @@ def test_measured_steps_are_what_ran() -> None:
     def run(comm: Communicator) -> Any:
         trainer = make(comm, "deep", "ddp", mesh=PIPE, schedule="zb-h1", microbatches=3, **OPTIONS)
         x, y = KNOWN["deep"].batch(np.random.default_rng(5), 6)
-        return trainer.measure(x, y, steps=2)
+        return trainer.inspect.measure(x, y, steps=2)
 
     for measured in fsdpx.spawn(run, 2):
         for rank, program in enumerate(measured.programs):

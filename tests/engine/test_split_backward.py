@@ -25,7 +25,7 @@ def test_same_bits(case: str, strategy: str) -> None:
             session = trainer._session
             request = session.request("step", 2)
             split = replace(request, order=parse("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1"))
-            session._executables[request, frozenset()] = found = trainer.engine.prepare(split)
+            session._executables[request, frozenset()] = found = trainer.inspect.engine.prepare(split)
             assert any(a.op == "W" for a in found.program.actions)
         trainer.step(x[mine], y[mine])
         return bits(trainer)

@@ -177,7 +177,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: s
 def test_sequences_that_are_too_long_are_refused_before_anything_moves() -> None:
     def run(comm: Communicator) -> str:
         trainer = make(comm, "wide", "ddp", mesh=Mesh(shard=1, pipe=2, tensor=2), sequence="ring", microbatches=2)
-        trainer.reset()
+        trainer.inspect.reset()
         x = np.random.default_rng(0).integers(0, 31, (4, 13))
         with pytest.raises(ShapeError) as caught:
             trainer.step(x, x)

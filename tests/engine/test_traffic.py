@@ -19,9 +19,9 @@ def moved(comm: Communicator, strategy: Any, m: int = 1, **options: Any) -> Any:
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
     mine = part(comm, 8)
     trainer.step(x[mine], y[mine])
-    trainer.reset()
+    trainer.inspect.reset()
     trainer.step(x[mine], y[mine])
-    return trainer.report(), [(s.page.size, s.mine.size) for s in trainer.placement.pages.values()]
+    return trainer.report(), [(s.page.size, s.mine.size) for s in trainer.inspect.placement.pages.values()]
 
 
 def data(report: Any) -> dict[tuple[str, str], Any]:

@@ -94,7 +94,7 @@ def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 10)
     mine = part(world, 10)
     trainer.step(x[mine], y[mine])
-    trainer.reset()
+    trainer.inspect.reset()
     trainer.step(x[mine], y[mine])
     report = trainer.report()
     assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
@@ -122,7 +122,7 @@ def test_ranks_that_call_different_things_are_named(world: Communicator) -> None
     if world.size == 1:
         pytest.skip("one rank cannot disagree with itself")
     trainer = make(world, "mlp", check=True)
-    axis = trainer.placement.axes.data
+    axis = trainer.inspect.placement.axes.data
 
     def act() -> None:
         if world.rank == 0:

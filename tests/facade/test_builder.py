@@ -131,6 +131,6 @@ def test_objects_stand_for_themselves():
     }
     builder = fsdpx.ModelBuilder(plan)
     assert builder.model() is plan["model"]
-    assert builder.build().placement.optimizer is plan["optimizer"]
+    assert builder.build().inspect.placement.optimizer is plan["optimizer"]
     with pytest.raises(ConfigError, match=r"plan: \[loss\] says nothing to make"):
         fsdpx.ModelBuilder({**plan, "loss": 3}).build()

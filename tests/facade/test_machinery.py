@@ -20,10 +20,10 @@ def made(**options: object) -> fsdpx.Trainer:
 
 def test_a_value_and_its_fields_by_name_are_the_same_choice() -> None:
     few, many = made(), made(machinery=Machinery(group_bytes=0))
-    assert len(few.placement.layout.units) == 1
-    assert len(many.placement.layout.units) == len(made(group_bytes="0MiB").placement.layout.units) == 3
+    assert len(few.inspect.placement.layout.units) == 1
+    assert len(many.inspect.placement.layout.units) == len(made(group_bytes="0MiB").inspect.placement.layout.units) == 3
     both = made(machinery=Machinery(group_bytes=0, check_finite=True), group_bytes=1 << 20)
-    assert len(both.placement.layout.units) == 1
+    assert len(both.inspect.placement.layout.units) == 1
     with pytest.raises(fsdpx.errors.NumericsError, match="input 'x'"):
         both.step(np.full((2, 4), np.nan, "f4"), np.zeros((2, 4), "f4"))
 

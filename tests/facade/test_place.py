@@ -30,7 +30,7 @@ if world.rank % 2 == 0:
     trainer = nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=half)
     trainer.step(np.ones((2, 6)), np.array([0, 1]))
     found = fsdpx.info()
-    places = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), found["rank"], found["size"], trainer.rank
+    places = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), found["rank"], found["size"], trainer.host.rank
     print("at", world.rank, *places, flush=True)
 else:
     print("at", world.rank, fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), flush=True)
@@ -60,7 +60,7 @@ def test_half_of_the_ranks_ask_and_the_others_do_not_come(tmp_path: Path) -> Non
     ]  # fmt: skip
     assert sorted(numbers[3] for numbers in said) == [0, 1, 2, 3]  # of the host
     note = "fsdpx: rank() is of all ranks of MPI (MPI_COMM_WORLD), 4 in number; the communicator given to distribute() "
-    assert done.err.count(f"{note}has 2, and trainer.rank is the rank there") == 1
+    assert done.err.count(f"{note}has 2, and trainer.host.rank is the rank there") == 1
 
 
 @pytest.mark.jobs

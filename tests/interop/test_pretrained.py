@@ -69,9 +69,9 @@ def test_in_and_out_again(name: str, tmp_path: Path) -> None:
         part = slice(2 * comm.rank, 2 * comm.rank + 2)
         given = tuple(a[part] for a in x) if isinstance(x, tuple) else x[part]
         before = trainer.predict(given)
-        trainer.save_pretrained(tmp_path / "same")
+        fsdpx.models.save_pretrained(trainer, tmp_path / "same")
         trainer.step(given, y[part])
-        trainer.save_pretrained(tmp_path / "ours")
+        fsdpx.models.save_pretrained(trainer, tmp_path / "ours")
         return before, trainer.predict(given)
 
     before, after = (np.concatenate(parts) for parts in zip(*spawn(run, 2), strict=True))
@@ -183,7 +183,7 @@ def test_the_head_of_the_files_counts(name: str, tied: bool, tmp_path: Path) -> 
         trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-2))
         before = trainer.predict(x)
         trainer.step(x, x[0] if isinstance(x, tuple) else x)
-        trainer.save_pretrained(tmp_path / "b")
+        fsdpx.models.save_pretrained(trainer, tmp_path / "b")
         return before, trainer.predict(x)
 
     before, after = spawn(run, 1)[0]

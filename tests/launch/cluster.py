@@ -47,7 +47,7 @@ trainer = fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(0.01), stra
 for _ in range(30):
     x = draw.normal(size=(16, 8))
     trainer.step(x, x.sum(axis=1, keepdims=True))
-trainer.finish()
+trainer.host.finish()
 trainer.close()
 print("all have finished" if rank == 0 else "", flush=True)
 """

@@ -51,7 +51,7 @@ def test_filled_as_the_engine_fills_it(text: str, strategy: str) -> None:
         model = nn.GPT(31, 16, 2, 4, 8)
         options = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "strategy": strategy}
         trainer = model.as_distributed(mesh=Mesh.parse(text), comm=comm, device="shape", **options)
-        return str(trainer.placement.axes.mesh)
+        return str(trainer.inspect.placement.axes.mesh)
 
     def outcome(made: object) -> str:
         try:

@@ -104,12 +104,12 @@ def slowly(action):  # until the others come
     if os.environ.get("FSDPX_RESTART") == "0" and str(action) == "SCALE" and trainer.steps > 4:
         open("slow", "w").close()
         time.sleep(0.2)
-trainer.engine.observers.append(slowly)
+trainer.inspect.engine.observers.append(slowly)
 rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((400, 6)).astype(np.float32), rng.integers(0, 3, 400))
 loader = data.DataLoader(source, 4, comm=trainer.data, shuffle=True, chunks=4)
 history = trainer.fit(loader, epochs=1, checkpoints=Checkpoints("saved" + str(comm.size > 1), every=50), progress=False)
-digest = trainer.fingerprint()
+digest = trainer.inspect.fingerprint()
 if comm.rank == 0: print("ended", comm.size, history.before > 4, digest, flush=True)
 """
 

@@ -70,7 +70,7 @@ def train(comm=None, folder="alone"):
     trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), comm=comm, chunks=2)
     loader = data.DataLoader(source, 4, comm=trainer.data, chunks=2)
     trainer.fit(loader, epochs=2, checkpoints=Checkpoints(folder, every=2), progress=False)
-    return trainer.fingerprint()
+    return trainer.inspect.fingerprint()
 
 alone = train()
 assert fsdpx.spawn(train, 2, "threads") == [alone] * 2

@@ -124,7 +124,7 @@ def test_what_is_not_trained_is_saved_as_it_was(
 ) -> None:
     shapes, config = KINDS[kind]
     folder(tmp_path / "a", shapes, shard_bytes, config)
-    on(ranks, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "b"), **options)
+    on(ranks, tmp_path / "a", lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "b"), **options)
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()
     }
@@ -136,17 +136,17 @@ def test_a_folder_of_a_model_is_written_to_the_end_of_a_link(there: bool, tmp_pa
     (tmp_path / "link").symlink_to("b")
     if there:
         (tmp_path / "b").mkdir()
-    on(2, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "link"))
+    on(2, tmp_path / "a", lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "link"))
     assert (tmp_path / "link").is_symlink()
     assert {p.name for p in (tmp_path / "b").iterdir()} == {p.name for p in (tmp_path / "a").iterdir()}
     with pytest.raises(CheckpointError, match="b is there, and no empty folder"):
-        on(1, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "link"))
+        on(1, tmp_path / "a", lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "link"))
 
 
 def test_another_format_and_names_without_a_base(tmp_path: Path) -> None:
     shapes = {name.removeprefix("transformer."): shape for name, shape in SHAPES.items()}
     arrays = folder(tmp_path / "a", shapes | {"h.0.attn.bias": (1, 1, TIME, TIME)})
-    on(2, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "b", dtype="bf16"))
+    on(2, tmp_path / "a", lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "b", dtype="bf16"))
     assert json.loads((tmp_path / "b" / "config.json").read_bytes())["dtype"] == "bfloat16"
     back = on(2, tmp_path / "b", lambda trainer: trainer.parameters())
     np.testing.assert_allclose(back["blocks.0.mlp.down.weight"].T, arrays["h.0.mlp.c_proj.weight"], rtol=2**-8)
@@ -224,7 +224,7 @@ def test_what_is_wrong_with_experts_is_said(tmp_path: Path) -> None:
 def test_a_model_of_another_origin_is_not_saved(tmp_path: Path) -> None:
     trainer = nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
     with pytest.raises(CheckpointError, match=r"not of fsdpx\.models\.from_pretrained; trainer\.save writes any"):
-        trainer.save_pretrained(tmp_path / "b")
+        fsdpx.models.save_pretrained(trainer, tmp_path / "b")
     assert not list(tmp_path.iterdir())
 
 
@@ -298,7 +298,7 @@ def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
     (here / "tokenizer_config.json").symlink_to("../../blobs/b")
     (here / "merges.txt").chmod(0o600)
     with pytest.warns(RuntimeWarning, match="is a link out of its folder, and is not copied"):
-        on(1, here, lambda trainer: trainer.save_pretrained(tmp_path / "new"))
+        on(1, here, lambda trainer: fsdpx.models.save_pretrained(trainer, tmp_path / "new"))
     names = {file.name for file in (tmp_path / "new").iterdir()}
     assert names == {"config.json", "model.safetensors", "merges.txt", "tokenizer_config.json"}
     assert (tmp_path / "new" / "merges.txt").stat().st_mode & 0o777 == 0o600

@@ -108,7 +108,8 @@ def train(comm, strategy="fsdp", **options):
     )  # fmt: skip
     x, y, data = normal(12, 6), normal(12, 3, seed=1), trainer.data
     mine = slice(12 * data.rank // data.size, 12 * (data.rank + 1) // data.size)
-    return [trainer.step(x[mine], y[mine]) for _ in range(5)], [node.path for node in trainer.placement.model.nodes]
+    nodes = trainer.inspect.placement.model.nodes
+    return [trainer.step(x[mine], y[mine]) for _ in range(5)], [node.path for node in nodes]
 
 
 @pytest.mark.parametrize(

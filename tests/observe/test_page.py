@@ -35,7 +35,7 @@ def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
         x, y = CASES["gpt"].batch(np.random.default_rng(0), 24)
         loader = data.DataLoader(data.ArrayDataset(x, y), 8, comm=trainer.data)
         trainer.fit(loader, validation=[(x[:4], y[:4])], log=folder.path, progress=False)
-        summary = trainer.summary()
+        summary = trainer.inspect.summary()
         if comm.rank == 0:
             folder.finish(str(summary), summary.as_json())
 
@@ -156,10 +156,10 @@ def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_summary_has_the_numbers_of_the_reports() -> None:
     def run(comm: Communicator) -> Any:
         trainer = make(comm, "mlp", group_bytes=0)
-        trainer.reset()
+        trainer.inspect.reset()
         for _ in range(2):
             trainer.step(*CASES["mlp"].batch(np.random.default_rng(comm.rank), 4))
-        return trainer.summary()
+        return trainer.inspect.summary()
 
     summary = spawn(run, 3)[0]
     text = str(summary)

@@ -66,8 +66,8 @@ def test_layers_inside_of_a_unit(tmp_path: Path) -> None:
         for _ in range(3):
             trainer.step(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
         trainer.evaluate(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
-        found = bits(trainer), trainer.report(), str(trainer.summary())
-        trainer.reset()
+        found = bits(trainer), trainer.report(), str(trainer.inspect.summary())
+        trainer.inspect.reset()
         assert trainer.report().layers == {}
         trainer.close()
         return found
@@ -170,10 +170,10 @@ def counted(imported: Imported) -> int:
 def test_events_are_the_program_and_their_bytes_all_that_moved(tmp_path: Path) -> None:
     def run(comm: Communicator) -> None:
         trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
-        turns = list(trainer.engine.recording.turns)
+        turns = list(trainer.inspect.engine.recording.turns)
         assert [turn.number for turn in turns] == [0, 1]
         assert all(turn.complete for turn in turns)
-        place = TracePlace.of(trainer.placement.axes)
+        place = TracePlace.of(trainer.inspect.placement.axes)
         moved = 0
         for turn in turns:
             events = events_of(turn, place)
@@ -182,7 +182,7 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(tmp_path: Path) -
             assert all(before.end <= after.start for before, after in pairwise(computing))
             moved += sum(event.nbytes for event in events)
         counted = {call: n.bytes for (axis, call), n in trainer.report().traffic.items() if axis == "shard"}
-        assert sum(counted.values()) <= moved <= trainer.placement.axes.counters.total
+        assert sum(counted.values()) <= moved <= trainer.inspect.placement.axes.counters.total
         keys = comm.all_gather_object([event.key for event in events if VERBS[event.action.op].lane == "shard"])
         assert len(keys[0]) > 0
         assert all(other == keys[0] for other in keys)
@@ -204,8 +204,8 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
         trainer = trained(comm, Trace(tmp_path, steps=2), steps=3, case="mlp")
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         trainer.evaluate(x, y)
-        assert [turn.number for turn in trainer.engine.recording.turns] == [1, 2]
-        trainer.save_trace()
+        assert [turn.number for turn in trainer.inspect.engine.recording.turns] == [1, 2]
+        trainer.inspect.save_trace()
 
     spawn(run, 2)
     for one in read(tmp_path):
@@ -215,7 +215,7 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
 
 
 def test_without_a_trace_nothing_is_kept() -> None:
-    assert spawn(lambda comm: make(comm, "mlp").engine.recording, 1) == [None]
+    assert spawn(lambda comm: make(comm, "mlp").inspect.engine.recording, 1) == [None]
 
 
 def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +320,8 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
         x = np.ones((2, 8), np.float32)
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
-        turn = trainer.engine.recording.turns[-1]
-        events = events_of(turn, TracePlace.of(trainer.placement.axes))
+        turn = trainer.inspect.engine.recording.turns[-1]
+        events = events_of(turn, TracePlace.of(trainer.inspect.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.03]
         waits = [wait for wait in waits_of(turn, events) if wait.end - wait.start > 0.03]
         return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]

@@ -38,7 +38,7 @@ def test_rows_follow_the_placement(strategy: str) -> None:
     """Lifetimes and owners are those of the strategy; every row that is kept has an array of its size."""
 
     def run(comm: Communicator) -> None:
-        state = make(comm, strategy).engine.state
+        state = make(comm, strategy).inspect.engine.state
         whole = state.placement.axes.shard.size == 1
         for row in state.ledger:
             array = state.ledger.arrays.get(row.key)
@@ -60,13 +60,13 @@ def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update() -> None
 
     def run(comm: Communicator) -> None:
         trainer = make(comm, "fsdp")
-        ledger, seen = trainer.engine.state.ledger, dict[str, int]()
+        ledger, seen = trainer.inspect.engine.state.ledger, dict[str, int]()
         parts = [row.key for row in ledger if row.key.kind == "part"]
 
         def held() -> int:
             return sum(key in ledger.arrays for key in parts)
 
-        trainer.engine.observers.append(lambda action: seen.update({str(action): held()}))
+        trainer.inspect.engine.observers.append(lambda action: seen.update({str(action): held()}))
         before = trainer.report().memory
         step(trainer, 0)
         first = len(parts) - 1
@@ -81,7 +81,7 @@ def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update() -> None
 
 def test_a_row_inside_another_has_no_memory_of_its_own() -> None:
     def run(comm: Communicator) -> None:
-        state = make(comm, "zero1").engine.state
+        state = make(comm, "zero1").inspect.engine.state
         for p, page in state.placement.pages.items():
             master, full = state.ledger.array("master", p), state.ledger.array("full", p)
             assert np.shares_memory(master, full)
@@ -105,14 +105,14 @@ def test_every_kind_has_a_row_somewhere() -> None:
         trainer = make(comm, elastic=fsdpx.Elastic(every=1), codec=Keeps(), average=fsdpx.EMA())
         step(trainer)
         step(trainer)
-        return {row.key.kind for row in trainer.engine.state.ledger}
+        return {row.key.kind for row in trainer.inspect.engine.state.ledger}
 
     def apart(comm: Communicator) -> set[str]:
         plain = nn.Chain(nn.Linear(6, 3))
         strategies = fsdpx.Local(codec="int8", delay=2), fsdpx.Async(staleness=0)
         options: Any = {"loss": nn.MSE(), "optimizer": optim.SGD(), "comm": comm}
         trainers = [plain.as_distributed(strategy=strategy, **options) for strategy in strategies]
-        return {row.key.kind for trainer in trainers for row in trainer.engine.state.ledger}
+        return {row.key.kind for trainer in trainers for row in trainer.inspect.engine.state.ledger}
 
     assert set.union(*spawn(run, 2, survive=True), *spawn(apart, 2)) == set(KINDS)
 
@@ -145,10 +145,10 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def save(comm: Communicator) -> int:
         trainer = make(comm, average=fsdpx.EMA())
         step(trainer)
-        for part in held(trainer.engine.state):
+        for part in held(trainer.inspect.engine.state):
             if part.name.startswith("average/"):
                 part.array[...] = np.arange(part.start, part.start + part.array.size)
-        assert {part.name for part in owned(trainer.engine.state)} >= {"average/0.weight"}
+        assert {part.name for part in owned(trainer.inspect.engine.state)} >= {"average/0.weight"}
         trainer.save(tmp_path / "a")
         return int(trainer.report().memory["averages"])
 
@@ -157,7 +157,7 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def load(comm: Communicator) -> None:
         trainer = make(comm, mesh=Mesh(shard=2), average=fsdpx.EMA())
         trainer.load(tmp_path / "a")
-        found = [part for part in held(trainer.engine.state) if part.name.startswith("average/")]
+        found = [part for part in held(trainer.inspect.engine.state) if part.name.startswith("average/")]
         assert found
         for part in found:
             np.testing.assert_array_equal(part.array, np.arange(part.start, part.start + part.array.size))
@@ -178,12 +178,12 @@ def test_averages_survive_the_death_of_a_rank() -> None:
             if dies and comm.rank == 1 and trainer.steps == 3 and getattr(action, "op", "") == "SCALE":
                 raise Died
 
-        trainer.engine.observers.append(die)
+        trainer.inspect.engine.observers.append(die)
         for seed in range(5):
             step(trainer, seed)
         loss = trainer.evaluate(np.ones((4, 6), "f4"), np.ones((4, 3), "f4"), with_="average")
         bits = [array.tobytes() for array in trainer.parameters(with_="average").values()]
-        return b"".join(bits), f"{loss:.6f} {trainer.fingerprint()}"
+        return b"".join(bits), f"{loss:.6f} {trainer.inspect.fingerprint()}"
 
     (whole,) = spawn(lambda comm: run(comm, False), 1, survive=True)
     found = spawn(lambda comm: run(comm, True), 3, survive=True)

@@ -153,7 +153,7 @@ def test_the_plan_and_the_report_say_how_long_the_disk_takes(
     def run(comm: Communicator) -> Any:
         with make(comm, tmp_path) as trainer:
             trainer.step(*part(trainer, 0))
-            trainer.reset()
+            trainer.inspect.reset()
             trainer.step(*part(trainer, 1))
             return trainer.report()
 

@@ -19,7 +19,7 @@ def trained(comm: Communicator, offload: Offload | None) -> Any:
     with model.as_distributed(comm=comm, offload=offload, clip_norm=1.0, **options) as trainer:
         rng = np.random.default_rng(comm.rank)
         x, y = rng.standard_normal((96, 32), np.float32), rng.standard_normal((96, 8), np.float32)
-        return [trainer.step(x, y) for _ in range(2)], trainer.fingerprint()
+        return [trainer.step(x, y) for _ in range(2)], trainer.inspect.fingerprint()
 
 
 @pytest.mark.parametrize("backend", ["node", "mpi"])

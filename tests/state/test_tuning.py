@@ -185,7 +185,7 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
         run = fsdpx.dry_run(
             model, batch, batch, ranks=4, ranks_per_host=4, loss=nn.MSE(), optimizer=optim.SGD(), **options
         )
-        return len(run.trainer.placement.layout.units)
+        return len(run.trainer.inspect.placement.layout.units)
 
     assert units(tune=True) == units(tune=False) == 1
     key = tuning._key(FakeNode(0, [0] * 4))
@@ -240,9 +240,9 @@ def test_thread_ranks_have_nothing_to_measure(monkeypatch):
 
 def test_what_the_user_says_goes_before(monkeypatch):
     monkeypatch.setattr(tuning, "_kept", lambda key: Tuning(blas.chosen(), group_bytes=8192))
-    assert len(_trainer(tune=True).placement.layout.units) == 32
-    assert len(_trainer(tune=True, group_bytes=4 * 4224).placement.layout.units) == 16
-    assert len(_trainer(tune=False).placement.layout.units) == 1
+    assert len(_trainer(tune=True).inspect.placement.layout.units) == 32
+    assert len(_trainer(tune=True, group_bytes=4 * 4224).inspect.placement.layout.units) == 16
+    assert len(_trainer(tune=False).inspect.placement.layout.units) == 1
 
 
 WHOLE, MORE = '{"key": KEY, "date": "", "tuning": %s}', '{"key": KEY, "date": "", "tuning": {GOOD, %s}}'

@@ -121,10 +121,11 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
 def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None:
     trainer = make(world, "mlp", "fsdp")
     sizes = world.all_gather_object(trainer.report().memory["parameters"])
-    itemsize = trainer.placement.formats.gradients.itemsize
+    itemsize = trainer.inspect.placement.formats.gradients.itemsize
     if world.size > 1:
-        assert sum(sizes) <= trainer.placement.layout.size * itemsize
-        assert all(trainer.engine.state.ledger.array("full", p) is not None for p in trainer.placement.pages)
+        assert sum(sizes) <= trainer.inspect.placement.layout.size * itemsize
+        seen = trainer.inspect
+        assert all(seen.engine.state.ledger.array("full", p) is not None for p in seen.placement.pages)
     trainer.close()
 
 
@@ -136,7 +137,7 @@ def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         _, got, trainer = train(world, "mlp", "zero2", precision="float32")
-    assert not trainer.engine.state.arena.slab_shared
+    assert not trainer.inspect.engine.state.arena.slab_shared
     demand_close(got, want, 1e-5)
     texts = [str(w.message) for w in said if "shared memory" in str(w.message)]
     if world.size > 1:

@@ -34,7 +34,7 @@ def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
     rows = mine(trainer)
     for _ in range(steps):
         trainer.step(X[rows], Y[rows])
-    trainer.finish()
+    trainer.host.finish()
     return bits(trainer)
 
 
@@ -73,8 +73,8 @@ def until_slow(strategy: Any) -> tuple[list[int], int]:
         rows = mine(trainer)
         while virtual.at(comm.rank) < 15:
             trainer.step(X[rows], Y[rows])
-        trainer.finish()
-        exchange = trainer.engine.state.exchange
+        trainer.host.finish()
+        exchange = trainer.inspect.engine.state.exchange
         assert exchange is not None
         return trainer.steps, max(exchange.taken, default=0)
 
@@ -110,9 +110,9 @@ def test_the_rate_falls_with_staleness() -> None:
             comm=comm, loss=Sum(), optimizer=optim.SGD(lr=1.0), strategy=strategy, precision="float64"
         )
         before = float(trainer.parameters()["0.weight"][0, 0])
-        trainer.finish()
+        trainer.host.finish()
         trainer.step(np.ones((1, 1)), np.ones((1, 1)))
-        trainer.finish()
+        trainer.host.finish()
         return before - float(trainer.parameters()["0.weight"][0, 0])
 
     for by_staleness, expected in ((False, 3.0), (True, 1 + 1 / 2 + 1 / 3)):
@@ -140,14 +140,14 @@ def test_gossip_keeps_the_mean_of_all_models() -> None:
 
     def run(comm: Communicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         trainer = make(comm, Gossip(), optimizer=optim.SGD(lr=0.0), precision="float64", group_bytes=1 << 20)
-        own = trainer.engine.state.ledger.array("master", 0)
+        own = trainer.inspect.engine.state.ledger.array("master", 0)
         own += comm.rank
-        trainer.finish()
+        trainer.host.finish()
         before, mean, rows = own.copy(), trainer.parameters()["0.weight"], mine(trainer)
-        trainer.finish()
+        trainer.host.finish()
         for _ in range(30):
             trainer.step(X[rows], Y[rows])
-        trainer.finish()
+        trainer.host.finish()
         return mean, trainer.parameters()["0.weight"], abs(own - before)
 
     found = spawn(run, 4)
@@ -163,10 +163,10 @@ def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tm
         before = train(trainer, 5)
         whole, rows = trainer.parameters(), mine(trainer)
         loss = trainer.evaluate(X[rows], Y[rows])
-        own = trainer.engine.state.ledger.array("master", 0).copy()
+        own = trainer.inspect.engine.state.ledger.array("master", 0).copy()
         trainer.save(tmp_path / name)
-        assert (trainer.engine.state.ledger.array("master", 0) == own).all()
-        trainer.finish()  # from here on others change it
+        assert (trainer.inspect.engine.state.ledger.array("master", 0) == own).all()
+        trainer.host.finish()  # from here on others change it
         train(trainer, 2)
         trainer.load(tmp_path / name)
         assert trainer.steps == 5
@@ -215,7 +215,7 @@ def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
             if comm.rank == 1 and step == 3:
                 raise Died
             trainer.step(X[rows], Y[rows])
-        trainer.finish()
+        trainer.host.finish()
         return trainer.steps, bits(trainer)
 
     first, dead, last = spawn(run, 3, survive=True, timeout=30)

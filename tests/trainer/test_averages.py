@@ -96,7 +96,7 @@ def test_with_chunks_they_have_the_same_bits_at_any_world_size(precision: str) -
 def test_memory_is_that_of_one_more_slot() -> None:
     def run(comm: Communicator) -> int:
         trainer = make(comm)
-        own = sum(page.mine.size for page in trainer.placement.pages.values())
+        own = sum(page.mine.size for page in trainer.inspect.placement.pages.values())
         assert trainer.report().memory["averages"] == 4 * own
         assert trainer.report().memory["optimiser"] == 8 * own
         return own
@@ -118,7 +118,7 @@ def test_both_can_be_saved(tmp_path: Path) -> None:
         trainer.save(tmp_path / "all")
         trainer.save(tmp_path / "average", with_="average")
         trainer.save(tmp_path / "behind", with_="average", background=True)
-        trainer.wait_saved()
+        trainer.host.wait_saved()
         found = [array.tobytes() for array in trainer.parameters(with_="average").values()]
         trainer.step(*part(trainer))
         return found, bits(trainer)
@@ -164,10 +164,10 @@ def test_an_error_puts_the_parameters_back() -> None:
         def fail(action: Any) -> None:
             raise RuntimeError("on purpose")
 
-        trainer.engine.observers.append(fail)
+        trainer.inspect.engine.observers.append(fail)
         with pytest.raises(RuntimeError, match="on purpose"):
             trainer.evaluate(*part(trainer), with_="average")
-        trainer.engine.observers.clear()
+        trainer.inspect.engine.observers.clear()
         assert bits(trainer) == before
 
     spawn(run, 1)

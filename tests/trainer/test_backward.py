@@ -126,7 +126,7 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice(case: str, pattern:
         before = trainer.parameters()
         batches = [CASES[case].batch(np.random.default_rng([seed, comm.rank]), 4) for seed in range(3)]
         losses = [trainer.step(*one) for one in batches]
-        return before, trainer.parameters(), losses, trainer.unfreeze(pattern), trainer.step(*batches[0])
+        return before, trainer.parameters(), losses, trainer.freeze(pattern, undo=True), trainer.step(*batches[0])
 
     for strategy in ("ddp", "fsdp"):
         before, after, losses, _, _ = spawn(lambda comm, s=strategy: run(comm, s, False), 3)[0]
@@ -146,7 +146,7 @@ def test_what_was_frozen_goes_on_with_its_optimiser_state() -> None:
         held = trainer.parameters()
         trainer.step(x, y)
         there = trainer.parameters()
-        trainer.unfreeze("*")
+        trainer.freeze("*", undo=True)
         trainer.step(x, y)
         return held, there, trainer.parameters()
 

@@ -33,11 +33,11 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "load_parameters": lambda t, to: t.load_parameters({}),
     "load_weights": lambda t, to: t.load_weights(to),
     "save": lambda t, to: t.save(to / "saved"),
-    "wait_saved": lambda t, to: t.wait_saved(),
+    "wait_saved": lambda t, to: t.host.wait_saved(),
     "load": lambda t, to: t.load(to),
-    "early stopping": lambda t, to: t.most(np.zeros(2), "early stopping"),
-    "many values": lambda t, to: t.most(np.zeros(20), "many values"),
-    "resume": lambda t, to: t.alone("resume", lambda: 1),
+    "early stopping": lambda t, to: t.host.most(np.zeros(2), "early stopping"),
+    "many values": lambda t, to: t.host.most(np.zeros(20), "many values"),
+    "resume": lambda t, to: t.host.alone("resume", lambda: 1),
     "close": lambda t, to: t.close(),
 }
 
@@ -105,7 +105,7 @@ def test_idle_ranks_of_an_elastic_trainer_are_told() -> None:
     def act(comm: Communicator) -> None:
         t = trainer(comm, mesh=Mesh(pipe=2), elastic=True)
         t.step(X, Y)
-        t.step(X, Y) if t.trains else t.evaluate(X, Y)
+        t.step(X, Y) if t.host.trains else t.evaluate(X, Y)
 
     with pytest.raises(DesyncError, match="ranks called different methods: rank 0: step; rank 2: evaluate"):
         spawn(act, 3)
@@ -123,9 +123,9 @@ def test_a_good_batch_against_a_bad_one_is_still_the_error_of_the_batch() -> Non
 def test_the_largest_of_few_and_of_many_values() -> None:
     def run(comm: Communicator) -> list[Any]:
         t = trainer(comm)
-        few = t.most(np.array([comm.rank - 5.5, -comm.rank]), "few")
-        whole = t.most(np.array([2**60 + comm.rank]), "whole")
-        many = t.most(np.arange(20.0) * (-1) ** comm.rank, "many")
+        few = t.host.most(np.array([comm.rank - 5.5, -comm.rank]), "few")
+        whole = t.host.most(np.array([2**60 + comm.rank]), "whole")
+        many = t.host.most(np.arange(20.0) * (-1) ** comm.rank, "many")
         return [few.tolist(), whole.tolist(), many.tolist()]
 
     for found in spawn(run, 3):

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.state.tuning import Tuning
 from fsdpx.trainer import assemble, progress
 from fsdpx.trainer import log as logs
-from fsdpx.trainer.fit import History
+from fsdpx.trainer.series import History
 
 
 def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
@@ -40,6 +41,10 @@ def batch(rows: int, seed: int = 0) -> Any:
 
 def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
     return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data, shuffle=True)
+
+
+RANK_0 = SimpleNamespace(host=SimpleNamespace(rank=0))
+"""As much of a trainer as a log looks at."""
 
 
 def held(trainer: Any, rows: int = 7) -> list[Any]:
@@ -160,7 +165,7 @@ def test_callbacks_are_called_on_all_ranks() -> None:
         trainer, notes, rates = make(comm, "mlp"), Notes(), []
         trainer.fit(
             loader(trainer, 16), epochs=2, validation=held(trainer), every=3, progress=False,
-            callbacks=[notes, lambda trainer, history: rates.append((trainer.last.rate, trainer.parameters() != {}))],
+            callbacks=[notes, lambda t, history: rates.append((t.inspect.last.rate, t.parameters() != {}))],
         )  # fmt: skip
         return notes.seen, rates
 
@@ -228,7 +233,7 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", Unbuffered())
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
-    progress.say(trainer, "done")
+    progress.say(trainer.host, "done")
     found = [text for text in writes if "compiling" not in text]
     assert len(found) == 5
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in found)
@@ -480,9 +485,8 @@ def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) ->
     (tmp_path / "log/metrics.jsonl").symlink_to(tmp_path / "other")
     log = logs.Log(tmp_path / "log", ())
     log._begin(0)
-    trainer = type("T", (), {"rank": 0})
-    log._write(trainer, History([1.0]), {"loss": 1.0})
-    log.on_train_end(trainer, History())
+    log._write(RANK_0, History([1.0]), {"loss": 1.0})
+    log.on_train_end(RANK_0, History())
     assert rows_of(tmp_path / "log") == [{"step": 1, "epoch": 1, "loss": 1.0}]
     assert (tmp_path / "other").read_text() == "another file"
     assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "log").iterdir())
@@ -491,9 +495,8 @@ def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) ->
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     log = logs.Log(tmp_path, ())
     log._begin(0)
-    trainer = type("T", (), {"rank": 0})
-    log._write(trainer, History([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
-    log.on_train_end(trainer, History())
+    log._write(RANK_0, History([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
+    log.on_train_end(RANK_0, History())
     assert rows_of(tmp_path) == [{"step": 1, "epoch": 1, "loss": 1.0}]
 
 

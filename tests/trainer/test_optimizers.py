@@ -64,7 +64,7 @@ def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> 
 
     def run(comm: Communicator) -> Any:
         trainer = nn.Linear(8, 8, bias=False).as_distributed(comm=comm, **options)
-        trainer.placement.axes.shard.all_gather_bytes = None  # no objects are sent
+        trainer.inspect.placement.axes.shard.all_gather_bytes = None  # no objects are sent
         trainer.step(x, x)
         return trainer.report()
 
@@ -87,7 +87,7 @@ def test_lamb_sends_its_norms_as_arrays(mesh: Mesh) -> None:
         for optimizer in (optim.LAMB(), optim.AdamW()):
             model = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
             trainer = model.as_distributed(comm=comm, optimizer=optimizer, **options)
-            for axis in (trainer.placement.axes.shard, trainer.placement.axes.tensor):
+            for axis in (trainer.inspect.placement.axes.shard, trainer.inspect.placement.axes.tensor):
                 axis.all_gather_bytes = None  # no objects are sent
             trainer.step(X, Y)
             report = trainer.report()
@@ -124,11 +124,11 @@ def test_a_state_is_re_cut_in_memory(name: str) -> None:
         old, group = make(comm, name), comm.split(0 if comm.rank < 2 else None)
         train(old, 2)
         new = None if group is None else make(group, name, seed=9)
-        recut(comm, list(held(old.engine.state)), [] if new is None else list(held(new.engine.state)))
+        recut(comm, list(held(old.inspect.engine.state)), [] if new is None else list(held(new.inspect.engine.state)))
         if new is None:
             return ""
-        restore(new.engine.state, scalars_of(old.engine.state, None, None))
-        new.engine.state.replaced()
+        restore(new.inspect.engine.state, scalars_of(old.inspect.engine.state, None, None))
+        new.inspect.engine.state.replaced()
         return train(new, 2)
 
     assert spawn(run, 3)[:2] == spawn(lambda c: train(make(c, name), 4), 1) * 2
@@ -140,9 +140,9 @@ def test_frozen_parameters_keep_their_state(name: str) -> None:
         trainer = make(comm, name)
         train(trainer, 1)
         trainer.freeze("2.*")
-        before = {one.name: one.array.copy() for one in held(trainer.engine.state)}
+        before = {one.name: one.array.copy() for one in held(trainer.inspect.engine.state)}
         train(trainer, 1)
-        for one in held(trainer.engine.state):
+        for one in held(trainer.inspect.engine.state):
             assert np.array_equal(one.array, before[one.name]) == ("2." in one.name), one.name
 
     spawn(run, 2)

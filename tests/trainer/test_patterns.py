@@ -63,8 +63,8 @@ def test_names_of_files_that_nothing_has_are_an_error_with_the_nearest() -> None
 
 def spared(trainer: Any) -> set[str]:
     """The parameters without weight decay, by the optimiser's own groups."""
-    held = trainer.placement.segments.values()
-    groups = trainer.placement.optimizer.groups
+    held = trainer.inspect.placement.segments.values()
+    groups = trainer.inspect.placement.optimizer.groups
     every = [(s, run) for part in held for s, run in zip(part.items, part.overrides(groups), strict=True)]
     return {s.name for s, run in every if run.decay(0.1) == 0}
 
@@ -88,7 +88,7 @@ def test_no_decay_is_the_list_by_hand(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("model", [nn.GPT(31, 16, 2, 2, 8), nn.Bert(31, 16, 2, 2, 8), nn.ViT(8, 4, 16, 1, 2, 5)])
 def test_no_decay_of_models_whose_norms_are_called_so(model: Any) -> None:
     trainer = made(model, optim.AdamW(groups=optim.no_decay))
-    by_name = {n for n in trainer.placement.layout.specs if n.endswith("bias") or "norm" in n or ".ln_" in n}
+    by_name = {n for n in trainer.inspect.placement.layout.specs if n.endswith("bias") or "norm" in n or ".ln_" in n}
     assert spared(trainer) == by_name
 
 

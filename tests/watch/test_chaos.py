@@ -37,7 +37,7 @@ def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "
         if (folder / "last").exists():
             trainer.load(folder / "last")
         comm.barrier().wait()
-        trainer.engine.observers.append(actions.append)
+        trainer.inspect.engine.observers.append(actions.append)
         strike(trainer, planned, start, threads=True)
         mine = slice(6 * comm.rank // comm.size, 6 * (comm.rank + 1) // comm.size)
         for step in range(trainer.steps, STEPS):
@@ -45,7 +45,7 @@ def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "
             ledger.note(start, comm.rank, step, trainer.step(x[mine], y[mine]))
             if trainer.steps % EVERY == 0:
                 trainer.save(folder / "last")
-        return trainer.fingerprint(), len(actions)
+        return trainer.inspect.fingerprint(), len(actions)
 
     results, last = endure(lambda start: spawn(body, ranks, start))
     ledger.check(STEPS)
@@ -122,7 +122,7 @@ for step in range(trainer.steps, 6):
     x, y = batches[step]
     ledger.note(start, comm.rank, step, trainer.step(x[mine], y[mine]))
     if trainer.steps % 2 == 0: trainer.save(last)
-print("fingerprint", trainer.fingerprint(), flush=True)
+print("fingerprint", trainer.inspect.fingerprint(), flush=True)
 """
 
 

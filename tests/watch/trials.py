@@ -33,8 +33,8 @@ STEPS = """
 for step, (x, y) in enumerate(batches[:6]):
     outside(step)
     trainer.step(x[mine], y[mine])
-if comm.rank == 0: print("ended well", trainer.fingerprint(), flush=True)
-else: trainer.fingerprint()
+if comm.rank == 0: print("ended well", trainer.inspect.fingerprint(), flush=True)
+else: trainer.inspect.fingerprint()
 """
 
 
