@@ -58,7 +58,7 @@ def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> N
     assert dtype(precision(name).wire) == wanted
     assert codec(name, "float32", "float32").dtype == wanted
     made = trainer(precision=Precision(param=name), codec=name)
-    assert made.placement.formats.wire == wanted
+    assert made.inspect.placement.formats.wire == wanted
     assert Precision(compute=name) == Precision(compute=half_name(name))
     made.save(tmp_path / "a", dtype=name)
     assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", name]) == 0

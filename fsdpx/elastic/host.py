@@ -21,7 +21,7 @@ from fsdpx.engine.workspace import GradientScale, Mean
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.trainer.batch import sum_of
-from fsdpx.trainer.host import EVERY, KEEPS, REPLACES, SAVE, STEP, WAIT, Host, LastUpdate
+from fsdpx.trainer.host import EVERY, KEEPS, REPLACES, SAVE, STEP, WAIT, LastUpdate, TrainerHost
 from fsdpx.trainer.recipe import Recipe
 
 __all__ = ["ElasticRanks"]
@@ -29,7 +29,7 @@ __all__ = ["ElasticRanks"]
 T = TypeVar("T")
 
 
-class ElasticRanks(Host):
+class ElasticRanks(TrainerHost):
     """The host of the trainer that `fsdpx.distribute(..., elastic=True)` returns. Batches are global and whole on every
     rank.
 
@@ -69,7 +69,7 @@ class ElasticRanks(Host):
         return self._coordinator.assembly.trains
 
     def run(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
-        self.open(what)
+        self.demand_open(what)
         if how == KEEPS:
             raise ConfigError(
                 f"{what}: an elastic trainer makes whole steps, since what a rank holds between two calls would die "
@@ -94,7 +94,7 @@ class ElasticRanks(Host):
         return found
 
     def feed(self, x: Any, y: Any, kind: str, training: bool = True) -> Feed:
-        self.open(kind)
+        self.demand_open(kind)
         values, place = (x,) if y is None else (x, y), self.place
         self._whole = sum_of(array if hasattr(array, "dtype") else np.asarray(array) for array in arrays_of(values))
         mine, *target = (part_of(value, place.axes.data.rank, place.accumulation) for value in values)

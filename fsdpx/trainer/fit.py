@@ -30,7 +30,7 @@ from fsdpx.state.tuning import Tuning, bytes_text, table
 from fsdpx.trainer.absent import NoOptimizer, demand
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.callbacks import Events, Metric, Metrics, on_host
-from fsdpx.trainer.host import Host
+from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.log import Log
 from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
 from fsdpx.trainer.recipe import Recipe
@@ -390,7 +390,7 @@ def _pair(which: str, batch: Any) -> Any:
     return batch
 
 
-def _demand_shares(host: Host, *loaders: Any) -> None:
+def _demand_shares(host: TrainerHost, *loaders: Any) -> None:
     """ConfigError on all ranks if a DataLoader cuts batches for other ranks than the trainer's. Collective."""
     place = host.data.rank, host.data.size
     samplers = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]

@@ -28,7 +28,17 @@ from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import put_averages, put_outer, remember
 
 __all__ = [
-    "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "Host", "LastUpdate", "hosted",
+    "EVERY",
+    "KEEPS",
+    "LOOKS",
+    "REPLACES",
+    "SAVE",
+    "STEP",
+    "WAIT",
+    "FixedRanks",
+    "LastUpdate",
+    "TrainerHost",
+    "hosted",
 ]  # fmt: skip
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
@@ -81,7 +91,7 @@ class LastUpdate:
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
-class Host(ABC):
+class TrainerHost(ABC):
     """The ranks of a trainer, as `trainer.host`: who they are, and what all of them do together beside training.
 
     session: of the ranks that train now. last: the last update. weight: what the last `evaluate` averaged over. saving:
@@ -176,21 +186,21 @@ class Host(ABC):
     def close(self) -> None:
         """Free what the trainer has in common with other ranks. Collective."""
 
-    def open(self, what: str) -> None:
+    def demand_open(self, what: str) -> None:
         """ConfigError if the trainer is closed."""
         if self.closed:
             raise ConfigError(f"{what}: this trainer is closed")
 
     def begin(self, call: str) -> None:
         """All ranks have come to this call."""
-        self.open(call)
+        self.demand_open(call)
         self.session.begin(call)
 
     def finish(self) -> None:
         """Return when all ranks have made their last step, where they step at their own speed; at once where they step
         together. `fit` ends with it, and calls that are collective begin with it. Ranks that have died are not waited
         for."""
-        self.open("finish")
+        self.demand_open("finish")
         self.session.meet()
 
     def checkpoint(
@@ -273,7 +283,7 @@ class Host(ABC):
             put_back()
 
 
-class FixedRanks(Host):
+class FixedRanks(TrainerHost):
     """The ranks that `fsdpx.distribute` was called on: all of them make each call, once."""
 
     __slots__ = ()
@@ -291,7 +301,7 @@ class FixedRanks(Host):
         return do(*given, **options)
 
     def feed(self, x: Any, y: Any, kind: str, training: bool = True) -> Feed:
-        self.open(kind)
+        self.demand_open(kind)
         return self.session.feed(x, y, kind, training)
 
     def joined(self, output: Any) -> Any:
@@ -302,7 +312,7 @@ class FixedRanks(Host):
         return alone(self.world, what, do)
 
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
-        self.open(what)
+        self.demand_open(what)
         self.session.note(what)
         self.session.meet()
         return calls.largest(self.world, what, values)
@@ -313,7 +323,7 @@ class FixedRanks(Host):
             batches.agree(self.place.axes, "step", batches.ENDED, 0, None)
 
     def remember(self, trainer: Any) -> Callable[[], None]:
-        self.open("remember")
+        self.demand_open("remember")
         exchange = self.session.state.exchange
         put_back = remember(self.session.state) if exchange is None else exchange.remember()
 

@@ -14,7 +14,7 @@ from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
 from fsdpx.optim.rounded import inside
 from fsdpx.state.placement import Placement
-from fsdpx.trainer.host import EVERY, KEEPS, Host, LastUpdate
+from fsdpx.trainer.host import EVERY, KEEPS, LastUpdate, TrainerHost
 from fsdpx.trainer.report import Summary, report
 from fsdpx.trainer.routing import Routing, routing_of, together
 
@@ -29,7 +29,7 @@ class Inspection:
     __slots__ = ("_host", "_parameters", "_step")
 
     def __init__(
-        self, host: Host, step: Callable[[Any, Any], float], parameters: Callable[[], Mapping[str, np.ndarray]]
+        self, host: TrainerHost, step: Callable[[Any, Any], float], parameters: Callable[[], Mapping[str, np.ndarray]]
     ) -> None:
         self._host, self._step, self._parameters = host, step, parameters
 
@@ -109,7 +109,7 @@ class Inspection:
     def save_trace(self) -> None:
         """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; `fit` and `close` do so,
         too. Nothing where no trace is kept. Collective."""
-        self._host.open("save_trace")
+        self._host.demand_open("save_trace")
         if self._host.session.tracer is not None:
             self._host.begin("save_trace")
             self._host.session.save_trace()

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.errors import ConfigError
-from fsdpx.trainer.host import Host
+from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.series import History
 
 __all__ = ["LOGGER", "SILENCE", "Limits", "ProgressBar", "Rate", "line", "say", "slow"]
@@ -123,7 +123,7 @@ class Limits:
         """Whether it is time after this step, or the last step."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
-    def reached(self, host: Host, history: History) -> str:
+    def reached(self, host: TrainerHost, history: History) -> str:
         """After such a step: the same answer on all ranks. Collective."""
         if host.apart and self.patience is None and self.stop is None:  # then there is nothing to agree on
             return STEPS if history.steps == self.steps else ""

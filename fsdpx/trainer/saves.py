@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fsdpx.errors import CheckpointError
-from fsdpx.trainer.host import Host
+from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.inspect import Inspection
 from fsdpx.trainer.progress import say
 from fsdpx.trainer.series import Checkpoints, History
@@ -18,7 +18,7 @@ class Trains(Protocol):
     """The part of a trainer that the loop of `fit` needs."""
 
     @property
-    def host(self) -> Host: ...
+    def host(self) -> TrainerHost: ...
     @property
     def inspect(self) -> Inspection: ...
     @property

@@ -12,7 +12,7 @@ from typing import Any
 from fsdpx.checkpoint.commit import numbered
 from fsdpx.checkpoint.save import Choices
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.trainer.host import Host
+from fsdpx.trainer.host import TrainerHost
 
 __all__ = ["Begun", "Checkpoints", "History"]
 
@@ -133,7 +133,7 @@ class Checkpoints:
         found = list(numbered(Path(self.folder), NAME))
         return found[-1][1] if found else None
 
-    def begin(self, host: Host, loader: Any, history: History) -> Begun | None:
+    def begin(self, host: TrainerHost, loader: Any, history: History) -> Begun | None:
         """Go on from the newest one, if there is one and `resume` says so; its history comes into `history`.
         Collective."""
         for method in ("state_dict", "load_state_dict", "epoch"):
@@ -161,7 +161,7 @@ class Checkpoints:
         history.epochs = max(loader.epoch - begun.first, 0)
         return begun
 
-    def save(self, host: Host, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
+    def save(self, host: TrainerHost, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
         """Write the checkpoint of this step. best: stays, however old. Collective."""
         path = self.path(fit["done"])
         choices = Choices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)

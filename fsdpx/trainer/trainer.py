@@ -24,7 +24,7 @@ from fsdpx.trainer import batch as batches
 from fsdpx.trainer import fit as fitting
 from fsdpx.trainer.absent import demand, lacks
 from fsdpx.trainer.generate import generate
-from fsdpx.trainer.host import KEEPS, LOOKS, REPLACES, STEP, Host, LastUpdate, hosted
+from fsdpx.trainer.host import KEEPS, LOOKS, REPLACES, STEP, LastUpdate, TrainerHost, hosted
 from fsdpx.trainer.inspect import Inspection
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
@@ -53,7 +53,7 @@ class Trainer:
     # no others: an attribute that is misspelt, or that nothing reads, is an AttributeError
     __slots__ = ("_absent", "_finite", "_forwarded", "_host", "_local", "_shown")
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: TrainerHost) -> None:
         self._host = host
         self._absent = lacks(host.session.loss, host.place.optimizer)
         self._forwarded: Feed | None = None  # of the last `forward`
@@ -62,7 +62,7 @@ class Trainer:
         self._finite = True  # the loss of the last step
 
     @property
-    def host(self) -> Host:
+    def host(self) -> TrainerHost:
         """The ranks that call this trainer, and what they do together beside training."""
         return self._host
 
@@ -171,7 +171,7 @@ class Trainer:
     @hosted(KEEPS)
     def zero_grad(self) -> None:
         """Forget the gradients that `accumulate` or `backward` have added up. All ranks call it; it moves nothing."""
-        self._host.open("zero_grad")
+        self._host.demand_open("zero_grad")
         self._session.state.zero_grad()
 
     @hosted(KEEPS)
@@ -255,7 +255,7 @@ class Trainer:
             demand_match("parameters(names=)", names, self._place.layout.specs, fits=operator.eq)
         exchange = self._session.state.exchange
         if exchange is not None and with_ == "parameters":
-            self._host.open("parameters")
+            self._host.demand_open("parameters")
             found = common_parameters(self._session.state, exchange)
         else:
             self._host.begin("parameters")

@@ -192,7 +192,7 @@ def test_the_background_commits_without_another_call(tmp_path: Path) -> None:
         trainer = make(comm, "wide")
         trainer.save(tmp_path / "a", background=True)
         if comm.rank == 0:
-            trainer._saving._thread.join(20)  # type: ignore[union-attr]
+            trainer.host.saving._thread.join(20)  # type: ignore[union-attr]
             assert (tmp_path / "a/manifest.json").exists()
 
     spawn(body, 3)

@@ -20,7 +20,7 @@ from fsdpx.comm import Communicator
 from fsdpx.config import PRESETS, precision
 from fsdpx.elastic.host import ElasticRanks
 from fsdpx.program import VERBS
-from fsdpx.trainer.host import Host
+from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.inspect import Inspection
 from fsdpx.words import left
 
@@ -94,7 +94,7 @@ def known(name: str) -> bool:
     homes = {"fsdpx": [fsdpx], "trainer": [fsdpx.Trainer], "nn": [nn], "optim": [optim]}
     if first == "trainer" and len(rest) == 2:
         first, rest = rest[0], rest[1:]
-        homes |= {"host": [Host, ElasticRanks], "inspect": [Inspection]}
+        homes |= {"host": [TrainerHost, ElasticRanks], "inspect": [Inspection]}
     return any(_reached(home, rest) for home in homes[first])
 
 

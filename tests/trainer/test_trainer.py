@@ -18,7 +18,7 @@ from fsdpx.comm.communicator import Call, Wrapper
 from fsdpx.elastic.host import ElasticRanks
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.testing import demand_close, difference
-from fsdpx.trainer.host import Host
+from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.inspect import Inspection
 from fsdpx.trainer.series import History
 from fsdpx.words import MOVED
@@ -369,7 +369,7 @@ def test_a_trainer_has_few_names_and_says_where_others_have_gone() -> None:
         if instead.startswith("trainer.inspect."):
             assert hasattr(Inspection, name)
         elif instead.startswith("trainer.host."):
-            assert hasattr(Host, name) or hasattr(ElasticRanks, name)
+            assert hasattr(TrainerHost, name) or hasattr(ElasticRanks, name)
     assert not hasattr(trainer, "learning_rate")
 
 
