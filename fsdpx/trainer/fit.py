@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from os import PathLike
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from fsdpx.state.tuning import Tuning, bytes_text, table
 from fsdpx.trainer.absent import NoOptimizer, demand
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.callbacks import Events, Metric, Metrics, on_host
+from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.log import Log
 from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
@@ -177,9 +179,24 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return Recipe(*map(part, (recipe.training, recipe.distribution, recipe.machinery)))
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _END = object()  # a loader may give None, which is an error and no end
 
 
+def _knowing(function: Callable[P, T]) -> Callable[P, T]:
+    """ConfigError for an option that the function does not have, which says what may be meant."""
+    known = [*signature(function).parameters][2:]
+
+    @wraps(function)
+    def call(*given: P.args, **options: P.kwargs) -> T:
+        demand_known(function.__name__, options, known)
+        return function(*given, **options)
+
+    return call
+
+
+@_knowing
 def fit(
     trainer: Trains,
     loader: Iterable[Any],

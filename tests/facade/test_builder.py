@@ -37,7 +37,7 @@ def test_a_plan_trains_as_the_same_calls_do():
         for trainer in (built, called):
             for _ in range(2):
                 trainer.step(x[comm.rank :: 2], y[comm.rank :: 2])
-        assert built.lr == called.lr == pytest.approx(0.075)
+        assert built.inspect.lr == called.inspect.lr == pytest.approx(0.075)
         return bits(built), bits(called)
 
     for built, called in fsdpx.spawn(both, 2):

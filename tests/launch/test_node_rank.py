@@ -103,7 +103,8 @@ for step in range(3):
     if sys.argv[1] == "dies" and os.environ["FSDPX_RESTART"] == "0" and step == 1 and comm.rank == 3:
         os.kill(os.getpid(), 9)
     trainer.step(np.ones((4, 8), np.float32), np.zeros(4, np.int64))
-print(f"rank {comm.rank} of {comm.size}: LOCAL_RANK={os.environ['LOCAL_RANK']} {trainer.fingerprint()}\\n", end="")
+digest = trainer.inspect.fingerprint()
+print(f"rank {comm.rank} of {comm.size}: LOCAL_RANK={os.environ['LOCAL_RANK']} {digest}\\n", end="")
 """
 
 

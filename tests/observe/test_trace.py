@@ -238,8 +238,8 @@ model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
         ("", True),
         ("raise SystemExit(3)", True),
         ("model.close()", False),
-        ("model.save_trace()", False),
-        ("model.save_trace(); model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))", True),
+        ("model.inspect.save_trace()", False),
+        ("model.inspect.save_trace(); model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))", True),
     ],
 )
 def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path, last: str, lost: bool) -> None:

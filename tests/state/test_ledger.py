@@ -96,7 +96,7 @@ def test_a_row_inside_another_has_no_memory_of_its_own() -> None:
 
 def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:
     for strategy in ("ddp", "zero2", "fsdp"):
-        state = spawn(lambda comm, s=strategy: make(comm, s), 1)[0].engine.state
+        state = spawn(lambda comm, s=strategy: make(comm, s), 1)[0].inspect.engine.state
         assert sum(state.ledger.nbytes().values()) == sum(array.nbytes for array in state.arena.kept.values())
 
 

@@ -90,7 +90,7 @@ def test_a_thread_that_moves_transfers_changes_nothing(world: Communicator, how:
     options = {"chunks": 8, "sizes": (16,) * 3, "precision": "float32"}
     _, _, want = train(world, "gpt", how, **options)
     _, _, got = train(world, "gpt", how, progress="thread", **options)
-    assert got.engine._poker is not None
+    assert got.inspect.engine._poker is not None
     assert bits(want) == bits(got)
     want.close()
     got.close()
