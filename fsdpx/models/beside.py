@@ -53,11 +53,11 @@ def last_token(folder: Path) -> int:
     table = object_of(file, LARGEST_TOKENIZER)
     model, added = table.get("model"), table.get("added_tokens") or []
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab or ())))
+    ids = list(vocab.values() if isinstance(vocab, dict) else range(len(vocab)) if isinstance(vocab, list) else ())
     if isinstance(added, list):
         ids += [token.get("id") for token in added if isinstance(token, dict)]
-    if not all(type(one) is int for one in ids):
-        raise ConfigError(f"{file}: this is no tokenizer: numbers of tokens are whole numbers")
+    if not isinstance(vocab, dict | list | None) or not all(type(one) is int for one in ids):
+        raise ConfigError(f"{file}: this is no tokenizer: it needs a vocabulary, of which numbers are whole numbers")
     return max(ids, default=-1)
 
 

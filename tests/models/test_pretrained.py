@@ -16,7 +16,7 @@ from fsdpx.checkpoint import disk
 from fsdpx.checkpoint.disk import lay_out
 from fsdpx.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.models.beside import ends_of
+from fsdpx.models.beside import ends_of, last_token
 from fsdpx.models.reading import boxes
 
 WIDTH, VOCAB, TIME = 8, 11, 6
@@ -302,3 +302,10 @@ def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
     names = {file.name for file in (tmp_path / "new").iterdir()}
     assert names == {"config.json", "model.safetensors", "merges.txt", "tokenizer_config.json"}
     assert (tmp_path / "new" / "merges.txt").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("vocab", ["1000000000", '"text"', '{"a": 1.5}', "true"])
+def test_a_tokenizer_without_a_vocabulary_is_refused_by_its_file(tmp_path: Path, vocab: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
+    with pytest.raises(ConfigError, match=r"tokenizer.json: this is no tokenizer: it needs a vocabulary"):
+        last_token(tmp_path)
