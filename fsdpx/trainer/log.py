@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import secrets
 from contextlib import ExitStack
 from importlib.util import find_spec
 from os import PathLike
@@ -114,7 +115,8 @@ class Log:
             also = "CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'"
             say(trainer.host, f"log {self.folder}: {also}")
         else:
-            self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1)
+            unguessed = f".{secrets.token_hex(8)}"  # it follows a link that has the name of its file
+            self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write(self, trainer: Any, history: History, values: dict[str, float]) -> None:
         if trainer.host.rank > 0:

@@ -368,8 +368,9 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
     found: dict[Any, Any] = {}
 
     class SummaryWriter:
-        def __init__(self, folder: str, purge_step: int) -> None:
+        def __init__(self, folder: str, purge_step: int, filename_suffix: str) -> None:
             found[folder] = purge_step
+            assert re.fullmatch(r"\.[0-9a-f]{16}", filename_suffix), "a name that another user can guess"
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             found[name, step] = value
