@@ -2,7 +2,6 @@
 
 from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
-from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.bert import Bert, BertEmbedding
 from fsdpx.nn.block import MLP, TransformerBlock
 from fsdpx.nn.container import Chain, Composite, Container, Residual
@@ -14,7 +13,7 @@ from fsdpx.nn.function import Lambda
 from fsdpx.nn.gated import Gate, GatedMLP
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
+from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention
 from fsdpx.nn.heads import Attention, HeadNorm
 from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear

@@ -4,12 +4,13 @@ from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.nn.activation import GELU, activation_of
-from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.container import ChildCall, Container, chained
 from fsdpx.nn.dropout import Dropout
+from fsdpx.nn.grouped import MultiHeadAttention
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, positive
 from fsdpx.nn.linear import Linear
+from fsdpx.nn.marks import Column, Row
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import flat
 from fsdpx.nn.shape import Add
@@ -34,6 +35,7 @@ class MLP(Container):
     """
 
     unit = True
+    plan = {"up": Column(), "down": Row()}  # noqa: RUF012
 
     def __init__(
         self,

@@ -22,7 +22,9 @@ from fsdpx.nn.ties import resolve_ties
 from fsdpx.program import constants
 from fsdpx.words import demand_match, patterns_of
 
-__all__ = ["Chain", "ChildCall", "Composite", "Container", "Residual", "Value", "chained", "check_name", "free"]
+__all__ = [
+    "Chain", "ChildCall", "Composite", "Container", "Residual", "Value", "chained", "check_name", "free", "mapped",
+]  # fmt: skip
 
 @dataclass(frozen=True)
 class ChildCall:
@@ -127,7 +129,7 @@ class Container(Layer):
             y, held = step.layer.forward(env.at(step.name), parts.get(step.name, {}), read)
             if keeps:
                 if made and any(id(values[source]) in made for source in sources):
-                    held = _mapped(held, lambda part: made.get(id(part), part))
+                    held = mapped(held, lambda part: made.get(id(part), part))
                 saved.append(held)
                 if step.layer.cheap:  # what it saved is what recomputes its result
                     made[id(y)] = Recomputed(self, len(saved) - 1, y)
@@ -199,7 +201,7 @@ class Container(Layer):
             given = [grads.pop(name, None) for name in step.gives]
             if all(part is None for part in given):
                 continue
-            dx = one(step, _mapped(held, whole), _pack(given))
+            dx = one(step, mapped(held, whole), _pack(given))
             for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
                 if name not in constant:
                     grads[name] = _plus(grads.get(name), part)
@@ -211,7 +213,7 @@ class Container(Layer):
         if not isinstance(part, Recomputed) or part.owner is not self:
             return part
         step, whole = self.steps[part.step], partial(self._resolved, env, parts, saved)
-        return step.layer.recompute(env.at(step.name), parts.get(step.name, {}), _mapped(saved[part.step], whole))
+        return step.layer.recompute(env.at(step.name), parts.get(step.name, {}), mapped(saved[part.step], whole))
 
     def _bind(self, ties: dict[str, str], frozen: Sequence[str]) -> tuple[dict[str, Spec], dict[str, str]]:
         specs = prefixed(self.children().items())
@@ -358,9 +360,9 @@ def _last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list
     return last[::-1]
 
 
-def _mapped(held: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(held: Any, function: Callable[[Any], Any]) -> Any:
     """What a layer saved, with `function` applied to everything that is not a tuple."""
-    return tuple([_mapped(part, function) for part in held]) if type(held) is tuple else function(held)
+    return tuple([mapped(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
 def _pack(values: list[Any]) -> Any:

@@ -1,23 +1,108 @@
-"""Grouped-query attention, and the block of a transformer around it."""
+"""Attention with its projections, multi-head and grouped-query, and the block of a transformer around it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Composite
+from fsdpx.nn.container import ChildCall, Composite, Container, mapped
 from fsdpx.nn.heads import Attention, HeadNorm
-from fsdpx.nn.init import Init, zeros
+from fsdpx.nn.init import Init, uniform, zeros
 from fsdpx.nn.layer import Env, Layer, Params, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Column, Row
 from fsdpx.nn.rotary import Rotary
 
-__all__ = ["AttentionBlock", "GroupedQueryAttention"]
+__all__ = ["AttentionBlock", "GroupedQueryAttention", "MultiHeadAttention"]
 
 
-class GroupedQueryAttention(Composite):
+class Attending(Container):
+    """A container whose last two steps are an `Attention` and the Linear that reads it; one unit.
+
+    With "attention" in `env.recompute` only what the attention reads is saved for its backward, and the rest is
+    recomputed."""
+
+    unit = True
+
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
+        y, saved = super().forward(env, p, x)
+        if saved and "attention" in env.recompute:
+            *before, (_, read), _ = saved
+            saved = (*before, (read,), ())
+        return y, saved
+
+    def _backwards(
+        self,
+        env: Env,
+        parts: Mapping[str, Any],
+        one: Callable[[ChildCall, Any, Any], Any],
+        saved: Any,
+        dy: Any,
+        constant: Collection[str] = (),
+    ) -> Any:
+        *before, held, last = saved
+        if last == ():
+            step = self.steps[-2]
+            (read,) = mapped(held, partial(self._resolved, env, parts, saved))
+            merged, held = step.layer.forward(env.at(step.name), {}, read)
+            last = (merged,)
+        return super()._backwards(env, parts, one, (*before, held, last), dy, constant)
+
+
+class MultiHeadAttention(Attending):
+    """softmax(q k^T / sqrt(d_head)) v per head, `(samples, time, d_model)` to the same (Vaswani et al. 2017), one unit.
+
+    One product makes queries, keys and values. Weights `qkv.weight (3 d_model, d_model)` with rows in the order of
+    PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)`, `out.bias`; they begin as PyTorch's: qkv
+    from Xavier's uniform, biases 0. The attention is a step without a name: its random numbers are those of the layer.
+
+    Parameters
+    ----------
+    d_model : features of the input and the result
+    n_heads : number of heads; d_model must be a multiple of it
+    causal : a position attends to itself and to earlier positions only
+    dropout : on the attention weights, which are then saved in full, (samples, heads, time, time)
+    bias : whether the two projections have biases
+    init : of `qkv.weight`, instead of Xavier's uniform
+    out_init : of `out.weight`, instead of that of `Linear`
+    """
+
+    aliases: ClassVar = {
+        "in_proj_weight": "qkv.weight",
+        "in_proj_bias": "qkv.bias",
+        "out_proj.weight": "out.weight",
+        "out_proj.bias": "out.bias",
+    }
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        causal: bool = True,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        init: Init | None = None,
+        out_init: Init | None = None,
+    ) -> None:
+        positive(self, d_model=d_model, n_heads=n_heads)
+        self.d_model, self.n_heads, self.causal, self.bias = d_model, n_heads, bool(causal), bool(bias)
+        self.dropout, self.init, self.out_init = dropout, init, out_init
+        d_head = _share(self, d_model, n_heads)
+        xavier = uniform(math.sqrt(6.0 / (4 * d_model)))
+        qkv = Linear(d_model, 3 * d_model, bias, init=init or xavier, bias_init=zeros)
+        out = Linear(d_model, d_model, bias, init=out_init, bias_init=zeros)
+        attend = Attention(n_heads, n_heads, d_head, causal, fused=True, dropout=dropout)
+        self.plan = {"qkv": Column(blocks=3, grain=d_head), "out": Row()}
+        steps = [("qkv", qkv, "x"), ("", attend, "qkv"), ("out", out, "")]
+        super().__init__([ChildCall(name, layer, (x,), (name,)) for name, layer, x in steps], ("x",), ("out",))
+
+
+class GroupedQueryAttention(Attending, Composite):
     """Attention of Llama and its kin: `(samples, time, d_model)` to the same, one unit.
 
     Weights `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, `out.weight
@@ -35,8 +120,6 @@ class GroupedQueryAttention(Composite):
     qkv_bias, out_bias : whether q, k and v, and the last Linear, have biases
     init, out_init : of the weights; None: as in `Linear`
     """
-
-    unit = True
 
     def __init__(
         self,
@@ -56,7 +139,7 @@ class GroupedQueryAttention(Composite):
     ) -> None:
         positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
         self.d_model, self.n_heads, self.kv_heads = d_model, n_heads, kv_heads
-        d_head = rotary.d_head if rotary else _share(d_model, n_heads)
+        d_head = rotary.d_head if rotary else _share(self, d_model, n_heads)
         self.attend = Attention(n_heads, kv_heads, d_head, causal, window, segments)
         self.rotary = rotary
         self.reads = ("x", "segments") if segments else ("x",)
@@ -77,24 +160,6 @@ class GroupedQueryAttention(Composite):
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         return self.out(self.attend(q, k, v, *segments))
-
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
-        y, saved = super().forward(env, p, x)
-        if env.cache is not None:
-            return y, saved
-        *rest, held, last = saved
-        if "attention" in env.recompute and len(held) == 3 and len(last) == 1 and last[0] is held[1]:
-            saved = (*rest, held[:1], ())
-        return y, saved
-
-    def _backwards(self, env: Env, parts: Any, one: Any, saved: Any, *rest: Any) -> Any:
-        """With what forward left out made again."""
-        *before, held, last = saved
-        if last == ():
-            step = self.steps[-2]
-            merged, held = step.layer.forward(env.at(step.name), {}, held[0])
-            last = (merged,)
-        return super()._backwards(env, parts, one, (*before, held, last), *rest)
 
 
 class AttentionBlock(Composite):
@@ -123,7 +188,7 @@ class AttentionBlock(Composite):
         return x + self.mlp(self.norm2(x))
 
 
-def _share(d_model: int, n_heads: int) -> int:
+def _share(owner: object, d_model: int, n_heads: int) -> int:
     if d_model % n_heads:
-        raise ConfigError(f"GroupedQueryAttention: d_model {d_model} is not a multiple of n_heads {n_heads}")
+        raise ConfigError(f"{type(owner).__name__}: d_model {d_model} is not a multiple of n_heads {n_heads}")
     return d_model // n_heads

@@ -1,15 +1,14 @@
-"""Layers that treat each head alone: attention of queries that share keys and values, and a norm within heads."""
+"""Layers that treat each head alone: attention, and a norm within heads."""
 
 from __future__ import annotations
 
 from copy import copy
 from typing import Any
 
-from fsdpx.array import kernels
 from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.attention import Core, Heads
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive
+from fsdpx.nn.attention import Core, Heads, split_heads
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
 from fsdpx.nn.norm import RMSNorm
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sequence import Ring, Ulysses
@@ -23,6 +22,8 @@ class PerHead(Layer):
     Parameters of it are of one head, which all heads share: with a part of the heads their gradient is a part."""
 
     d_head: int
+    blocks = 1
+    """Blocks of heads that come side by side in one input."""
 
     def on_part(self, path: str, sequence: str) -> Layer:
         """The layer that does the same with a part of the sequence, of all heads."""
@@ -72,7 +73,8 @@ class Attention(PerHead):
     """softmax(q k^T / sqrt(d_head)) v per head, of queries, keys and values that come as three inputs.
 
     Queries are `(samples, time, heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`: queries of
-    heads / kv_heads heads, one after the other, share a head of keys and values (Ainslie et al. 2023).
+    heads / kv_heads heads, one after the other, share a head of keys and values (Ainslie et al. 2023). With "attention"
+    in `env.recompute` the layer around it saves the inputs alone, see `Attending`.
 
     Parameters
     ----------
@@ -82,9 +84,9 @@ class Attention(PerHead):
     window : with `causal`, to itself and the window - 1 positions before it (Beltagy et al. 2020); None: to all
     segments : a fourth input, whole numbers (samples, time): a position attends to those of its own number only.
         Documents that are packed into one sequence have a number each, and padding another one
+    fused : queries, keys and values are one input, side by side, and have as many heads
+    dropout : with `fused`, on the attention weights, which are then saved in full, (samples, heads, time, time)
     """
-
-    runs = ("attention", "attention_backward")
 
     def __init__(
         self,
@@ -94,18 +96,30 @@ class Attention(PerHead):
         causal: bool = True,
         window: int | None = None,
         segments: bool = False,
+        *,
+        fused: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         positive(self, n_heads=n_heads, kv_heads=kv_heads, d_head=d_head)
+        fraction(self, dropout=dropout)
         if window is not None:
             positive(self, window=window)
         if n_heads % kv_heads:
             raise ConfigError(f"Attention: n_heads {n_heads} is not a multiple of kv_heads {kv_heads}")
         if window is not None and not causal:
             raise ConfigError("Attention: a window needs causal=True")
+        if fused and (segments or kv_heads != n_heads):
+            raise ConfigError("Attention: fused needs kv_heads=n_heads, and no segments")
+        if dropout and not fused:
+            raise ConfigError("Attention: dropout needs fused=True")
         self.n_heads, self.kv_heads, self.d_head = n_heads, kv_heads, d_head
         self.causal, self.window = bool(causal), window
-        self.segments, self.n_inputs = bool(segments), 4 if segments else 3
+        self.fused, self.dropout = bool(fused), float(dropout)
+        self.segments, self.n_inputs = bool(segments), 1 if fused else 4 if segments else 3
         self.takes = ("numbers", "numbers", "numbers", "indices")[: self.n_inputs]
+        self.runs = ("softmax", "softmax_backward", "drop_backward") if dropout else ("attention", "attention_backward")
+        self.blocks = 3 if fused else 1
+        self._heads = Heads(n_heads, d_head, self.causal, self.dropout, window or 0)
         self.core: Core | None = None
 
     @property
@@ -115,68 +129,60 @@ class Attention(PerHead):
     def on_part(self, path: str, sequence: str) -> Layer:
         if sequence not in ("ring", "ulysses"):
             raise ConfigError(
-                f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads with nn.Own"
+                f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads, with nn.Own "
+                "for the layer around it"
             )
-        if self.window is not None:
+        within = "segments" if self.segments else None if self.window is None else f"a window of {self.window}"
+        if within:
             raise ConfigError(
-                f"{path!r}: attention within a window of {self.window} works on whole sequences: use a tensor plan, or "
+                f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        if self.segments:
-            raise ConfigError(
-                f"{path!r}: attention within segments works on whole sequences: use a tensor plan, or "
-                f"sequence='parallel', instead of {sequence!r}"
-            )
-        new, heads = copy(self), Heads(self.n_heads, self.d_head, self.causal, 0.0)
-        new.core = Ring(heads) if sequence == "ring" else Ulysses(heads)
+        new = copy(self)
+        new.core = Ring(self._heads) if sequence == "ring" else Ulysses(self._heads)
         return new
 
-    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
-        self._want(x)
-        q, k, v, *segments = x
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+        self._want((x,) if self.fused else x)
+        again = (x,) if "attention" in env.recompute else ()
         if self.core is not None:
-            merged, kept = self.core.forward(env, self._repeated(env, q, k, v))
-            return merged, (kept,)
-        if env.cache is not None:
-            heads = self._apart(q), self._apart(k), self._apart(v)
-            o = env.cache.attend(env.xp, env.random.path, *heads, self._scale, self.window or 0)
-            return o.swapaxes(1, 2).reshape(q.shape), ()
-        o, lse = kernels.attention(env.xp, *map(self._apart, (q, k, v)), *self._form(env, segments))
-        merged = o.swapaxes(1, 2).reshape(q.shape)
-        return merged, (tuple(x), merged, lse)
+            merged, kept = self.core.forward(env, x if self.fused else self._repeated(env, *x))
+        elif self.fused:
+            merged, kept = self._heads.forward(env, x)
+        else:
+            merged, rest = self._heads.attend(env, *self._split(x[:3]), segments=self._names(env, x))
+            kept = tuple(x), merged, rest
+        return merged, (kept, *again)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        kept = saved[0]
+        if self.fused:
+            return (self.core or self._heads).backward(env, kept, dy), ()
         if self.core is not None:
-            return self._summed(env, self.core.backward(env, saved[0], dy)), ()
-        (q, k, v, *segments), merged, lse = saved
-        arrays = [self._apart(a) for a in (q, k, v, merged)]
-        d = kernels.attention_backward(env.xp, *arrays, lse, self._apart(dy), *self._form(env, segments))
-        parts = [part.swapaxes(1, 2).reshape(a.shape) for part, a in zip(d, (q, k, v), strict=True)]
-        return (*parts, *(None for _ in segments)), ()
+            return self._summed(env, self.core.backward(env, kept, dy)), ()
+        x, merged, rest = kept
+        d = self._heads.attend_backward(env, merged, rest, dy, *self._split(x[:3]), segments=self._names(env, x))
+        parts = [part.swapaxes(1, 2).reshape(a.shape) for part, a in zip(d, x[:3], strict=True)]
+        return (*parts, *(None for _ in x[3:])), ()
 
     def _want(self, x: tuple[Array, ...]) -> None:
-        q, k, v, *segments = x
-        fits = q.shape[2] * self.kv_heads == k.shape[2] * self.n_heads and k.shape == v.shape
-        if not fits or any(a.shape[:2] != q.shape[:2] for a in x):
+        q, k, v, *segments = x * 3 if self.fused else x
+        fits = q.shape[2:] and q.shape[2] * self.kv_heads == k.shape[2] * self.n_heads and k.shape == v.shape
+        if not fits or q.shape[2] % (self.blocks * self.d_head) or any(a.shape[:2] != q.shape[:2] for a in x):
             wanted = f"(samples, time, {self.n_heads} x {self.d_head}), twice (.., {self.kv_heads} x {self.d_head})"
             got = ", ".join(str(tuple(a.shape)) for a in x)
-            more = " and segments (samples, time)" if self.segments else ""
+            more = " and segments (samples, time)" if self.segments else ", side by side" if self.fused else ""
             raise ShapeError(f"{self!r} wants queries, keys and values {wanted}{more}, got {got}")
         if any(not is_index(a) for a in segments):
             raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
 
-    def _form(self, env: Env, segments: list[Array]) -> tuple[Any, ...]:
-        """What the kernel takes after its arrays."""
-        names = segments[0].astype(env.xp.int64, copy=False) if segments else None
-        return self.causal, self._scale, self.window or 0, names
+    def _names(self, env: Env, x: tuple[Array, ...]) -> Array | None:
+        """The segments, if there are any, as the kernel takes them."""
+        return x[3].astype(env.xp.int64, copy=False) if self.segments else None
 
-    @property
-    def _scale(self) -> float:
-        return float(self.d_head**-0.5)
-
-    def _apart(self, x: Array) -> Array:
-        """(samples, heads, time, d_head), a view."""
-        return x.reshape(*x.shape[:2], x.shape[2] // self.d_head, self.d_head).swapaxes(1, 2)
+    def _split(self, x: tuple[Array, ...]) -> list[Array]:
+        """Views (samples, heads, time, d_head)."""
+        return [split_heads(a, 1, self.d_head)[0] for a in x]
 
     def _repeated(self, env: Env, q: Array, k: Array, v: Array) -> Array:
         """Queries, keys and values side by side, with a head of keys and values for each of the queries."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
-from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.container import Container, check_layer
 from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted, fraction, positive, want_last
@@ -155,8 +154,6 @@ class _Adapting:
         new = {name: self.visit(child, dotted(path, name)) for name, child in children.items()}
         if all(new[name] is child for name, child in children.items()):
             return layer
-        if isinstance(layer, MultiHeadAttention):
-            return layer.rebuilt(new["qkv"], new["out"])
         if isinstance(layer, Container):
             return layer.with_layers(new)
         raise ConfigError(f"lora: {path!r} {layer!r} is no container, so the Linear layers inside cannot be replaced")

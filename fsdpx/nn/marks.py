@@ -6,8 +6,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.attention import MultiHeadAttention
-from fsdpx.nn.block import MLP
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.moe import MoE
 from fsdpx.words import demand_match
@@ -18,6 +16,8 @@ __all__ = ["Column", "Mark", "Own", "Row", "Vocab", "matched", "paths"]
 @dataclass(frozen=True)
 class Column:
     """A Linear becomes a `ColumnLinear`: activations after it are cut along the features until a Row sums them.
+
+    Without options it takes those that the plan of the layer around it has for this Linear.
 
     Parameters
     ----------
@@ -89,8 +89,9 @@ def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[s
             )
         inside = True
         del marks[path]
-    for name, mark in layer.plan.items() if inside else ():
-        if isinstance(marks.get(dotted(path, name), Own()), Own):
+    for name, mark in layer.plan.items():
+        given = marks.get(dotted(path, name), Own())
+        if inside if isinstance(given, Own) else given == Column() and isinstance(mark, Column):
             marks[dotted(path, name)] = mark
     found = {path} if inside else set()
     for name, child in layer.children().items():
@@ -99,7 +100,7 @@ def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[s
 
 
 def _has_plan(layer: Layer) -> bool:
-    return isinstance(layer, MultiHeadAttention | MLP | MoE) or bool(layer.plan)
+    return isinstance(layer, MoE) or bool(layer.plan)
 
 
 def _mark(pattern: Any, mark: Any) -> Mark:

@@ -1,11 +1,9 @@
 """One pass over a model that replaces layers by those cut over a tensor axis, under the same names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.attention import Core, Heads, MultiHeadAttention
-from fsdpx.nn.block import MLP
 from fsdpx.nn.container import ChildCall, Container, free
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabEmbedding, VocabTokenEmbedding
@@ -15,7 +13,7 @@ from fsdpx.nn.linear import Linear
 from fsdpx.nn.lowrank import ColumnLoRA, LoRALinear, RowLoRA
 from fsdpx.nn.marks import Column, Mark, Row, Vocab
 from fsdpx.nn.moe import CutMoE, MoE
-from fsdpx.nn.sequence import Enter, PartTokenEmbedding, Ring, Ulysses
+from fsdpx.nn.sequence import Enter, PartTokenEmbedding
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
 
 __all__ = ["CutValue", "Features", "Kind", "Rewriter", "Whole"]
@@ -67,17 +65,13 @@ class Rewriter:
 
     def visit(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
         """The layer that replaces `layer`, and how its results are cut."""
-        if self.samples and (isinstance(layer, MLP) or not isinstance(layer, Container)):
+        if self.samples and not isinstance(layer, Container):
             return self._of_samples(layer, path), [CutValue()]
-        if isinstance(layer, MultiHeadAttention | MLP | Container) and path in self.marks:
+        if isinstance(layer, Container) and path in self.marks:
             raise ConfigError(
                 f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {_name(self.marks[path])}: name "
                 "the Linear layers inside, or give it nn.Own"
             )
-        if isinstance(layer, MultiHeadAttention):
-            return self._attention(layer, path, kinds[0])
-        if isinstance(layer, MLP):
-            return self._mlp(layer, path, kinds[0])
         if isinstance(layer, Container):
             return self.container(layer, path, kinds)
         new, kind = self._leaf(layer, path, list(kinds))
@@ -118,7 +112,7 @@ class Rewriter:
 
     def _takes_whole(self, layer: Layer, path: str, place: int) -> bool:
         """Whether `layer` needs all of an input: an embedding that is cut by rows does, and attention its segments."""
-        if isinstance(layer, Container) and not isinstance(layer, MLP):
+        if isinstance(layer, Container):
             name = layer.inputs[place]
             readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
             return any(self._takes_whole(s.layer, dotted(path, s.name), i) for s, i in readers)
@@ -136,57 +130,6 @@ class Rewriter:
                     f"{dotted(path, alias)!r} is tied to {dotted(path, name)!r}, but one lies over the tensor axis as "
                     f"{specs[alias].cut} and the other as {specs[name].cut} (None is whole): cut both layers alike"
                 )
-
-    def _attention(self, layer: MultiHeadAttention, path: str, kind: Kind) -> tuple[Layer, list[Kind]]:
-        self._not_features(layer, path, kind)
-        heads = Heads(layer.n_heads, layer.d_head, layer.causal, layer.dropout)
-        if self.context:
-            if self.sequence == "ulysses":
-                self._enough(path, layer.n_heads, "heads", 'sequence="ring"')
-            core: Core = Ring(heads) if self.sequence == "ring" else Ulysses(heads)
-            self._add_partial(layer, path)
-            return layer.rebuilt(core=core), [CutValue()]
-        if not self._pair(path, "qkv", "out"):
-            if isinstance(kind, CutValue):
-                raise ConfigError(
-                    f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads with "
-                    f"tensor_plan={{{path!r}: nn.Own}}"
-                )
-            return layer, [kind]
-        self._enough(path, layer.n_heads, "heads")
-        parts = isinstance(kind, CutValue)
-        qkv, out = (self._linear(child, dotted(path, name)) for name, child in layer.children().items())
-        row = self._row(out, dotted(path, "out"), layer.d_head, parts)
-        self.cuts += 1
-        return layer.rebuilt(self._column(qkv, dotted(path, "qkv"), parts, blocks=3, grain=layer.d_head), row), [kind]
-
-    def _mlp(self, layer: MLP, path: str, kind: Kind) -> tuple[Layer, list[Kind]]:
-        self._not_features(layer, path, kind)
-        up, activation, down, *drop = layer.steps
-        parts = isinstance(kind, CutValue)
-        if parts and drop:
-            drop = [replace(drop[0], layer=CutDropout(layer.dropout, 1))]
-        if self.context or not self._pair(path, "up", "down"):
-            if not parts:
-                return layer, [kind]
-            self._by_itself(activation.layer, dotted(path, activation.name), kind, ("element", "position"))
-            self._add_partial(layer, path)
-            return layer.rewired([up, activation, down, *drop]), [kind]
-        hidden = Features(0, 1, 1, dotted(path, "up"))
-        self._by_itself(activation.layer, dotted(path, activation.name), hidden, ("element",))
-        without = f"leave the {type(layer).__name__} whole, with a tensor_plan that does not name it"
-        self._no_parameters(activation.layer, dotted(path, activation.name), hidden, without)
-        wide = self._linear(up.layer, dotted(path, "up"))
-        self._enough(path, wide.out_features, "hidden features")
-        row = self._row(self._linear(down.layer, dotted(path, "down")), dotted(path, "down"), 1, parts)
-        steps = [
-            replace(up, layer=self._column(wide, dotted(path, "up"), parts)),
-            activation,
-            replace(down, layer=row),
-            *drop,
-        ]
-        self.cuts += 1
-        return layer.rewired(steps), [kind]
 
     def _leaf(self, layer: Layer, path: str, kinds: list[Kind]) -> tuple[Layer, Kind]:
         mark = self.marks.get(path)
@@ -241,14 +184,16 @@ class Rewriter:
         kinds = kinds[:3]  # without segments, which are whole
         cut = [kind for kind in kinds if isinstance(kind, Features)]
         if cut:
-            whole = all(kind.blocks == 1 and kind.grain % layer.d_head == 0 for kind in cut)
+            blocks, grain = layer.blocks, cut[0].grain
+            whole = all(kind.blocks == blocks and kind.grain % layer.d_head == 0 for kind in cut)
             if len(cut) < len(kinds) or not whole or len({kind.total // kind.grain for kind in cut}) > 1:
+                options = f"grain={layer.d_head}" if blocks == 1 else f"{blocks=}, grain={layer.d_head}"
                 raise ConfigError(
                     f"{path!r} {layer!r} reads {', '.join(map(str, kinds))}, but needs heads of {layer.d_head} "
-                    f"features that stay together: give Columns a grain, such as nn.Column(grain={layer.d_head})"
+                    f"features that stay together: give Columns a grain, such as nn.Column({options})"
                 )
             self._add_partial(layer, path)
-            return layer, kinds[0]
+            return layer, Features(cut[0].total // blocks, 1, grain, cut[0].source)
         if any(isinstance(kind, CutValue) for kind in kinds):
             self._add_partial(layer, path)
             if self.sequence == "ulysses" and isinstance(layer, Attention):
@@ -306,20 +251,6 @@ class Rewriter:
             )
         parts = self.sequence is not None
         return self._row(linear, path, kind.grain, parts), CutValue() if parts else Whole()
-
-    def _pair(self, path: str, first: str, last: str) -> bool:
-        """Whether the layer at `path` is cut between its children `first` and `last`."""
-        marks = [self.marks.get(dotted(path, name)) for name in (first, last)]
-        if path in self.own:
-            return True
-        if marks == [None, None]:
-            return False
-        if not (isinstance(marks[0], Column) and isinstance(marks[1], Row)):
-            raise ConfigError(
-                f"{path!r}: {first!r} must be a Column and {last!r} the Row that closes it, but the plan says "
-                f"{_name(marks[0])} and {_name(marks[1])}; nn.Own says both"
-            )
-        return True
 
     def _column(
         self, linear: Linear, path: str, parts: bool, blocks: int = 1, grain: int = 1, gather_output: bool = False

@@ -55,9 +55,11 @@ def test_heads_stay_whole_and_a_window_stays_in_one_sequence():
         parallelise(model, loss, 3)
     with pytest.raises(ConfigError, match=r"'blocks.0.attn.attend': attention within a window of 3 works on whole"):
         parallelise(model, loss, 2, sequence="ring")
-    plan = {f"*attn.{name}": nn.Column for name in "qkv"} | {"*attn.out": nn.Row}
+    plan = {f"*attn.{name}": nn.Column(grain=2) for name in "qkv"} | {"*attn.out": nn.Row}
     with pytest.raises(ConfigError, match=r"needs heads of 4 features that stay together: .* nn.Column\(grain=4\)"):
         parallelise(model, loss, 2, plan)
+    plain = {f"*attn.{name}": nn.Column for name in "qkv"} | {"*attn.out": nn.Row}
+    assert parallelise(model, loss, 2, plain).model.specs()["blocks.0.attn.q.weight"].cut.grain == 8
 
 
 @pytest.mark.parametrize("sequence", [None, "parallel"])
@@ -320,7 +322,7 @@ WRONG = {
         {"plan": {"0": nn.Column, "1": nn.Row}},
         r"'0' has 3 results, fewer than the 4 ranks of the tensor axis: use Mesh\(tensor=3\) or less",
     ),
-    "too few heads": (GPT, {}, r"'blocks.0.attn' has 3 heads, fewer than the 4 ranks .* use Mesh\(tensor=3\)"),
+    "too few heads": (GPT, {}, r"'blocks.0.attn.qkv' has 3 runs of 4 results, fewer .* use Mesh\(tensor=3\)"),
     "too few heads for ulysses": (GPT, {"sequence": "ulysses"}, r"'blocks.0.attn' has 3 heads.*or sequence=\"ring\""),
     "too few words": (nn.GPT(3, 12, 1, 4, 6), {}, r"'embed' has 3 tokens in its vocabulary, fewer than the 4"),
     "not a Linear": (nn.Chain(nn.Tanh()), {"plan": {"0": nn.Column}}, r"'0' Tanh\(\) cannot be cut as Column"),
@@ -333,7 +335,7 @@ WRONG = {
     "half of attention": (
         nn.Chain(nn.MultiHeadAttention(8, 4)),
         {"plan": {"0.qkv": nn.Column}},
-        r"'0': 'qkv' must be a Column and 'out' the Row that closes it, but the plan says Column and nothing",
+        r"'0.out' Linear\(.*\) reads features that '0.qkv' cut, but acts on each position as a whole",
     ),
     "a tie cut in half": (
         encoder(),
@@ -345,7 +347,7 @@ WRONG = {
     "attention to a part": (
         nn.Chain(nn.MultiHeadAttention(8, 4), nn.MLP(8)),
         {"plan": {"1": nn.Own}, "sequence": "parallel"},
-        r"'0': attention needs the whole sequence.*tensor_plan=\{'0': nn.Own\}",
+        r"'0': attention needs the whole sequence.*cut it by heads, with nn.Own for the layer around it",
     ),
     "batch statistics of a part": (
         nn.Chain(nn.BatchNorm(8), nn.MLP(8)),
