@@ -144,7 +144,7 @@ class Attention(PerHead):
 
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
         self._want((x,) if self.fused else x)
-        again = (x,) if "attention" in env.recompute else ()
+        inputs = (x,) if "attention" in env.recompute else ()
         if self.core is not None:
             merged, kept = self.core.forward(env, x if self.fused else self._repeated(env, *x))
         elif self.fused:
@@ -152,7 +152,7 @@ class Attention(PerHead):
         else:
             merged, rest = self._heads.attend(env, *self._split(x[:3]), segments=self._names(env, x))
             kept = tuple(x), merged, rest
-        return merged, (kept, *again)
+        return merged, (kept, *inputs)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         kept = saved[0]
