@@ -282,7 +282,7 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _missing(environ: Mapping[str, str]) -> list[str]:
-    """Of what says where ranks meet."""
+    """The variables, among those that say where ranks meet, that are missing or wrong."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _count(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]

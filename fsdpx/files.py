@@ -33,7 +33,7 @@ LARGEST_RECORD = 1 << 20
 DEEPEST = 64
 """Lists and objects inside each other in JSON."""
 DIGITS = 64
-"""Of a whole number in JSON. Tokenizers have one of 31 for "no limit"."""
+"""The most digits of a whole number in JSON. Tokenizers write a number of 31 digits for "no limit"."""
 PRIVATE, READABLE = 0o600, 0o644
 """Modes of new files: for this user alone, and for others to read, as in a cache that users share."""
 _POSIX = hasattr(os, "geteuid")
@@ -253,7 +253,7 @@ def demand_private(path: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder of this user, and not a link to one."""
+    """Whether a path is a folder of this user, and not a link to one."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(path).st_mode) and belongs(path)
     return False

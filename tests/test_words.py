@@ -23,6 +23,17 @@ HOUSE = {"again", "anew", "crew", "dog", "hand", "nobody", "plainly", "room", "s
 VAGUE = re.compile(r"\b(nobody|somebody|anybody|whoever|anew)\b", re.IGNORECASE)
 """No words of a docstring or a comment: a rank, a caller or an action does it, and the text can name it."""
 
+UNCLEAR = re.compile(
+    r"\b(?:that|those) of (?:that|those|these|it|which|them)\b"  # "that of those", "those of it"
+    r"|\bof (?:each|all|both|some|any|one|none) of (?:which|those|it)\b"  # "of each of which"
+    r"|\bof which (?:it|they)\b|\bthose of them\b|\bof those of\b|\bit = "
+    r"|(?:^|[.:] |\n\n)"  # a sentence that begins with
+    r"(?:Of (?:the|an?|all|its?|which|those|each|them|what|this|these|one|both|equals)\b"
+    r"|Which (?:of|elements|ones)\b|The same,|That of\b|Those (?:of|that)\b)"
+    r"|\A(?:Whether (?:it|they)|Its?|They|Theirs?|Both (?:in|on)|As many|What (?:it|they)|Where (?:it|they))\b"
+)
+"""Sentences of docstrings that only those understand who know the code: pronouns stand where the noun should."""
+
 
 def classes(package: Package) -> dict[str, list[str]]:
     """Class name -> the files that define it."""
@@ -57,14 +68,27 @@ def house_words(package: Package) -> list[str]:
     return sorted({f"{file}:{line} {name}" for file, line, name in found if parts(name) & HOUSE})
 
 
+def docstrings(package: Package, file: str) -> Iterator[tuple[int, str]]:
+    """Line and text of all docstrings, also those of values, with one line for each paragraph."""
+    for node in package.nodes(file):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            paragraphs = re.split(r"\n\s*\n", node.value.value)
+            yield node.lineno, "\n\n".join(re.sub(r"\s+", " ", paragraph).strip() for paragraph in paragraphs)
+
+
+def unclear(package: Package) -> list[str]:
+    return [
+        f"{file}:{line} {text[max(0, found.start() - 20) : found.end() + 30]!r}"
+        for file in package.sources
+        for line, text in docstrings(package, file)
+        for found in UNCLEAR.finditer(text)
+    ]
+
+
 def vague(package: Package) -> list[str]:
     found = []
     for file, source in package.sources.items():
-        texts = [
-            (node.lineno, node.value.value)
-            for node in package.nodes(file)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        ]
+        texts = list(docstrings(package, file))
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
         found += [f"{file}:{line} {word[0]}" for line, text in texts for word in VAGUE.finditer(text)]
@@ -118,3 +142,13 @@ def test_vague_words_are_found_in_prose_alone(source: str, found: list[str]) -> 
 def test_classes_of_one_name_are_found() -> None:
     two = Package({"a.py": "class A: pass", "b.py": "def f():\n    class A: pass", "c.py": "class B: pass"})
     assert classes(two) == {"A": ["a.py", "b.py"], "B": ["c.py"]}
+
+
+def test_docstrings_name_their_subject() -> None:
+    assert unclear(PACKAGE) == []
+
+
+@pytest.mark.parametrize("text", ["Of the tree, those that it has.", "Keeps some.\n\nWhich of it this rank has."])
+def test_an_unclear_docstring_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.py").write_text(f'def f():\n    """{text}"""\n')
+    assert len(unclear(Package.of(tmp_path))) == 1

@@ -219,7 +219,7 @@ class Arena:
 
 
 def address(array: Any) -> int:
-    """Of the first byte, on host or GPU; arrays without data lie nowhere."""
+    """The address of an array's first byte, on the host or a GPU; 0 for arrays without data."""
     if hasattr(array, "ctypes"):
         return int(array.ctypes.data)
     return int(array.data.ptr) if hasattr(array, "data") else 0

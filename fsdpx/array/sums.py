@@ -41,6 +41,6 @@ def expansion(values: Sequence[float]) -> list[float]:
 
 
 def padded(values: Sequence[float]) -> list[float]:
-    """Their expansion as `PARTS` numbers, zeros at the end: as long on every rank."""
+    """The expansion of `values` as `PARTS` numbers, with zeros at the end: equally long on every rank."""
     parts = expansion(values)
     return [*parts, *[0.0] * (PARTS - len(parts))]

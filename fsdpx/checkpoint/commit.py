@@ -229,8 +229,8 @@ def current(path: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint or a part of one, nothing else. The manifest goes first: what is left then is none. Of a link
-    that is in its place, the link alone."""
+    """Delete a checkpoint or a part of one, and nothing else. The manifest goes first: without it the rest is no
+    checkpoint. Where a link stands in its place, only the link is deleted."""
     if folder.is_symlink():
         folder.unlink()
     if not folder.is_dir():

@@ -79,8 +79,8 @@ class TensorPiece(Protocol):
 
 def held(state: TrainState, replicas: int | None = None) -> Iterator[Held]:
     """All that this rank has of the train state, row by row of the ledger, but for what codecs keep: that is each
-    rank's own, see `checkpoint.kept`. replicas: how many states there are, where each replica has one of its own: this
-    one takes that of its number, counted from 0 again where there are fewer."""
+    rank's own, see `checkpoint.kept`. replicas: the number of saved states, where each replica has a state of its own:
+    replica r of this run takes state r modulo `replicas`."""
     for row, array in state.ledger.saved():
         if row.key.kind != "memory":
             yield from _of_row(state.placement, row, array, replicas=replicas)
@@ -155,7 +155,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedPart:
-    """writes: this rank does, of those that have the same."""
+    """A tensor of a file as this rank has it. writes: this rank writes it, not another one that has the same."""
 
     name: Name
     held: Held
@@ -163,7 +163,7 @@ class SavedPart:
 
 
 def kept(state: TrainState, instead: Mapping[Key, Any] | None = None) -> Iterator[Held]:
-    """All that codecs of this rank keep. instead: arrays that take the place of those of some rows."""
+    """All that codecs of this rank keep. instead: arrays for some rows, in place of the ledger's."""
     return (part.held for one in _rows(state, instead or {}) for part in one.parts())
 
 
@@ -237,7 +237,7 @@ class CodecMemory:
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
     def sources(self, mine: SavedPart, known: Sequence[Name]) -> list[Name]:
-        """Which of the `known` tensors of the same kind come to this part."""
+        """The names of the saved tensors, among the `known` ones of the same kind, that this part is made of."""
         if not self.adds:
             return [mine.name] if mine.name in known else list(known[:1])
         place, name = self.placement, mine.name
@@ -252,8 +252,9 @@ class CodecMemory:
         return axis, memory
 
     def _number(self, axis: str, spec: Spec) -> tuple[int, int]:
-        """Which of how many tensors of a parameter this rank keeps, of an axis or of a chunk ("chunk5"). Ranks of the
-        tensor axis have the same of what is not cut, unless each finds a part of its gradient."""
+        """The number of this rank's tensor of a parameter, and how many tensors the parameter has, for an axis or a
+        chunk ("chunk5"). Ranks of the tensor axis share the tensor of a parameter that is not cut, unless each of them
+        finds a part of its gradient."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if axis.startswith("chunk"):

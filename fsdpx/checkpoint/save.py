@@ -85,7 +85,7 @@ def words(note: bytes | None) -> str:
 
 
 def _strategy(sharding: Sharding) -> str:
-    """Its name, if it has one."""
+    """The name of a sharding, if it has one."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
     for name in ("ddp", "zero1", "zero2", "fsdp", "hybrid"):
         if replace(sharding_of(PRESETS[name], ranks), ahead=sharding.ahead) == sharding:

@@ -39,7 +39,8 @@ SUMS = ".sums-"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file. head: CRC-32 of its header, or of all of it if it is a text. tensors: name -> CRC-32 of its bytes."""
+    """One file. head: CRC-32 of its header, or of the whole file if it is a text. tensors: name -> CRC-32 of its
+    bytes."""
 
     size: int
     head: int

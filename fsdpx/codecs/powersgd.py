@@ -39,9 +39,9 @@ class Thin(NamedTuple):
 
 
 class PowerSGD(Codec):
-    """Of a matrix M (n, m) travel P = M Q and then Q = M^T P, with P made orthonormal in between: one step of the power
-    method for its `rank` largest singular values, begun with the Q of the step before (Vogels et al. 2019). So
-    rank (n + m) elements are summed instead of n m; what P Q^T lacks is added to the next gradient.
+    """Instead of a matrix M (n, m), P = M Q and then Q = M^T P travel, with P made orthonormal in between: one step of
+    the power method for the `rank` largest singular values of M, begun with the Q of the step before (Vogels et al.
+    2019). So rank (n + m) elements are summed instead of n m; what P Q^T lacks is added to the next gradient.
 
     Dims of a tensor but the first are taken together. Vectors, and matrices that would be no smaller, travel whole.
     Every rank finds P and Q of the whole gradient, and takes its part of the product.

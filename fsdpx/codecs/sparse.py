@@ -97,8 +97,9 @@ FIRST = 0.25
 
 
 class TopK(Compressed):
-    """Of each part the ceil(fraction n) elements that are largest in size travel, 4 bytes of place and 4 of value each;
-    the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018). Of equals the first travel.
+    """The ceil(fraction n) elements of each part that are largest in size travel, 4 bytes of place and 4 of value each;
+    the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018). Where elements are equal,
+    the first ones travel.
 
     Parameters
     ----------

@@ -193,7 +193,7 @@ def check_dtypes(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
 
 
 def check_devices(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
-    """Both on the host, or both on one GPU."""
+    """Demand that both arrays of a call are on the host, or both on one GPU."""
     if type(send) is type(recv) is np.ndarray:  # the same answer as below, sooner
         return
     if gpu_of(send) != gpu_of(recv):

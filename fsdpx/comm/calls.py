@@ -126,7 +126,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Its name in errors: "all_reduce of the loss"."""
+        """The name of the call in errors: "all_reduce of the loss"."""
         return named(self.verb, self.what)
 
 
@@ -334,7 +334,7 @@ def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience
 
 
 def _leave(thread: int, outer: Wait | None) -> None:
-    """The wait of a thread is over; `outer` is the one inside of which it took place."""
+    """End the wait of a thread; `outer` is the wait that encloses it, which goes on."""
     if outer is None:
         waits.pop(thread, None)
     else:

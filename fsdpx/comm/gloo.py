@@ -296,7 +296,7 @@ class Waited:
 
 
 class _WaitingThreads:
-    """As many threads as there are messages to wait for, kept for the next ones. None delays the end of a process, and
+    """One thread for each message to wait for, kept for the next ones. None delays the end of a process, and
     none still waits when the process ends: a thread that returned to Python then would crash it."""
 
     def __init__(self) -> None:

@@ -128,7 +128,7 @@ def _fields(value: Any) -> list[Any]:
 
 
 def _is_value(kind: type) -> bool:
-    """Whether it is a class of fsdpx that holds values and nothing else."""
+    """Whether `kind` is a class of fsdpx that holds values and nothing else."""
     of_values = issubclass(kind, enum.Enum | Exception) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
     return kind.__module__.partition(".")[0] == "fsdpx" and of_values
 

@@ -250,7 +250,7 @@ def call(settings: Environment) -> Roll:
 
 
 def _without(where: Store) -> str:
-    """What it means that there is no secret."""
+    """The warning where there is no secret: what others can do, and how to set one."""
     who = "whoever can write that file" if where.file else "whoever reaches that address, other users of this host too,"
     alone = "" if where.file or where.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
     return (

@@ -71,7 +71,7 @@ def current() -> int:
 
 
 def is_on_gpu(array: Any) -> bool:
-    """Whether it is CuPy's."""
+    """Whether an array is CuPy's."""
     return type(array).__module__.partition(".")[0] == "cupy"
 
 

@@ -18,7 +18,7 @@ __all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]
 
 THREADS = 256
 MOST_BLOCKS = 1 << 16
-"""Of a kernel over elements, whose threads take several where there are more."""
+"""The most blocks of a kernel over elements; where there are more elements, each thread takes several."""
 PARTS, ROWS = 128, 64
 """Sums over rows: the most parts, and the fewest rows of each."""
 BLOCK = 1 << 14

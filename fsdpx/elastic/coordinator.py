@@ -210,7 +210,8 @@ class Coordinator:
             return self.ranks
 
     def request(self) -> int | None:
-        """The same, on all ranks; None if the mesh cannot use that many. Collective."""
+        """The number of ranks that the job is asked to have, agreed on by all ranks; None if the mesh cannot use that
+        many. Collective."""
         found: int | None = self.assembly.control.all_gather_plain(self._request())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:

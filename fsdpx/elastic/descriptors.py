@@ -49,7 +49,7 @@ class Descriptor(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """Elements of the whole tensor outside of which it has none."""
+        """The range of the whole tensor in which all elements of this piece lie."""
         return (self.start, self.stop) if self.cut is None else (0, math.prod(self.shape))
 
 

@@ -37,7 +37,7 @@ class StridedRuns(NamedTuple):
 
     @property
     def solid(self) -> bool:
-        """They follow each other without gaps."""
+        """The pieces follow each other without gaps."""
         return self.lines == 1 or self.step == self.size
 
     def some(self, first: int, lines: int) -> StridedRuns:
@@ -115,7 +115,8 @@ class RecutPlan:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """Of this rank, in the order of all: in round k it sends to rank + k and receives from rank - k."""
+        """The messages of this rank, in an order in which all ranks meet: in round k it sends to rank + k and receives
+        from rank - k."""
         size, sent, received = (
             len(self.have),
             defaultdict[int, list[ElementMove]](list),

@@ -52,8 +52,8 @@ def backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, without
-    those of `constant`, values whose gradient is not needed."""
+    """Both halves of backward, last node first. dvalues: gradient by value, extended in place with those of the inputs,
+    without those of `constant`, values whose gradient is not needed."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)

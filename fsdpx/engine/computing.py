@@ -77,7 +77,7 @@ def recompute(run: ProgramRun, action: Action, taken: Values, read: Values, adde
 
 
 def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Both halves at once: node by node, so that what the second half needs lives shortest."""
+    """Both halves of backward at once: node by node, so that what the second half needs lives shortest."""
     u, batch, views = number_of(action), run.batch(action), run.views
     unit, pages = run.place.stage.units[u], _trained(run, u)
     gradients, have = _gradients(run, pages, added), added[len(pages) :]

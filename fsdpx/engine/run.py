@@ -58,7 +58,9 @@ class Worlds:
     def of(
         self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: Cache | None = None
     ) -> tuple[Env, list[list[Env]]]:
-        """Of the model as a whole, and of each node of each unit. recomputing: of a recompute. inputs: of the model."""
+        """The environment of the model as a whole, and those of the nodes of each unit.
+
+        recomputing: the forward is made again for backward. inputs: the arrays that the model gets."""
         time = time_of(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)
@@ -141,7 +143,7 @@ def microbatch_of(action: Action) -> int:
 
 
 def number_of(action: Action) -> int:
-    """Of its unit, page or edge."""
+    """The number of the unit, page or edge that an action works on."""
     assert action.unit is not None
     return action.unit
 

@@ -328,7 +328,8 @@ def _opened(verb: str) -> defaults.Default:
 
 
 def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int | None = None) -> Communicator:
-    """The same, when all ranks have said that they call it alike: what is wrong with the call is then wrong on all."""
+    """The default communicator, once all ranks have agreed that they make the same call: an error is then an error on
+    every rank."""
     opened = _opened(verb)
     _settle(opened, _signature(verb, x, op, root))
     if root is not None and (isinstance(root, bool | np.bool_) or not hasattr(root, "__index__")):

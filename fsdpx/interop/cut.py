@@ -257,7 +257,7 @@ class _Plan:
         return [node for node in self._program.graph.nodes if node in needed]
 
     def _comes_from_elsewhere(self, node: fx.Node, segment: _Segment) -> bool:
-        """Whether it is an input of the module, or a tensor that another segment gives."""
+        """Whether a node is an input of the module, or a tensor that another segment gives."""
         return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
 
     def _key(self, node: fx.Node) -> str | None:

@@ -175,7 +175,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 
 @torch.library.custom_op("fsdpx::kept", mutates_args=(), schema="(Tensor x, float p, int draw) -> Tensor")
 def _kept(x: Any, p: float, draw: int) -> Any:
-    """Which elements dropout keeps; a compiler does not look inside."""
+    """A mask, true at the elements that dropout keeps. PyTorch's compiler does not look into this function."""
     return _now.drawn.fractions(x, draw) >= p
 
 

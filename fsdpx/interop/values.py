@@ -53,7 +53,7 @@ class Values:
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
 
     def of(self, name: str) -> np.ndarray:
-        """Those of one parameter. ConfigError if they are gone, or never existed."""
+        """The values of one parameter. ConfigError if they are gone, or never existed."""
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
         array = self._held.get(name)
@@ -83,7 +83,7 @@ class _Given:
 
 
 def values_in(layer: Layer) -> list[Values]:
-    """Those of all layers inside."""
+    """The `Values` of a layer and of all layers inside it."""
     own = getattr(layer, "values", None)
     found = [own] if isinstance(own, Values) else []
     return found + [one for child in layer.children().values() for one in values_in(child)]

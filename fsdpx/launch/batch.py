@@ -149,7 +149,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _name(program: Sequence[str]) -> str:
-    """Of the job: its script's, in characters that mean nothing to a shell or a scheduler."""
+    """The name of a job: the name of its script, in characters that mean nothing to a shell or a scheduler."""
     return re.sub(r"[^\w.+-]", "_", Path(next(word for word in program if word != "-m")).stem)
 
 
@@ -161,7 +161,7 @@ def _of_one_line(words: Sequence[str]) -> Sequence[str]:
 
 
 def _options(config: LaunchConfig) -> Iterator[str]:
-    """Those of `fsdpx run` that say the same."""
+    """The options of `fsdpx run` that say what `config` says."""
     for one in fields(config):
         value = getattr(config, one.name)
         if value != one.default:

@@ -81,7 +81,7 @@ class Guests:
                 os.kill(listener, signal.SIGUSR1)
 
     def take(self) -> int:
-        """They are in the next start."""
+        """The number of ranks that have come since the last start; the next start has them."""
         came, self.ranks = self.ranks, 0
         return came
 

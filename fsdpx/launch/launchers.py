@@ -57,7 +57,7 @@ class Launcher:
 
 
 _OF_MPICH = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
-"""They share one binary interface, and one protocol with their launcher."""
+"""MPI libraries that share one binary interface, and one protocol with their launcher."""
 LAUNCHERS = (
     Launcher(
         "mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_OF_MPICH,

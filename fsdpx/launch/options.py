@@ -170,7 +170,8 @@ class NodeRank:
         return cls(nodes, number, address) if port is None else cls(nodes, number, address, port)
 
     def ranks_here(self, ranks: int, per_node: int | None) -> int:
-        """Of this many ranks of the job. LaunchError if hosts would have different numbers of them."""
+        """How many of the `ranks` of the job this host has. LaunchError if hosts would have different numbers of
+        them."""
         here, left = divmod(ranks, self.nodes)
         if left or (per_node is not None and per_node != here):
             each = "" if per_node is None else f" with --nproc-per-node {per_node}"

@@ -148,7 +148,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _ranks(args: argparse.Namespace) -> int:
-    """As many as are asked for; else those of the allocation or of this machine, and a line that says so."""
+    """The number of ranks that is asked for; else that of the allocation or of this machine, and a line that says
+    so."""
     if args.ranks is not None:
         return int(args.ranks)
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None

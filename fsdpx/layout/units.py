@@ -19,9 +19,9 @@ GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
 
 Carried = Callable[[Sequence[str]], tuple[int, bool]]
-"""Of a parameter's names: the number of what carries its gradient, and whether an element's result depends on the
-others of its page. Ranks of the tensor axis have different elements of a parameter that is cut, so one that they hold
-alike would not stay alike in the same page."""
+"""From the names of a parameter to the number of the route of its gradient, and whether the result of an element
+depends on the other elements of its page. Ranks of the tensor axis have different elements of a parameter that is cut,
+so one that they hold alike would not stay alike in the same page."""
 Kind = tuple[bool, bool, str, int, bool]
 """What parameters of a page have in common, see `lay_out`."""
 

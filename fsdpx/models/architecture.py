@@ -29,7 +29,7 @@ class Architecture:
         block. With # there, tensors of that name with 0, 1, ... in its place are the parameter's parts along its first
         dim. The first that fits counts
     base : the beginning of names that files of the model without its head leave out
-    turned : patterns (fnmatch) of the names here of matrices that are stored the other way round
+    turned : patterns (fnmatch) of the names here of matrices that are stored transposed
     unused : patterns of names there that are needed for nothing
     fields : of the configuration, that the model is made of
     plain : fields that must have one of these values, or be left out: others are computed nowhere here

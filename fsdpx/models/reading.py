@@ -39,7 +39,7 @@ class MatrixBlock:
         return self.bottom - self.top, self.right - self.left
 
     def turned(self, rows: int) -> list[Run]:
-        """Where they lie, column after column, in a file of the turned matrix; rows: of the whole matrix."""
+        """Where these elements lie, column after column, in a file of the turned matrix; rows: of the whole matrix."""
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
@@ -100,11 +100,12 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Of the tensor, or of the first one."""
+        """The name of the tensor, or of the first one."""
         return self.names[0]
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Which elements of which tensors the elements [start, stop) are, in order."""
+        """Where elements [start, stop) come from, in order: name of a tensor, and its first element and the one after
+        the last."""
         size = self.source.places[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
@@ -214,8 +215,8 @@ def _headless(source: Source, architecture: Architecture) -> bool:
 
 
 def _tied(source: Source, architecture: Architecture, values: Config) -> set[str]:
-    """Which of the tensors that may be tied are so. As in transformers, the files count: one that differs from the
-    tensor that it should be is a parameter of its own."""
+    """The names of the tensors that are tied in these files. As in transformers, the files decide: a tensor that
+    differs from the one it may be tied to is a parameter of its own."""
     if not values.get("tie_word_embeddings"):
         return set()
     base = architecture.base if _headless(source, architecture) else ""

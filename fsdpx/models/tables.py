@@ -91,8 +91,8 @@ def _gemma(c: Config, **options: Any) -> Llama:
 
 
 def _mixtral(c: Config, **options: Any) -> Llama:
-    """Their loss that balances the load is one of all blocks together, and computed where `output_router_logits` asks
-    for it; `balance=` is ours, of each block."""
+    """Mixtral's loss that balances the load is one of all blocks together, and computed where `output_router_logits`
+    asks for it; `balance=` is ours, of each block."""
     own = {"experts": c["num_local_experts"], "active": c["num_experts_per_tok"]}
     return _mistral(c, **own | options)
 

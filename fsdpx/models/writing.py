@@ -179,7 +179,7 @@ def _copy(file: Path, target: Path) -> None:
 
 
 def _config(source: Source, dtype: str | None) -> bytes:
-    """As it was; another format of the weights is told in it."""
+    """The configuration as it was, but for another format of the weights."""
     text = read(source.folder / CONFIG, LARGEST, ours=False)
     if dtype is None:
         return text

@@ -44,7 +44,8 @@ def fixed(function: Compiled, arguments: str, formats: tuple[str, ...] = ("float
 
 
 class Compiled:
-    """wanted: from the arguments of a call to the kinds that it is compiled for; None: those that they have."""
+    """A function that is compiled when it is called. wanted: from the arguments of a call to the kinds that it is
+    compiled for; None: the kinds of the arguments."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = kinds.of) -> None:
         self.function = function

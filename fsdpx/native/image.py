@@ -162,7 +162,7 @@ def _ready(function: Any, data: bytes, start: int, inside: Any, outside: Any) ->
 
 @functools.cache
 def _address(name: str) -> int | None:
-    """Of an object of Python ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a function in C."""
+    """The address of an object of Python ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a function in C."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))
@@ -193,13 +193,14 @@ def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) 
 
 @functools.cache
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Of what machine code for a function is made of: the same sources elsewhere on a machine are the same code."""
+    """The hash of all that the machine code of a function is made from: the same sources elsewhere on a machine are the
+    same code."""
     return late.digest(function)
 
 
 @functools.cache
 def _entries() -> str:
-    """Of what makes entries."""
+    """The hash of the files that make the entries of functions."""
     return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "kinds", "late", "link"))
 
 

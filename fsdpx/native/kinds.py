@@ -21,14 +21,14 @@ SCALARS: dict[Any, str] = {
 
 
 def of(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """Those of a call; None if there is one for which no machine code is kept."""
+    """The kinds of the arguments of a call; None if no machine code is kept for one of them."""
     words = [_array(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
     return None if None in words else tuple(word for word in words if word is not None)
 
 
 def declared(declaration: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """Those of a declaration (see `fixed`) in the format of the first array that may have any; None if it has none of
-    `formats`."""
+    """The kinds that a declaration (see `fixed`) means in the format of the first array whose format is free; None if
+    that is none of `formats`."""
     free = (a for a, word in zip(arguments, declaration, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
     return tuple(_word(word, real) for word in declaration) if real in formats else None

@@ -125,7 +125,7 @@ def _made(value: Intrinsic) -> Any:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether it may use names of this file: not a function of another library."""
+    """Whether a value may use names of this file: it is a function, and not of another library."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 
@@ -135,12 +135,13 @@ def _globals(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Those that a code uses, and the functions inside it."""
+    """The names that a code uses, and the functions inside it."""
     return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def digest(function: Any) -> str:
-    """Of the code of a function, and of all that it reaches: other functions, constants, names of libraries."""
+    """The hash of the code of a function, and of all that it reaches: other functions, constants, names of
+    libraries."""
     left, texts = [function], {}
     while left:
         one = left.pop()

@@ -37,7 +37,7 @@ class Cache:
         self._alike = bool((lengths == lengths[:1]).all())
 
     def positions(self, time: int) -> np.ndarray:
-        """Of the tokens of a forward's input, (rows, time), int64."""
+        """The positions of the tokens of a forward's input, (rows, time), int64."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
     def attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
@@ -64,7 +64,7 @@ class Cache:
 
 
 def _one(xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int) -> Any:
-    """Of one token per row, behind `length` others."""
+    """The attention of one new token per row to itself and to the `length` tokens before it."""
     (q, k, v), (keys, values) = new, held
     keys[:, :, length], values[:, :, length] = k[:, :, 0], v[:, :, 0]
     seen = slice(max(length + 1 - window, 0) if window else 0, length + 1)

@@ -218,7 +218,7 @@ class VocabTokenEmbedding(Tokens):
         return specs | {"weight": replace(specs["weight"], cut=ROWS)}
 
     def _positions(self, env: Env, x: Array) -> slice:
-        """Those of the tokens whose results this rank returns."""
+        """The positions of the tokens whose results this rank returns."""
         comm = env.mesh.tensor
         return slice(*share(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 

@@ -101,7 +101,7 @@ class Lambda(Layer):
 
 
 def _takes(function: Function, inputs: int) -> bool:
-    """Whether it takes this many arguments, if Python can tell; else True."""
+    """Whether a function takes this many arguments, if Python can tell; else True."""
     if isinstance(function, np.ufunc):
         return function.nin == inputs
     try:

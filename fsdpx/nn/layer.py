@@ -233,7 +233,7 @@ class Layer(ABC):
     cheap: bool = False
     """`forward` costs no more than a pass over memory: a container saves the input of `recompute`, not the result."""
     collective: bool = False
-    """It calls collectives over `env.mesh.data`: all ranks of that axis must run it equally often."""
+    """Whether the layer calls collectives over `env.mesh.data`: all ranks of that axis must run it equally often."""
 
     acts_on: str = "sample"
     """The least it can treat alone: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on
@@ -251,7 +251,7 @@ class Layer(ABC):
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
 
     plan: Mapping[str, Any] = {}
-    """Its own tensor plan: the name of a child -> the mark of it (`Column`, `Row`, `Vocab`)."""
+    """The layer's own tensor plan: the name of a child -> the mark of it (`Column`, `Row`, `Vocab`)."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""
@@ -303,7 +303,7 @@ class Layer(ABC):
         self.backward(env, p, g, saved, dy)
 
     def __call__(self, *x: Any) -> Any:
-        """What it gives for values, inside `Composite.compose`; on arrays a layer is run by a trainer."""
+        """The values that the layer gives for values, inside `Composite.compose`; on arrays a trainer runs layers."""
         tracing = next((value.tracing for value in x if hasattr(value, "tracing")), None)
         if tracing is None:
             raise ConfigError(

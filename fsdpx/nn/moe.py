@@ -130,7 +130,8 @@ class MoE(Layer):
 
 
 class Chosen(NamedTuple):
-    """Of each row the logits of all experts, the numbers of those that it goes to, and their weights."""
+    """Where rows go: each row's logits of all experts, the numbers of the experts that it goes to, and their
+    weights."""
 
     logits: Array
     experts: Array
@@ -343,7 +344,7 @@ class CutMoE(Layer):
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
     def _slopes(self, way: _Way) -> list[float]:
-        """Of the balancing loss over all ranks of the axis."""
+        """The slopes of the balancing loss, which counts the choices of all ranks of the axis."""
         return balancing(self.balance, [sum(column) for column in zip(*way.counts, strict=True)], self.active)
 
 

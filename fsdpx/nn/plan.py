@@ -19,7 +19,7 @@ __all__ = ["Planned", "parallelise"]
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 WHOLE = ("ulysses", "ring", "samples")
-"""Those that leave parameters whole but for experts."""
+"""The values of `sequence` that cut no parameters but those of experts."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Rewriter:
         return CutMoE(*size, init=layer.init, out_init=layer.out_init), kind
 
     def _of_samples(self, layer: Layer, path: str) -> Layer:
-        """Of a part of the samples a layer makes what it makes of all, unless it looks at several."""
+        """The layer for a part of the samples: the layer itself, unless it looks at several samples together."""
         if isinstance(layer, MoE):
             return self._experts(layer, path, CutValue())[0]
         if layer.collective or any(spec.state for spec in layer.specs().values()):

@@ -34,7 +34,7 @@ COMPUTE, FIRST = 0, 2
 """Threads: of what occupies the rank, and of what moves beside it."""
 STEPS = 1
 LAYER = "layer"
-"""The category of slices of layers, inside of those of actions."""
+"""The category of slices of layers, which lie inside slices of actions."""
 JSON = dict[str, Any]
 
 

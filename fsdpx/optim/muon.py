@@ -95,7 +95,7 @@ class Matrices(ABC):
 
     @abstractmethod
     def _other(self) -> Elementwise:
-        """The same, whatever its rates."""
+        """The optimiser of the other parameters; its rates are given when it runs."""
 
     @abstractmethod
     def _part(self, xp: Any, g: Any, slots: Slots, scale: float) -> Any:
@@ -107,7 +107,7 @@ class Matrices(ABC):
 
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-"""Of the iteration of Newton and Schulz: singular values come near 1, between 0.7 and 1.2."""
+"""Steps and coefficients of the iteration of Newton and Schulz, which brings singular values to between 0.7 and 1.2."""
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ class Kept:
 
     @property
     def plain(self) -> bool:
-        """Whether it has the elements of the shard, whatever their format."""
+        """Whether the slot has the elements of the shard, whatever their format."""
         return self.block == 1 and self.shape is None
 
     def format(self, shard: Any) -> Any:
-        """Its format beside a shard of format `shard`."""
+        """The format of the slot beside a shard of format `shard`."""
         short = self.shape is not None and np.dtype(shard).itemsize < 4
         return np.dtype(self.dtype or ("float32" if short else shard))
 
@@ -69,7 +69,7 @@ def kept_of(optimizer: Any) -> dict[str, Kept]:
 
 
 def needs_whole(optimizer: Any) -> bool:
-    """Whether it must see whole parameters, so that no tensor axis may cut them."""
+    """Whether an optimiser must see whole parameters, so that no tensor axis may cut them."""
     return bool(getattr(optimizer, "whole", False))
 
 

@@ -207,14 +207,14 @@ def _task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds in which a rank moves something, and those of them in which it computes as well."""
+    """Seconds in which a rank moves something, and the part of that time in which it computes as well."""
 
     moving: float
     hidden: float
 
     @property
     def share(self) -> float:
-        """Of the moving that computing hides; 1 if nothing moves."""
+        """The share of the moving that computing hides; 1 if nothing moves."""
         return self.hidden / self.moving if self.moving else 1.0
 
 

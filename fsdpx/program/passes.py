@@ -133,7 +133,9 @@ def reduce_carried(pages: Sequence[int], behind: int) -> Actions:
 
 
 def _reduced(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
-    """steps: actions, the pages that they add into, and those of them whose gradients are complete then."""
+    """The actions of `steps` with the reduces of the pages between them.
+
+    steps: actions, the pages that they add into, and the pages whose gradients are complete after them."""
     result: Actions = []
     pending: list[int] = []
     for actions, added, complete in steps:

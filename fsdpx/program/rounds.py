@@ -60,5 +60,5 @@ class Rounds:
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def number(self, page: int, step: int) -> int:
-        """Which of its outer steps, counted from 1, a page makes in step `step`."""
+        """The number, counted from 1, of the outer step that a page makes in step `step`."""
         return (step - self.half - self.first(self.fragment(page))) // self.every + 1

@@ -48,13 +48,13 @@ class Edge:
 class Stage:
     """What one rank of the pipe sees of the model; without a pipe, all of it.
 
-    units: of the whole model, in execution order; takes and reads are told for the units of this rank. trainable: one
-    flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages, each as its number
-    and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
-    apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
-    here. moving: units with running statistics. coded: pages whose codec keeps memory. constant: values whose gradient
-    is not needed, see `constants`; those inside of units may be among them. records: slots whose values lie in a slower
-    level between uses, of all ranks; those of activations without a microbatch."""
+    units: of the whole model, in execution order; what they take and read is known for the units of this rank alone.
+    trainable: one flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages,
+    each as its number and its units. edges: what travels between all ranks. twins: pages that hold the same parameter
+    for units that are apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the
+    loss is computed here. moving: units with running statistics. coded: pages whose codec keeps memory. constant:
+    values whose gradient is not needed, see `constants`; those inside of units may be among them. records: slots whose
+    values lie in a slower level between uses, of all ranks; those of activations without a microbatch."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -179,8 +179,8 @@ def constants(
 
 
 def readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """(pages, values read, values given) per unit -> units. Of those `here`, the last reader of a value takes it,
-    unless it is one of `outputs`, which the loss takes; the others take nothing."""
+    """(pages, values read, values given) per unit -> units. The last unit `here` that reads a value takes
+    it, unless the value is one of `outputs`, which the loss takes; all other readers leave it."""
     mine = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in mine for v in read} | dict.fromkeys(outputs, len(rows))
     made = []

@@ -170,7 +170,8 @@ class Verb:
 
     @cached_property
     def meets(self) -> bool:
-        """Whether it waits for other ranks of the pipe that do the same. It moves a few bytes; no time is counted."""
+        """Whether the verb waits for other ranks of the pipe that do the same. It moves a few bytes; no time is
+        counted."""
         return self.lane in ("world", "peers")
 
     @cached_property

@@ -100,7 +100,7 @@ class Meter:
 
 
 class _Meters(threading.local):
-    """Those of this thread: two ranks that are threads may make dry runs at once."""
+    """The meters of this thread: two ranks that are threads may make dry runs at once."""
 
     def __init__(self) -> None:
         self.open: list[Meter] = []

@@ -208,7 +208,7 @@ class ByTree:
         return elements * itemsize
 
     def moves(self, route: Route, page: ShardedPage, own: int, itemsize: int) -> tuple[Moves, Moves]:
-        """As many exchanges as any rank holds partial sums; each sends its own."""
+        """One exchange for each partial sum of the rank that holds most of them; each rank sends its own sums."""
         foreign, rest = (page.size - page.mine.size) * itemsize, (page.mine.size - own) * itemsize
         trades = _trades(self._groups, self.replica[0], rest)
         return _trades(self._held, self.shard[0], foreign), (*trades, ("all_gather", rest))

@@ -28,7 +28,7 @@ from fsdpx.state import tuning
 __all__ = ["ALIGN", "File", "Rates", "Spilled", "rates_of", "root_of", "spill", "taken"]
 
 BYTES = 64 << 20
-"""As many are written and read."""
+"""How many bytes are written and read to measure a disk."""
 
 
 class Rates(NamedTuple):
@@ -43,8 +43,8 @@ class Rates(NamedTuple):
 
 
 def rates_of(folder: Path, direct: bool | None) -> Rates | None:
-    """Of the disk of a folder, in the pieces in which rows are moved; None where that cannot be known: the folder is
-    missing or full, or nothing is to be measured (FSDPX_TUNE=0)."""
+    """The rates of a folder's disk, in pieces as large as those that rows are moved in; None where they cannot be
+    known: the folder is missing or full, or nothing is to be measured (FSDPX_TUNE=0)."""
     if not folder.is_dir():
         return None
     settings = environment.read()
@@ -300,8 +300,8 @@ class Spilled:
 
 
 def spill(value: Any, stays: Callable[[Any], bool]) -> Spilled:
-    """Take apart tuples, lists and dicts down to their arrays. Memory that `stays` wants to keep, that is small, or of
-    which they use less than half, stays."""
+    """Take apart tuples, lists and dicts down to their arrays. Memory stays where `stays` wants to keep it, where it
+    is small, or where the arrays use less than half of it."""
     made, numbers = Spilled(), dict[int, int]()
 
     def apart(leaf: Any) -> Any:

@@ -35,7 +35,8 @@ class Feed:
 
 
 class ValueShapes:
-    """Of a model in one format, at any rank of the tensor axis; found once for each shape of a batch."""
+    """The shapes of all values of a model in one format, on any rank of the tensor axis; found once for each shape of a
+    batch."""
 
     def __init__(self, model: Sorted, axes: Axes, dtype: Any) -> None:
         self._model, self._axes, self._dtype = model, axes, dtype

@@ -53,7 +53,7 @@ class Footprint:
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:
-        """Its parts and their sum, a row each, and the sum over the ranks of the host."""
+        """The parts of the memory and their sum, a row each, and the sum over the ranks of the host."""
         rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
         rows += [(name, bytes_text(part.rss), bytes_text(part.pss)) for name, part in self.parts.items()]
         rows += [("in all", bytes_text(self.rss), bytes_text(self.pss))]

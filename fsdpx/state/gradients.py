@@ -317,7 +317,7 @@ def _total(r: Reduction, turn: int, parcels: Sequence[Any]) -> Any:
 
 
 def _numbers(r: Reduction, turn: int, chunk: int, piece: Piece) -> Stretch:
-    """Those of a piece of a parameter: by what it is, not by where it lies."""
+    """The random numbers of a piece of a parameter: they depend on which piece it is, not on where it lies."""
     field = r.page.page.fields[piece.have]
     assert isinstance(r.codec, Compressed)
     return r.codec.numbers(turn, chunk, field.name, piece.start - field.offset, piece.stop - piece.start)

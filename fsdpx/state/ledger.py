@@ -107,12 +107,12 @@ class LedgerRow:
 
     @property
     def kept(self) -> bool:
-        """Whether it has memory between programs, once it is there."""
+        """Whether the row has memory between programs, once it is there."""
         return self.lifetime != "use" and self.level != "disk"
 
     @property
     def passing(self) -> bool:
-        """Whether it has none after an update."""
+        """Whether the row has no memory after an update."""
         return self.lifetime == "pass"
 
     @property
@@ -287,8 +287,8 @@ def memories(
     route: Route, axes: Axes, size: int, own: int, apart: range | None
 ) -> Iterator[tuple[str, str, int, Recut]]:
     """Axis, name, elements and recut of all that codecs keep of a gradient of `size` elements, `own` of them in this
-    rank's shard. A rank alone keeps what comes from others or goes to them one day. apart: chunks of this rank, of each
-    of which they keep all but what is the same for all of them."""
+    rank's shard. A rank by itself does not keep memory whose recut is "reset". apart: the chunks of this rank;
+    codecs then keep for each chunk what differs between chunks."""
     for axis in axes.summing:
         codec: Codec = getattr(route, axis)
         for name, elements in codec.memory(size if axis == "shard" else own).items():

@@ -321,7 +321,7 @@ class Placement:
         return Page.of(page, fields, True, sources={f.name: f.source for f in own.fields})
 
     def slot_span(self, slot: str, page: int) -> Range:
-        """Which elements of it this rank has."""
+        """The elements of an optimiser slot that this rank has."""
         kept, own, items = self.kept[slot], self.pages[page], self.segments[page].items
         if kept.plain or not items:
             return own.mine
@@ -352,7 +352,7 @@ class Placement:
     def telling(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> Transfer:
-        """The same, on its way: what `use` makes of the numbers when all are there."""
+        """The numbers of all ranks, on their way: the transfer gives what `use` makes of them when all are there."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return Transfer(DONE, lambda: use([values]))
@@ -392,8 +392,8 @@ def segments_of(page: Page, mine: Range, specs: Mapping[str, Spec]) -> tuple[Seg
 def _exchange(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Of each parameter of a page, `width` numbers of every rank that may hold a part of it; what the tensor axis holds
-    twice counts once."""
+    """Parameter of a page -> `width` numbers from each rank that may hold a part of it; what several ranks of the
+    tensor axis hold alike counts once."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, what = placement.sources(page), f"UPDATE{page} ({placement.name(page)})"
     for name in names:

@@ -69,8 +69,8 @@ class Spent(NamedTuple):
     """What went into the actions of one verb.
 
     seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
-    sent or received in them. flown: seconds that transfers which they began were under way. busy: those of them in
-    which this rank moved the transfer on or waited for it; the rest was computed over."""
+    sent or received in them. flown: seconds that transfers which they began were under way. busy: the part of
+    these seconds in which this rank moved the transfer on or waited for it; in the rest it computed."""
 
     seconds: float = 0.0
     waited: float = 0.0
@@ -83,7 +83,8 @@ class Spent(NamedTuple):
 @dataclass
 class Clock:
     """rows: by verb, the numbers of a `Spent`. Moving transfers on between actions is a row of its own. in_flight: by
-    mesh axis, the seconds that transfers were under way, and those of them in which this rank did nothing else."""
+    mesh axis, the seconds that transfers were under way, and the seconds in which this rank did nothing else
+    meanwhile."""
 
     rows: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0, 0, 0.0, 0.0]))
     in_flight: dict[str, tuple[float, float]] = field(default_factory=dict)

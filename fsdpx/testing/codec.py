@@ -33,7 +33,7 @@ class CodecContract:
     """How far a sum may be off in the first step, as a share of the sum of the absolute values that were added;
     `reduce_all` may be off by twice that. The error of float32 sums comes on top."""
     dtype: str = "float32"
-    """Of the gradients."""
+    """The format of the gradients."""
 
     def make(self) -> Codec:
         """The codec; overridden by the test class of each."""

@@ -91,7 +91,7 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_ranks_that_are_threads_may_share_it(self) -> None:
-        """What it keeps for itself is the same whichever of them asks first."""
+        """The state of an optimiser is the same whichever thread asks for it first."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._state("float32", slice(None), optimizer)
@@ -170,7 +170,7 @@ class OptimizerContract:
 
 
 def _together(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Arrays of all shards, one after the other; what is kept whole, once, as all have it that have some of it."""
+    """The arrays of all shards, one after the other; an array that each shard keeps whole is there once."""
     found: dict[str, Any] = {}
     for shard in shards:
         for name, array in shard.items():

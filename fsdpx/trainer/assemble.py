@@ -258,7 +258,7 @@ def _asked_for(
 
 
 def _namespace(machinery: Machinery, world: Communicator) -> Any:
-    """That of the device, of which this rank takes its own. Collective on GPUs."""
+    """The namespace of arrays on the device; on GPUs this rank takes its own one first, which is collective."""
     if machinery.device == "cuda":
         for ranks in devices.shared(devices.take(world, machinery.device_map)):
             say(world, f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU")

@@ -227,7 +227,7 @@ def cut(placement: Placement, part: LocalBatch, microbatches: int, evenly: bool 
 
 
 def largest(placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int) -> Microbatch:
-    """As many samples as any microbatch of any rank has, without data."""
+    """A batch without data, with as many samples as the largest microbatch of any rank."""
     most = placement.accumulation.largest(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)
 

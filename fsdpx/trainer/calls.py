@@ -47,7 +47,8 @@ def begin(comm: Communicator, call: str, values: Mapping[str, str] | None = None
 
 
 def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
-    """The same, and the largest of each of the values, of 8 bytes, over all ranks: in one exchange if there are few."""
+    """Begin a call as `begin` does, and return the largest of each of the values, of 8 bytes, over all ranks: in one
+    exchange if there are few."""
     if values.size > OWN_WIDTH:
         begin(comm, call)
         found = np.array(values)

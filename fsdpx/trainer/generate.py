@@ -57,7 +57,7 @@ class Reader:
         self.begins: list[int] = []
 
     def logits(self, texts: list[list[int]]) -> np.ndarray:
-        """Of the token that follows each text of this rank, (texts, vocab). Collective."""
+        """The logits of the token that follows each text of this rank, (texts, vocab). Collective."""
         begins = [window(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         mine = slice(self.mine.start, self.mine.stop)

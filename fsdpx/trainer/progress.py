@@ -120,7 +120,7 @@ class Limits:
         return STOP if before == STOP and self.stop is not None else ""
 
     def validates(self, history: History) -> bool:
-        """Whether it is time after this step, or the last step."""
+        """Whether to validate after this step: when it is time, or after the last one."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
     def reached(self, host: TrainerHost, history: History) -> str:
@@ -208,7 +208,8 @@ class ProgressBar:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _values(self, trainer: Any, history: History) -> str:
-        """Those of loss, rate, learning rate and gradient norm that are known; the first step's rate means nothing."""
+        """Loss, rate, learning rate and gradient norm, as far as they are known; the first step's rate means
+        nothing."""
         last, rate = trainer.inspect.last, self._rate.of(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

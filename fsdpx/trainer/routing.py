@@ -19,7 +19,7 @@ METRICS = ("expert_imbalance", "expert_dropped")
 
 @dataclass(frozen=True)
 class Routing:
-    """Of one layer, in training steps since the last `reset`.
+    """How the positions of one layer were shared out among experts, in training steps since the last `reset`.
 
     chosen: how often each expert was chosen, by this rank's positions or those of all ranks. computed: how many of
     these choices experts have computed on each rank that has the layer."""
@@ -34,7 +34,8 @@ class Routing:
 
     @property
     def entropy(self) -> float:
-        """Of the shares of choices, as a part of that of even ones: from 0, one expert is chosen, to 1."""
+        """The entropy of the load of experts, divided by the logarithm of their number: 0 if one expert is always
+        chosen, 1 if all are chosen alike."""
         shares = [n / sum(self.chosen) for n in self.chosen if n]
         return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
 
@@ -72,7 +73,7 @@ def routing_of(tallies: Mapping[str, Sequence[int]]) -> dict[str, Routing]:
 
 
 def together(ranks: Iterable[Mapping[str, Routing]]) -> dict[str, Routing]:
-    """Of all ranks."""
+    """The routing of each layer, with the counts of all ranks added up."""
     found: dict[str, Routing] = {}
     for each in ranks:
         for path, one in each.items():

@@ -47,7 +47,7 @@ STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
 
 IDLE = "no gradient reaches some"
 SHAPES = 16
-"""Shapes of small batches of which it is kept how their layers run."""
+"""The most shapes of small batches for which the way their layers run is kept."""
 LOOKS = ("evaluate", "predict")
 """Programs that only look: their requests depend on what is in the store and on what is frozen, and on nothing else."""
 

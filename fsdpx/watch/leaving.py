@@ -46,7 +46,7 @@ def stays(record: FlightRecorder, end: Callable[[], None], abort: Callable[[int]
 
 
 def leaving(record: FlightRecorder) -> None:
-    """It does not any more."""
+    """From now on the end of this process concerns no other rank."""
     if record in _open:
         atexit.unregister(_open.pop(record).end)
 

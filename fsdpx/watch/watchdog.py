@@ -116,8 +116,8 @@ class Watchdog:
     """One per rank and communicator. Looks at its rank and at the records of the others; makes no MPI call but abort.
 
     timeout: seconds without any progress of any rank of this host, after which a rank that waits does so in vain.
-    Progress is an action that begins or ends, or a wait that begins or ends. Of the ranks that wait, the lowest one
-    says why the job ends; the others follow one after the other, in case it is not heard."""
+    Progress is an action that begins or ends, or a wait that begins or ends. The lowest rank
+    that waits says why the job ends; the others follow one after the other, in case it is not heard."""
 
     def __init__(
         self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = (), number: int = 0

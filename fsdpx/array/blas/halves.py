@@ -129,7 +129,8 @@ def _proven(name: str, kind: str) -> bool:
 
 
 def _computes(library: onednn.OneDNN | mkl.MKL, kind: str) -> bool:
-    """Whether it multiplies as the reference does: terms are exact in float32, sums may differ by their rounding."""
+    """Whether a library multiplies as the reference does: terms are exact in float32, sums may differ by their
+    rounding."""
     numbers, half = np.random.default_rng(0), dtype(kind)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))

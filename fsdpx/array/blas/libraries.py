@@ -15,7 +15,7 @@ from fsdpx.native.processor import cpuinfo
 __all__ = ["NAMES", "Library", "files", "intel", "library", "load", "preferred", "present"]
 
 NAMES = ("mkl", "openblas")
-"""Of those that compute in float32 and float64."""
+"""The libraries that compute in float32 and float64."""
 WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
 """Name -> what a wheel puts beside Python's own libraries."""
 

@@ -52,7 +52,8 @@ def _rates(of: ModuleType, names: list[str], multiply: Callable[..., None], kind
 def _seconds(
     rows: int, columns: int, summed: int, multiply: Callable[..., None], kind: np.dtype, budget: float
 ) -> float:
-    """Of the fastest of the products that fit into the budget, two at least: the first makes the library ready."""
+    """Seconds of the fastest product. As many are timed as fit into the budget, at least two: the first one starts the
+    library."""
     a, b = np.ones((rows, summed), kind), np.ones((columns, summed), kind)
     out = np.empty((rows, columns), kind)
     multiply(out, a, b.T)

@@ -41,7 +41,7 @@ class MKL:
 
 
 def _operand(a: np.ndarray) -> tuple[int, tuple[int, int]]:
-    """Whether it lies transposed; where it lies, and the elements from one row or column to the next."""
+    """Whether a matrix lies transposed, its address, and the elements from one row or column to the next."""
     (m, n), (down, across), size = a.shape, a.strides, a.itemsize
     plain = across == size and (down >= n * size or m == 1)
     step = (down if plain else across) // size

@@ -102,7 +102,7 @@ def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
 
 
 def exact(approximate: str) -> bool:
-    """Which of the two GELUs is meant."""
+    """Whether the GELU is the exact one, and not its tanh form."""
     if approximate not in ("none", "tanh"):
         raise ConfigError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
     return approximate == "none"

@@ -30,7 +30,7 @@ class SlidingWindow:
 
     @property
     def dot(self) -> bool:
-        """Whether it is one pixel after the other."""
+        """Whether the window is one pixel, moved by one pixel at a time."""
         return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
 
     def out(self, shape: Sequence[int]) -> tuple[int, int]:

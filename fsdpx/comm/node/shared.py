@@ -25,8 +25,9 @@ STEP = 4  # lines added at a time
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
 """Words of a row: ranks of the host, this rank among them, elements to add, the divisor of the sums, whether stores
-bypass the caches, the number of arrays that are written. After these HEAD words follow for each rank the address of its
-board, that of its array, and the location that it must have posted (PLACE words); then the addresses of the results."""
+bypass the caches, the number of arrays that are written. After these HEAD words each rank has PLACE
+words: the address of its board, the address of its array, and the location that it must have posted. The addresses of
+the results come last."""
 PLACE = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
 """Bytes from the start of a record on a board."""

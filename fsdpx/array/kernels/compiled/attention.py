@@ -56,7 +56,7 @@ def _bounds(start, stop, full, causal, window):
 
 @jit
 def _seen(i, start, low, keys, causal, window):
-    """Those of the keys from `low` on that row i of a block sees: from, to."""
+    """The first key that row i of a block sees, and the one after the last, both counted from key `low`."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
 

@@ -69,7 +69,7 @@ def _backward(logits, target, lse, gradient, seed, ignored, wanted, share):
 
 
 def _checked(logits: Any, target: Any, ignored: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Both in the layout of the loops, and the number of rows that count; IndexError for a bad target."""
+    """Logits and target in the layout of the loops, and the number of rows that count; IndexError for a bad target."""
     logits, target = np.ascontiguousarray(logits), owned(target, np.int64)
     counted = _survey(target, logits.shape[1], ignored)
     if counted < 0:
