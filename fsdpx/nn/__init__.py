@@ -14,7 +14,7 @@ from fsdpx.nn.gated import Gate, GatedMLP
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention
-from fsdpx.nn.heads import Attention, HeadNorm
+from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.llama import Llama
@@ -24,7 +24,6 @@ from fsdpx.nn.marks import Column, Own, Row, Vocab
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.norm import BatchNorm, LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
-from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.sequence import Enter, Framed, Leave, PartTokenEmbedding, SequenceLoss
 from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of

@@ -11,13 +11,13 @@ from fsdpx.nn.container import Container, chained
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.gated import GatedMLP
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
+from fsdpx.nn.heads import Rotary
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Layer, positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Vocab
 from fsdpx.nn.moe import MoE
 from fsdpx.nn.norm import RMSNorm
-from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.shape import Scale
 
 __all__ = ["Llama"]
