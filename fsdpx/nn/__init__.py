@@ -3,14 +3,13 @@
 from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.bert import Bert, BertEmbedding
-from fsdpx.nn.block import MLP, TransformerBlock
+from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Composite, Container, Residual
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 from fsdpx.nn.function import Lambda
-from fsdpx.nn.gated import Gate, GatedMLP
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention

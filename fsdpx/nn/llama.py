@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.nn.block import GatedMLP
 from fsdpx.nn.container import Container, chained
 from fsdpx.nn.embedding import Embedding
-from fsdpx.nn.gated import GatedMLP
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.heads import Rotary
 from fsdpx.nn.init import normal
