@@ -9,8 +9,7 @@ from fsdpx.models.architecture import Architecture, Config
 from fsdpx.models.fields import COUNT, FLAG, NUMBER, OBJECT, PARTS, WORD, ValueKind, checked, shown
 from fsdpx.models.fields import ConfigField as Field
 from fsdpx.nn.bert import Bert
-from fsdpx.nn.gpt import GPT
-from fsdpx.nn.llama import Llama
+from fsdpx.nn.decoders import GPT, Llama
 from fsdpx.nn.vit import ViT
 
 __all__ = ["ARCHITECTURES"]

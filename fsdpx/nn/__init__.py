@@ -7,16 +7,15 @@ from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Composite, Container, Residual
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from fsdpx.nn.cut import Cut
+from fsdpx.nn.decoders import GPT, Llama
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 from fsdpx.nn.function import Lambda
-from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention
 from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.llama import Llama
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from fsdpx.nn.lowrank import LoRALinear, lora
 from fsdpx.nn.marks import Column, Own, Row, Vocab

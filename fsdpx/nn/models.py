@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fsdpx.nn.activation import GELU, ReLU
 from fsdpx.nn.container import Chain
 from fsdpx.nn.conv import Conv2d, MaxPool2d
-from fsdpx.nn.gpt import GPT
+from fsdpx.nn.decoders import GPT
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import BatchNorm
