@@ -8,9 +8,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.models.architecture import Architecture, Config
 from fsdpx.models.fields import COUNT, FLAG, NUMBER, OBJECT, PARTS, WORD, ValueKind, checked, shown
 from fsdpx.models.fields import ConfigField as Field
-from fsdpx.nn.bert import Bert
 from fsdpx.nn.decoders import GPT, Llama
-from fsdpx.nn.vit import ViT
+from fsdpx.nn.encoders import Bert, ViT
 
 __all__ = ["ARCHITECTURES"]
 

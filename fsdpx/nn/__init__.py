@@ -2,7 +2,6 @@
 
 from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
-from fsdpx.nn.bert import Bert, BertEmbedding
 from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Composite, Container, Residual
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
@@ -10,6 +9,7 @@ from fsdpx.nn.cut import Cut
 from fsdpx.nn.decoders import GPT, Llama
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
+from fsdpx.nn.encoders import Bert, BertEmbedding, Patches, ViT
 from fsdpx.nn.function import Lambda
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention
@@ -26,7 +26,6 @@ from fsdpx.nn.sequence import Enter, Framed, Leave, PartTokenEmbedding, Sequence
 from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
-from fsdpx.nn.vit import Patches, ViT
 
 __all__ = [
     "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool2d", "BCEWithLogits", "BatchNorm",

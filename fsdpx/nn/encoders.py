@@ -1,4 +1,4 @@
-"""ViT: a transformer over patches of images (Dosovitskiy et al. 2021)."""
+"""Encoders: BERT over tokens, and ViT over patches of images."""
 
 from __future__ import annotations
 
@@ -6,18 +6,125 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.activation import activation_of
+from fsdpx.nn.activation import Tanh, activation_of
 from fsdpx.nn.block import MLP
-from fsdpx.nn.container import Container, chained
+from fsdpx.nn.container import Composite, Container, chained
+from fsdpx.nn.dropout import Dropout
+from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive
 from fsdpx.nn.linear import Linear
+from fsdpx.nn.marks import Vocab
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import add_product, add_sum, affine, flat, product
 from fsdpx.nn.shape import First
 
-__all__ = ["Patches", "ViT"]
+__all__ = ["Bert", "BertEmbedding", "Patches", "ViT"]
+
+class BertEmbedding(Composite):
+    """norm(tokens.weight[token] + tokens.position[time] + types.weight[type]), of two inputs `(samples, time)`.
+
+    Parameters
+    ----------
+    vocab, d_model, seq_len : as in `TokenEmbedding`
+    types : kinds of sentences
+    eps : of the LayerNorm
+    """
+
+    plan = {"tokens": Vocab()}  # noqa: RUF012
+
+    def __init__(self, vocab: int, d_model: int, seq_len: int, types: int = 2, eps: float = 1e-12) -> None:
+        init = normal(0.02)
+        self.tokens = TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=init)
+        self.types = Embedding(types, d_model, init=init)
+        self.norm = LayerNorm(d_model, eps)
+
+    def compose(self, x: Any, kinds: Any) -> Any:
+        return self.norm(self.tokens(x) + self.types(kinds))
+
+
+class Bert(Container):
+    """Tokens, kinds of sentences and a mask, each `(samples, time)` of whole numbers -> logits.
+
+    Where the mask is 0 there is padding: no position of 1 attends to it. (Positions of padding attend to each other, so
+    what they give differs from other implementations, and is to be ignored.) Children: "embed", "blocks.0" ..., and of
+    the head for tokens "dense", "activation", "norm" and "head", tied to the embedding; of that for classes "first",
+    "pooler", "activation" and "head". Weights begin as N(0, 0.02).
+
+    Parameters
+    ----------
+    vocab : tokens are integers in [0, vocab)
+    d_model : features between the blocks; a multiple of n_heads
+    n_layers, n_heads : blocks, and heads per block
+    seq_len : the longest time
+    hidden : features inside the MLP of a block; None: 4 d_model
+    types : kinds of sentences
+    classes : logits (samples, classes), made from the first position; None: logits of masked tokens (samples, time,
+        vocab), for `CrossEntropy`, which leaves out targets of -100
+    activation : of the MLP and of the head for tokens, as in `GPT`
+    eps : of the LayerNorm layers
+    dropout : before the head for classes
+    tie : `head.weight` of the head for tokens is `embed.tokens.weight`
+    frozen : name patterns (fnmatch) of parameters that are not trained
+    """
+
+    plan = {"head": Vocab()}  # noqa: RUF012
+
+    def __init__(
+        self,
+        vocab: int,
+        d_model: int,
+        n_layers: int,
+        n_heads: int,
+        seq_len: int,
+        *,
+        hidden: int | None = None,
+        types: int = 2,
+        classes: int | None = None,
+        activation: str = "gelu",
+        eps: float = 1e-12,
+        dropout: float = 0.0,
+        tie: bool = True,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len, types=types)
+        if dropout and classes is None:
+            raise ConfigError("Bert: dropout is that of the head for classes: give classes=...")
+        self.vocab, self.d_model, self.n_layers, self.n_heads = vocab, d_model, n_layers, n_heads
+        self.seq_len, self.classes, self.dropout = seq_len, classes, float(dropout)
+        self.tie = bool(tie)
+        init = normal(0.02)
+        attention = GroupedQueryAttention(
+            d_model, n_heads, n_heads, None, causal=False, segments=True, qkv_bias=True, out_bias=True, init=init
+        )
+        mlp = MLP(d_model, hidden, activation=activation_of(self, activation), init=init)
+        block = AttentionBlock(attention, mlp, LayerNorm(d_model, eps), post=True)
+        blocks = Container(*chained(dict.fromkeys(map(str, range(n_layers)), block), "x", ("mask",)))
+        steps, _, (last,) = chained({"blocks": blocks}, "embed", ("mask",))
+        head = _classes(d_model, classes, dropout) if classes else _tokens(self, d_model, vocab, activation, eps)
+        more, _, outputs = chained(head, last)
+        first, _, _ = chained({"embed": BertEmbedding(vocab, d_model, seq_len, types, eps)}, "x", ("kinds",))
+        ties = None if classes or not tie else {"head.weight": "embed.tokens.weight"}
+        super().__init__([*first, *steps, *more], ("x", "kinds", "mask"), outputs, ties, frozen)
+
+    def __repr__(self) -> str:
+        return Layer.__repr__(self)
+
+
+def _tokens(owner: Bert, d_model: int, vocab: int, activation: str, eps: float) -> dict[str, Layer]:
+    return {
+        "dense": Linear(d_model, d_model, init=normal(0.02)),
+        "activation": activation_of(owner, activation),
+        "norm": LayerNorm(d_model, eps),
+        "head": Linear(d_model, vocab, init=normal(0.02)),
+    }
+
+
+def _classes(d_model: int, classes: int, dropout: float) -> dict[str, Layer]:
+    drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if dropout else {}
+    pooled = {"first": First(), "pooler": Linear(d_model, d_model, init=normal(0.02)), "activation": Tanh()}
+    return {**pooled, **drop, "head": Linear(d_model, classes, init=normal(0.02))}
 
 
 class Patches(Layer):
