@@ -1,13 +1,12 @@
 """What is computed: layers, containers, losses and models."""
 
 from fsdpx.nn import init, models
-from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from fsdpx.nn.activation import GELU, CutDropout, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Composite, Container, Residual
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.decoders import GPT, Llama
-from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 from fsdpx.nn.encoders import Bert, BertEmbedding, Patches, ViT
 from fsdpx.nn.function import Lambda

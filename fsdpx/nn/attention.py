@@ -6,8 +6,8 @@ import math
 from typing import Any, Protocol
 
 from fsdpx.array import kernels
+from fsdpx.nn.activation import apply_mask, keep_mask
 from fsdpx.nn.cut import share
-from fsdpx.nn.dropout import apply_mask, keep_mask
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.numeric import product
 

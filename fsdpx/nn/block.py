@@ -6,9 +6,8 @@ from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
-from fsdpx.nn.activation import GELU, activation_of
+from fsdpx.nn.activation import GELU, Dropout, activation_of
 from fsdpx.nn.container import ChildCall, Composite, Container, chained
-from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.grouped import MultiHeadAttention
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, positive

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.nn.activation import Dropout
 from fsdpx.nn.block import GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Container, chained
-from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.heads import Rotary

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.activation import Tanh, activation_of
+from fsdpx.nn.activation import Dropout, Tanh, activation_of
 from fsdpx.nn.block import MLP
 from fsdpx.nn.container import Composite, Container, chained
-from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdpx.errors import ConfigError
+from fsdpx.nn.activation import CutDropout, Dropout
 from fsdpx.nn.container import ChildCall, Container, free
-from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabEmbedding, VocabTokenEmbedding
 from fsdpx.nn.heads import Attention, PerHead
 from fsdpx.nn.layer import Layer, dotted, prefixed

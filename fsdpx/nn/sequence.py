@@ -11,9 +11,9 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn import moves
+from fsdpx.nn.activation import apply_mask, keep_mask
 from fsdpx.nn.attention import Heads, scores_of, split_heads
 from fsdpx.nn.cut import share
-from fsdpx.nn.dropout import apply_mask, keep_mask
 from fsdpx.nn.embedding import Tokens
 from fsdpx.nn.layer import Array, Env, Layer, Params, want_time
 from fsdpx.nn.losses import Loss
