@@ -14,7 +14,7 @@ from fsdpx.nn.graph import Graph
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention
 from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.layer import Env, Layer, Spec
-from fsdpx.nn.linear import Linear
+from fsdpx.nn.linear import ColumnLinear, Linear, RowLinear
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from fsdpx.nn.lowrank import LoRALinear, lora
 from fsdpx.nn.marks import Column, Own, Row, Vocab
@@ -24,7 +24,6 @@ from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sequence import Enter, Framed, Leave, PartTokenEmbedding, SequenceLoss
 from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
-from fsdpx.nn.tensor import ColumnLinear, RowLinear
 
 __all__ = [
     "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool2d", "BCEWithLogits", "BatchNorm",

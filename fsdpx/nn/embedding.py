@@ -13,9 +13,9 @@ from fsdpx.nn import moves
 from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_time
+from fsdpx.nn.linear import named, want_known
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.numeric import as_indices, is_index, wide
-from fsdpx.nn.tensor import named, want_known
 
 __all__ = [
     "Embedding", "TokenEmbedding", "Tokens", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding",

@@ -1,14 +1,19 @@
-"""Linear: y = x W^T + b over the last dim."""
+"""Linear layers: whole on every rank, or cut over the tensor axis."""
+
+from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+from fsdpx.errors import ConfigError
+from fsdpx.nn import moves
+from fsdpx.nn.cut import Cut
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_last
-from fsdpx.nn.numeric import add_linear, affine, flat, linear_backward, product
+from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
 
-__all__ = ["Linear"]
-
+__all__ = ["ColumnLinear", "CutLinear", "Linear", "RowLinear", "named", "want_known"]
 
 class Linear(Layer):
     """y = x weight^T + bias: `(samples, ..., in_features)` -> `(samples, ..., out_features)`.
@@ -74,3 +79,208 @@ class Linear(Layer):
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
         add_linear(env.xp, g, flat(dy), flat(x))
+
+
+class CutLinear(Layer):
+    """What ColumnLinear and RowLinear share: the options of the Linear that they compute, and how it is cut."""
+
+    runs = ("linear",)
+
+    def __init__(self, linear: Linear, sequence: bool, grain: int, cut: Cut) -> None:
+        self._linear, self._cut = linear, cut
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.init, self.bias_init = linear.init, linear.bias_init
+        self.sequence, self.grain = bool(sequence), grain
+        self.caches = not sequence
+        cut.grains((linear.out_features, linear.in_features))
+
+    def _product(self, env: Env, p: Params, x: Array, bias: Array | None) -> Array:
+        """This rank's part of the result as rows, or its summand."""
+        return affine(env.xp, flat(x), p["weight"], bias)
+
+    def _inward(self, env: Env, p: Params, dy: Array) -> Array:
+        """The gradient of the input as rows: this rank's summand of it, or its part."""
+        return product(env.xp, flat(dy), p["weight"])
+
+
+class ColumnLinear(CutLinear):
+    """Column-parallel `Linear`: `(samples, ..., in_features)` -> this rank's part of `out_features`.
+
+    `weight` and `bias` are those of `Linear`, cut along dim 0. Backward all-reduces the gradient of the input while
+    that of the weight is computed.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
+    gather_output : all-gather the result, so that every rank has all of it; needs blocks = grain = 1
+    sequence : the input is cut along dim 1; it is gathered for the product, and again in backward
+    blocks, grain : how `out_features` is cut, see `Cut`
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence: bool = False,
+        blocks: int = 1,
+        grain: int = 1,
+        *,
+        init: Init | None = None,
+        bias_init: Init | None = None,
+    ) -> None:
+        positive(self, blocks=blocks, grain=grain)
+        linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
+        super().__init__(linear, sequence, grain, Cut(0, blocks, grain))
+        self.gather_output = bool(gather_output)
+        self.blocks = blocks
+        if gather_output and (blocks, grain) != (1, 1):
+            raise ConfigError(f"{self!r}: gather_output works for blocks=1 and grain=1 only")
+
+    def specs(self) -> dict[str, Spec]:
+        return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
+
+    def bare(self, env: Env, p: Params, x: Array) -> Array:
+        """The product without the bias."""
+        x = self._full(env, x)
+        return self._product(env, p, x, None).reshape(*x.shape[:-1], p["weight"].shape[0])
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        full = self._full(env, x)
+        y = self._product(env, p, full, p["bias"] if self.bias else None)
+        y = y.reshape(*full.shape[:-1], p["weight"].shape[0])
+        if self.gather_output:
+            y = moves.join(env.xp, env.mesh.tensor, y, -1, self.out_features, what=named(env, "output"))
+        return y, (x,)
+
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
+        (x,) = saved
+        comm, dy = env.mesh.tensor, self._part(env, dy)
+        if comm.size == 1:
+            return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
+        full = moves.PendingMove(None, lambda: x)
+        if self.sequence and "weight" in g:
+            full = moves.start_gather(env.xp, comm, x, 1, env.time, what=named(env, "input"))
+        dx = self._start_input_gradient(env, p, dy)
+        _add_gradients(env, g, dy, full.wait())
+        return dx.wait()
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, self._part(env, dy)))
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dy = self._part(env, dy)
+        return self._start_input_gradient(env, p, dy).wait(), (*saved, dy)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        x, dy = kept
+        _add_gradients(env, g, dy, self._full(env, x) if "weight" in g else x)
+
+    def _full(self, env: Env, x: Array) -> Array:
+        """The input, full along dim 1."""
+        want_last(self, x, self.in_features)
+        if not self.sequence:
+            return x
+        return moves.gather(env.xp, env.mesh.tensor, x, 1, env.time, what=named(env, "input"))
+
+    def _part(self, env: Env, dy: Array) -> Array:
+        """The gradient of what this rank computed."""
+        return moves.cut(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
+
+    def _start_input_gradient(self, env: Env, p: Params, dy: Array) -> moves.PendingMove:
+        dx = self._inward(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
+        comm, what = env.mesh.tensor, named(env, "input gradient")
+        if self.sequence:
+            return moves.start_scatter_sum(env.xp, comm, dx, 1, what=what)
+        return moves.start_sum(env.xp, comm, dx, fresh=True, what=what)
+
+
+class RowLinear(CutLinear):
+    """Row-parallel `Linear`: this rank's part of `in_features` -> `(samples, ..., out_features)`.
+
+    `weight` is that of `Linear`, cut along dim 1; every rank holds all of `bias`, which is added after the sum over the
+    axis.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
+    sequence : leave the sum cut along dim 1; the gradient of `bias` is then this rank's part of it
+    grain : elements of `in_features` that stay on one rank, see `Cut`
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        sequence: bool = False,
+        grain: int = 1,
+        *,
+        init: Init | None = None,
+        bias_init: Init | None = None,
+    ) -> None:
+        positive(self, grain=grain)
+        linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
+        super().__init__(linear, sequence, grain, Cut(1, 1, grain))
+
+    def specs(self) -> dict[str, Spec]:
+        specs = self._linear.specs()
+        return specs | {"weight": replace(specs["weight"], cut=self._cut)}
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        want_last(self, x, p["weight"].shape[1])
+        bias, shape = p["bias"] if self.bias else None, (*x.shape[:-1], self.out_features)
+        if env.mesh.tensor.size == 1:
+            return self._product(env, p, x, bias).reshape(shape), (x,)
+        y = self._product(env, p, x, None).reshape(shape)
+        comm, what = env.mesh.tensor, named(env, "output")
+        if self.sequence:
+            y = moves.scatter_sum(env.xp, comm, y, 1, what=what)
+        else:
+            y = moves.sum(env.xp, comm, y, fresh=True, what=what)
+        if bias is not None:
+            y += bias
+        return y, (x,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        (x,), full = saved, self._full(env, dy)
+        return self._inward(env, p, full).reshape(x.shape), (x, full, dy)
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, self._full(env, dy), dy))
+
+    def _full(self, env: Env, dy: Array) -> Array:
+        """The gradient of the result, full along dim 1."""
+        if not self.sequence:
+            return dy
+        return moves.gather(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "output gradient"))
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        x, full, dy = (flat(array) for array in kept)
+        if not self.sequence:
+            add_linear(env.xp, g, full, x)
+            return
+        add_product(env.xp, g, "weight", full.T, x)
+        if "bias" in g:
+            add_sum(env.xp, g["bias"], dy, 0)
+
+
+def _add_gradients(env: Env, g: Params, dy: Array, x: Array) -> None:
+    """`add_linear`; if the weight is frozen, `x` may be cut along dim 1 still."""
+    if x.shape[:-1] == dy.shape[:-1]:
+        add_linear(env.xp, g, flat(dy), flat(x))
+    elif "bias" in g:
+        add_sum(env.xp, g["bias"], flat(dy), 0)
+
+
+def named(env: Env, thing: str) -> str:
+    """What a call moves, for error messages: the layer's path and the array."""
+    return f"{env.random.path} {thing}" if env.random.path else thing
+
+
+def want_known(env: Env, x: Array, what: str) -> None:
+    """Every rank must know from its part how the full `x` is cut along dim 1: by `env.time`, or into equal parts."""
+    if env.time is None:
+        moves.want_even(x.shape, 1, env.mesh.tensor.size, what)
+    assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

@@ -13,9 +13,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.container import Container, check_layer
 from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted, fraction, positive, want_last
-from fsdpx.nn.linear import Linear
+from fsdpx.nn.linear import ColumnLinear, CutLinear, Linear, RowLinear
 from fsdpx.nn.numeric import add_product, affine, flat, product
-from fsdpx.nn.tensor import ColumnLinear, CutLinear, RowLinear
 from fsdpx.words import demand_match
 
 __all__ = ["LOW", "ColumnLoRA", "LoRALinear", "RowLoRA", "adapter_of", "lora"]

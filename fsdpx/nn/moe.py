@@ -15,8 +15,8 @@ from fsdpx.nn import moves
 from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_last
+from fsdpx.nn.linear import named
 from fsdpx.nn.numeric import add_product, affine, flat, product, wide
-from fsdpx.nn.tensor import named
 
 __all__ = [
     "Chosen", "CutMoE", "MoE", "add_experts", "balancing", "experts", "experts_backward", "router", "router_backward",

@@ -9,12 +9,11 @@ from fsdpx.nn.container import ChildCall, Container, free
 from fsdpx.nn.embedding import Embedding, TokenEmbedding, VocabEmbedding, VocabTokenEmbedding
 from fsdpx.nn.heads import Attention, PerHead
 from fsdpx.nn.layer import Layer, dotted, prefixed
-from fsdpx.nn.linear import Linear
+from fsdpx.nn.linear import ColumnLinear, Linear, RowLinear
 from fsdpx.nn.lowrank import ColumnLoRA, LoRALinear, RowLoRA
 from fsdpx.nn.marks import Column, Mark, Row, Vocab
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.sequence import Enter, PartTokenEmbedding
-from fsdpx.nn.tensor import ColumnLinear, RowLinear
 
 __all__ = ["CutValue", "Features", "Kind", "Rewriter", "Whole"]
 

@@ -16,9 +16,9 @@ from fsdpx.nn.attention import Heads, scores_of, split_heads
 from fsdpx.nn.cut import share
 from fsdpx.nn.embedding import Tokens
 from fsdpx.nn.layer import Array, Env, Layer, Params, want_time
+from fsdpx.nn.linear import named, want_known
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.numeric import is_index, product, wide
-from fsdpx.nn.tensor import named, want_known
 
 __all__ = ["Enter", "Framed", "Leave", "PartTokenEmbedding", "Ring", "SampleLoss", "SequenceLoss", "Ulysses"]
 
