@@ -20,7 +20,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.observe.chrome import RankTrace, TraceHeader
 from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
-from fsdpx.observe.waits import waits
+from fsdpx.observe.page import waits
 from fsdpx.trainer import progress
 
 
