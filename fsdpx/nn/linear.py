@@ -82,7 +82,19 @@ class Linear(Layer):
 
 
 class CutLinear(Layer):
-    """What ColumnLinear and RowLinear share: the options of the Linear that they compute, and how it is cut."""
+    """What ColumnLinear and RowLinear share: the options of the Linear that they compute, and how it is cut.
+
+    They are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnLinear and the RowLinear that follows it,
+    activations are cut along the features and nothing is communicated. With `sequence`, activations outside the pair
+    are cut along dim 1 (Korthikanti et al. 2022). Bytes that one rank sends, n = bytes of the activation outside,
+    N = width of the axis:
+
+                                  forward          backward
+        ColumnLinear              0                2n(N-1)/N
+        RowLinear                 2n(N-1)/N        0
+        ColumnLinear, sequence     n(N-1)/N         n(N-1)/N, and n(N-1)/N to gather its input once more
+        RowLinear, sequence        n(N-1)/N         n(N-1)/N
+    """
 
     runs = ("linear",)
 
