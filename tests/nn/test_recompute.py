@@ -87,6 +87,15 @@ def test_attention_made_again_in_backward(dropout: float, split: bool) -> None:
     assert len(list(arrays(kept[0]))) > len(shapes)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_heads_that_a_norm_made_are_recomputed_too(split: bool) -> None:
+    """Queries and keys come from a cheap layer, whose results are placeholders themselves."""
+    layer = nn.GroupedQueryAttention(16, 2, 1, None, qk_norm=1e-6)
+    kept, recomputed = (attention(layer, names, split) for names in (frozenset[str](), frozenset({"attention"})))
+    for got, wanted in zip(recomputed[1:], kept[1:], strict=True):
+        assert got.tobytes() == wanted.tobytes()
+
+
 def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]:
     rng = np.random.default_rng(1)
     p = {name: rng.standard_normal(spec.shape) for name, spec in layer.specs().items()}
