@@ -174,7 +174,8 @@ def refused(error: ValueError, data: bytes, line: int = 1) -> str:
     if isinstance(error, UnicodeDecodeError):
         at, why = error.start, f"0x{data[error.start]:02x} is not UTF-8: {error.reason}"
     elif isinstance(error, json.JSONDecodeError):
-        at, why = len(error.doc[: error.pos].encode()), error.msg
+        end = len(data.rstrip())  # what is missing at the end is missing on the last line, not on an empty one after it
+        at, why = min(len(error.doc[: error.pos].encode()), end), error.msg
     else:
         at = next((found.start() for found in _ESCAPES.finditer(data) if found[1]), 0)
     line, at = line + data.count(b"\n", 0, at), at - data.rfind(b"\n", 0, at)

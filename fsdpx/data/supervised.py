@@ -151,6 +151,9 @@ def _object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
 
 
 def _messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    for name in ("prompt", "completion"):
+        if name in line and not isinstance(line[name], str):
+            raise DataError(f'{where}: "{name}" is a text, this is {type(line[name]).__name__}')
     messages = line.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: it has neither "prompt" and "completion" nor "messages": {sorted(line)}')

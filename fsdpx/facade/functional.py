@@ -201,7 +201,7 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     elif out is not x:
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
-        out[...] = x
+        _flat("out", out)[...] = x.reshape(-1)
     whole = Call("all_reduce", (_flat("out", out),), how, shape=x.shape)
     if not async_op:
         opened.comm.issue(whole).wait()
@@ -393,6 +393,8 @@ def _flat(name: str, array: Array) -> Array:
     """The flat view of an array that is written to, which must therefore be contiguous."""
     if not array.flags.c_contiguous:
         raise ShapeError(f"{name} is not contiguous: pass a contiguous array")
+    if not getattr(array.flags, "writeable", True):  # arrays of a GPU always are
+        raise ConfigError(f"{name} is read-only: pass an array that can be written, such as {name}.copy()")
     return array.reshape(-1)
 
 

@@ -149,8 +149,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _name(program: Sequence[str]) -> str:
-    """The name of a job: the name of its script, in characters that mean nothing to a shell or a scheduler."""
-    return re.sub(r"[^\w.+-]", "_", Path(next(word for word in program if word != "-m")).stem)
+    """The name of a job: the name of its script or module, in characters that mean nothing to a shell or a scheduler."""
+    name = program[1] if program[0] == "-m" else Path(program[0]).stem
+    return re.sub(r"[^\w.+-]", "_", name)
 
 
 def _of_one_line(words: Sequence[str]) -> Sequence[str]:

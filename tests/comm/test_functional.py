@@ -91,6 +91,11 @@ def test_bad_arrays_are_named():
     functional.init("local")
     with pytest.raises(ShapeError, match="out is not contiguous"):
         functional.recv(np.zeros((2, 4))[:, ::2], 0)
+    fixed = np.zeros(2)
+    fixed.flags.writeable = False
+    for into in (lambda: functional.recv(fixed, 0), lambda: functional.all_reduce(np.zeros(2), out=fixed)):
+        with pytest.raises(ConfigError, match=r"out is read-only: pass an array that can be written"):
+            into()
     with pytest.raises(ShapeError, match=r"out is float64\[3\], but x is float64\[2\]"):
         functional.all_reduce(np.zeros(2), out=np.zeros(3))
     with pytest.raises(ShapeError, match="reduce_scatter: x has no dimension to cut"):

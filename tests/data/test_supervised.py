@@ -65,6 +65,9 @@ def test_packed_conversations_have_a_segment_each_and_the_same_loss(file):
     ("text", "said"),
     [
         ("{", "line 1, byte 2: this is no JSON"),
+        ('\n{"prompt": "a",\n\n', "line 2, byte 16: this is no JSON"),
+        ('{"prompt": null}', 'line 1: "prompt" is a text, this is NoneType'),
+        ('{"prompt": "a", "completion": 3}', 'line 1: "completion" is a text, this is int'),
         ("3", "line 1: a line is an object, this is int"),
         ('\n{"text": "a"}', 'line 2: it has neither "prompt" and "completion" nor "messages": [\'text\']'),
         ('{"messages": [{"role": "user"}]}', 'line 1: a message has a "role" and a "content", texts both'),

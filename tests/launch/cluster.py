@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -147,6 +148,18 @@ def test_ranks_at_their_own_speed_on_two_hosts_finish(lab: Lab, python: str, str
 def test_a_batch_file_trains_on_two_hosts(lab: Lab, undisturbed: str) -> None:
     job = submitted(lab, "several_hosts.sbatch", "--no-save")
     assert hash_of(output(lab, job, "COMPLETED", "FAILED")) == undisturbed
+
+
+@pytest.mark.parametrize("asked", [("-n", "4", "--nodes", "2"), ("--nodes", "2", "--nproc-per-node", "2")])
+def test_the_batch_file_that_is_printed_trains(lab: Lab, undisturbed: str, asked: tuple[str, ...]) -> None:
+    """As it is, with its limits of time and its signals, where jobs are submitted from."""
+    words = [sys.executable, "-m", "fsdpx", "run", "--print-batch", "slurm", *asked, *GPT, "--no-save"]
+    lab.run(LOGIN, "sh", "-c", f"{shlex.join(words)} > printed.sbatch", env=environment(lab))
+    job = lab.run(LOGIN, "sbatch", "--parsable", "printed.sbatch", env=environment(lab)).strip()
+    until(lambda: state(lab, job) in ("COMPLETED", "FAILED"), f"{job} ended", 200)
+    text = Path(f"fsdpx.examples.gpt-{job}.out").read_text()
+    assert hash_of(text) == undisturbed
+    assert state(lab, job) == "COMPLETED", text
 
 
 def test_batch_files_of_one_host_and_of_several_seeds(lab: Lab, undisturbed: str) -> None:

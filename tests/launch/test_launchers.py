@@ -469,6 +469,7 @@ def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.Mon
     words = ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"]
     text = batch("slurm", LaunchConfig(4), words, of_node)
     assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text
+    assert "#SBATCH --job-name=pkg.train\n" in batch("slurm", LaunchConfig(4), ["-m", "pkg.train"], of_node)
     assert text.count("\n#SBATCH") == 7
     done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=site,
                           capture_output=True, text=True, check=True)  # fmt: skip
