@@ -122,8 +122,8 @@ def _timed(comm: Communicator, nbytes: int) -> tuple[str, bool]:
         right = right and bool((buf == wanted).all())
     everyone = comm.all_gather_plain((statistics.median(times[2:]), right))
     wrong = [rank for rank, (_, good) in enumerate(everyone) if not good]
-    said = f"the sum is WRONG on {ranks_text(wrong)}" if wrong else "the sum is right"
-    return f"{bytes_text(nbytes)}: {max(seconds for seconds, _ in everyone) * 1e6:,.0f} us, {said}", not wrong
+    verdict = f"the sum is WRONG on {ranks_text(wrong)}" if wrong else "the sum is right"
+    return f"{bytes_text(nbytes)}: {max(seconds for seconds, _ in everyone) * 1e6:,.0f} us, {verdict}", not wrong
 
 
 def _thread_level() -> str | None:
