@@ -48,6 +48,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(*args, **more)
 
     def error(self, message: str) -> NoReturn:
+        from fsdpx.words import left
+
+        gone = next(filter(None, map(left, message.split())), "")
+        message += f"; {gone}" if gone else ""
         self.exit(_say(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"))
 
 

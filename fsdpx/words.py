@@ -86,6 +86,7 @@ LEFT: dict[str, str] = {
     "augment": "transform=, or the dataset's own [i]",
     "cuda_graphs": "nothing; leave it out",
     "ElasticTrainer": "Trainer: what an elastic one has more is in trainer.host",
+    "--plot": "bench comm --json FILE, whose rows any program draws",
 }
 """Name of an earlier version -> what to use instead."""
 MOVED: dict[str, str] = {

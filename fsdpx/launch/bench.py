@@ -25,8 +25,6 @@ from fsdpx.config import byte_count
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
 from fsdpx.launch import deaths, turns
-from fsdpx.launch.plot import plot
-from fsdpx.observe.plots import missing
 from fsdpx.state.tuning import table
 from fsdpx.version import __version__
 
@@ -143,7 +141,6 @@ def add_options(p: argparse.ArgumentParser) -> None:
     comm.add_argument("--sizes", default=SIZES, help=f"bytes of the full array (default: {SIZES})")
     comm.add_argument("--seconds", type=float, default=0.05, help="for each verb and size, about (default: 0.05)")
     comm.add_argument("--json", type=Path, metavar="FILE", help="write the same for programs")
-    comm.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as PNG, SVG or PDF (needs matplotlib)")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -156,13 +153,8 @@ def bench(args: argparse.Namespace) -> int:
     if unknown:
         raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(VERBS)}")
     with init() as comm:
-        for option, path in (("--json", args.json), ("--plot", args.plot)):
-            wrong = comm.all_gather_plain(turns.unwritable(path))[0]
-            if wrong:
-                raise LaunchError(f"{option} {path} cannot be written ({wrong}): name a file in a folder that is there")
-        why = comm.all_gather_plain(missing() if args.plot is not None else "")[0]
-        if why:
-            raise LaunchError(f"--plot {args.plot}: {why}")
+        if wrong := comm.all_gather_plain(turns.unwritable(args.json))[0]:
+            raise LaunchError(f"--json {args.json} cannot be written ({wrong}): name a file in a folder that is there")
         if comm.size == 1:
             raise LaunchError("one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm")
         report = measure(comm, sizes, verbs, args.seconds)
@@ -170,8 +162,6 @@ def bench(args: argparse.Namespace) -> int:
             print(_text(report))
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1))
-            if args.plot is not None:
-                plot(report, args.plot)
     return 0
 
 

@@ -145,6 +145,22 @@ def test_ranks_at_their_own_speed_on_two_hosts_finish(lab: Lab, python: str, str
     assert "all have finished" in text, text
 
 
+def test_hosts_without_mpi_that_are_started_one_by_one(lab: Lab, undisturbed: str) -> None:
+    """The same line on each, over Gloo."""
+    pytest.importorskip("torch")
+    of = ["--backend", "gloo", "--nodes", "2", "--master-addr", "n1"]
+    words = [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--max-restarts", "0", *of, "--node-rank"]
+    given, rest = environment(lab, FSDPX_SECRET="one secret of many, for tests"), [*GPT, "--no-save"]
+    other = subprocess.Popen(
+        lab.words("n2", *words, "1", *rest), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    text = lab.run("n1", *words, "0", *rest, env=given, seconds=200)
+    said, _ = other.communicate(timeout=60)
+    assert other.returncode == 0, said
+    assert hash_of(text) == undisturbed
+
+
 def test_a_batch_file_trains_on_two_hosts(lab: Lab, undisturbed: str) -> None:
     job = submitted(lab, "several_hosts.sbatch", "--no-save")
     assert hash_of(output(lab, job, "COMPLETED", "FAILED")) == undisturbed

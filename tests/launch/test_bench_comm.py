@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from amount import few, in_full
+from amount import few
 
 from fsdpx import spawn
 from fsdpx.__main__ import main
-from fsdpx.errors import LaunchError
 from fsdpx.launch.bench import VERBS, _groups, _text, measure
-from fsdpx.launch.plot import plot
-from fsdpx.observe.plots import missing
 
 
 def test_every_verb_has_its_time_and_what_it_moved() -> None:
@@ -45,28 +41,11 @@ def test_every_verb_has_its_time_and_what_it_moved() -> None:
     ]
 
 
-@in_full
-def test_a_picture_has_each_verb_at_each_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"verb": "send", "bytes": 64, "seconds": 1e-6, "bus_bandwidth": 6e7, "raw_seconds": 2e-6}
-    rows = [row, row | {"bytes": 4096}, row | {"verb": "all_reduce", "raw_seconds": None}, row | {"bytes": 0}]
-    inside = {"level": "inside a host", "host": "n1", "ranks": 2, "rows": rows}
-    report = {"levels": [inside, {"level": "all ranks", "host": "n1", "ranks": 4, "rows": rows}]}
-    if missing():
-        pytest.skip(missing())
-    plot(report, tmp_path / "links.svg")
-    drawn = (tmp_path / "links.svg").read_text()
-    assert all(f"<!-- {words} -->" in drawn for words in ("inside a host of n1, 2 ranks", "all ranks, 4 ranks"))
-    assert drawn.count("<!-- send -->") == drawn.count("<!-- all_reduce -->") == 1  # once in the legend
-    with pytest.raises(LaunchError, match=r"--plot .*links.xyz: Format 'xyz' is not supported"):
-        plot(report, tmp_path / "links.xyz")
-
-
-def test_without_matplotlib_nothing_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "comm", "--plot", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr().err.endswith("x.png: matplotlib is not installed: pip install 'fsdpx[plot]'\n")
+def test_pictures_are_drawn_by_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "comm", "--plot", "x.png"])
+    said = capsys.readouterr().err
+    assert "unrecognized arguments: --plot x.png; --plot is no longer in fsdpx: use bench comm --json FILE" in said
 
 
 def test_the_levels_are_those_of_the_machine() -> None:
@@ -89,7 +68,6 @@ def test_the_levels_are_those_of_the_machine() -> None:
         ([], "fsdpx bench: one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm"),
         (["--verbs", "send,allreduce"], "fsdpx bench: --verbs allreduce: there are send, all_gather, "),
         (["--sizes", "4KiB,many"], "fsdpx bench: --sizes='many': a number of bytes is needed"),
-        (["--plot", "missing/x.png"], "fsdpx bench: --plot missing/x.png cannot be written (ENOENT)"),
         (["--json", "missing/found.json"], "fsdpx bench: --json missing/found.json cannot be written (ENOENT)"),
     ],
 )
@@ -107,11 +85,9 @@ def test_under_mpiexec(tmp_path: Path, messages: bool) -> None:
     from trials import job
 
     words = ["bench", "comm", "--sizes", "64,64KiB", "--seconds", "0.002", "--json", "found.json"]
-    words += [] if missing() else ["--plot", "links.png"]
     program = f"import sys\nfrom fsdpx.__main__ import main\nsys.exit(main({words}))"
     done = job(tmp_path, program, ranks=2, **({"FSDPX_NODE": "0"} if messages else {}))
     assert done.status == 0, done.err
-    assert bool(missing()) or (tmp_path / "links.png").stat().st_size > 10_000
     report = json.loads((tmp_path / "found.json").read_text())
     assert report["backend"] == ("mpi" if messages else "node")
     assert done.out.startswith(f"{report['backend']}, {report['library']}; ")
