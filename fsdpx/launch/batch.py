@@ -149,7 +149,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _name(program: Sequence[str]) -> str:
-    """The name of a job: the name of its script or module, in characters that mean nothing to a shell or a scheduler."""
+    """The name of a job, that of its script or module, in characters that mean nothing to a shell or a scheduler."""
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "_", name)
 
