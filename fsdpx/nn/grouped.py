@@ -8,7 +8,7 @@ from copy import copy
 from functools import partial
 from typing import Any, ClassVar
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Composite, Container, mapped
 from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.init import Init, uniform, zeros
@@ -99,6 +99,12 @@ class MultiHeadAttention(Attending):
         self.plan = {"qkv": Column(blocks=3, grain=d_head), "out": Row()}
         steps = [("qkv", qkv, "x"), ("", attend, "qkv"), ("out", out, "")]
         super().__init__([ChildCall(name, layer, (x,), (name,)) for name, layer, x in steps], ("x",), ("out",))
+
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
+        if x.ndim != 3 or x.shape[-1] != self.d_model:
+            wanted = f"(samples, time, {self.d_model})"
+            raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
+        return super().forward(env, p, x)
 
 
 class GroupedQueryAttention(Attending, Composite):
