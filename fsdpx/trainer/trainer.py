@@ -36,7 +36,7 @@ from fsdpx.trainer.whole import (
     whole_parameters,
     whole_state,
 )
-from fsdpx.words import demand_match, moved, patterns_of
+from fsdpx.words import MOVED, demand_match, moved, patterns_of
 
 __all__ = ["Trainer"]
 
@@ -431,7 +431,13 @@ class Trainer:
     if not TYPE_CHECKING:  # a type checker would take any name for one of a trainer
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(moved(name) or f"'Trainer' object has no attribute {name!r}")
+            """What an earlier version's trainer had by itself and now lies on `inspect` or `host`, with a warning."""
+            part = MOVED.get(name, "").removeprefix("trainer.").partition(".")[0]
+            if part not in ("inspect", "host"):
+                raise AttributeError(moved(name) or f"'Trainer' object has no attribute {name!r}")
+            found = getattr(getattr(self, part), name)
+            warnings.warn(moved(name), DeprecationWarning, stacklevel=2)
+            return found
 
     def _demand(self, call: str) -> None:
         """ConfigError where a loss or an optimiser is missing that this call needs."""
