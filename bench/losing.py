@@ -46,7 +46,7 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     plain = layers.as_distributed(comm=resilient(comm), **options)
     elastic = layers.as_distributed(comm=comm, elastic=True, **options)
     parts, whole = batch(MODELS[name], comm.rank, comm.size), batch(MODELS[name])
-    ranks, clock = elastic._coordinator, elastic.inspect.engine.clock
+    ranks, clock = elastic.host._coordinator, elastic.inspect.engine.clock
     taken, pace = watched(ranks.assembly.copies), ranks._pace
     for _ in range(2):
         plain.step(*parts)

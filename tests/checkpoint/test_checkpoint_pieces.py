@@ -59,7 +59,7 @@ def test_every_element_is_written_once(
     for state in ranks:
         for name, some in runs(list(owned(state)), elements).items():
             total[name] += some
-    specs = ranks[0].inspect.placement.layout.specs
+    specs = ranks[0].placement.layout.specs
     assert set(total) == {f"{slot}{name}" for slot in ("", "m/", "v/") for name in specs}
     for name, some in total.items():
         at = 0

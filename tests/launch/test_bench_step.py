@@ -24,7 +24,7 @@ def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order, step = [], Trainer.step
 
     def seen(self: Trainer, *batch: object) -> float:
-        if self.rank == 0:
+        if self.host.rank == 0:
             order.append(id(self))
         return step(self, *batch)
 
