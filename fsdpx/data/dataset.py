@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import open_file, unreadable
 
-__all__ = ["ArrayDataset", "Dataset", "TokenDataset", "collate", "maps", "windows"]
+__all__ = ["ArrayDataset", "Dataset", "TokenDataset", "Windows", "collate", "maps"]
 
 OPEN_FILES = 64
 """Memory maps kept open; each holds a file descriptor."""
@@ -30,19 +31,35 @@ def _map(file: Path) -> np.ndarray:
         return np.memmap(opened, np.uint8, "r")
 
 
-def windows(
-    indices: np.ndarray, seq_len: int, dtype: Any, fill: Callable[[int, np.ndarray], None]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Windows number `indices` `(k,)` of a long row: x and y, one further, each `(k, seq_len)` of `dtype`.
+class Windows(ABC):
+    """A long row in windows of `seq_len + 1` elements, of which each begins with the last one of that before: sample i
+    is x and y, one element further, each `(seq_len,)` of `dtype`."""
 
-    fill: called with where a window begins and the `(seq_len + 1,)` elements to fill."""
-    rows = np.empty((len(indices), seq_len + 1), dtype)
-    for row, i in zip(rows, indices, strict=True):
-        fill(int(i) * seq_len, row)
-    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+    seq_len: int
+    dtype: np.dtype[Any]
+
+    @abstractmethod
+    def _read(self, start: int, out: np.ndarray) -> None:
+        """Fill `out` with the elements from `start` on."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        x, y = self.take(np.array([i % len(self)]))
+        return x[0], y[0]
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
+        rows = np.empty((len(indices), self.seq_len + 1), self.dtype)
+        for row, i in zip(rows, indices, strict=True):
+            self._read(int(i) * self.seq_len, row)
+        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
-class TokenDataset:
+class TokenDataset(Windows):
     """A file of token numbers, one after the other, through a memory map: sample i is `x = tokens[i T : i T + T]`,
     `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
 
@@ -52,6 +69,8 @@ class TokenDataset:
     seq_len : tokens of a sample; the file must have at least one more
     dtype : of bare numbers
     """
+
+    dtype = np.dtype(np.int32)  # of samples
 
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
         if not isinstance(seq_len, int) or seq_len < 1:
@@ -71,16 +90,6 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
-
-    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        x, y = self.take(np.array([i % len(self)]))
-        return x[0], y[0]
-
-    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
-        return windows(indices, self.seq_len, np.int32, self._read)
 
     def _read(self, start: int, out: np.ndarray) -> None:
         found = self.tokens[start : start + len(out)]

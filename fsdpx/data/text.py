@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpx.data.dataset import maps, windows
+from fsdpx.data.dataset import Windows, maps
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import open_file, unreadable
 
@@ -30,7 +30,7 @@ def stdlib_sources() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-class TextDataset:
+class TextDataset(Windows):
     """The bytes of files and folders, one file after the other: sample i is `x = bytes[i T : i T + T]`,
     `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
 
@@ -85,16 +85,6 @@ class TextDataset:
 
     def __len__(self) -> int:
         return (self.nbytes - 1) // self.seq_len
-
-    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        x, y = self.take(np.array([i % len(self)]))
-        return x[0], y[0]
-
-    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
-        return windows(indices, self.seq_len, self.dtype, self._read)
 
     def _read(self, start: int, out: np.ndarray) -> None:
         """Bytes [start, start + len(out)) of the split."""

@@ -30,6 +30,7 @@ from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
 from fsdpx.layout.stages import cut_stages, deal
 from fsdpx.layout.units import Layout, Spread, lay_out
+from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort, with_numbers
 from fsdpx.optim import no_decay
@@ -76,9 +77,8 @@ def session_of(
 
     tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else the
     caller fills them in. commit: see `Feed`."""
-    place, planned = placement_of(recipe, world, tuning)
+    place, model, microbatches = placement_of(recipe, world, tuning)
     training, progress = recipe.training, recipe.machinery.progress
-    microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
     _check_whole_steps(place, microbatches)
     poker = _poker(place.tuning.progress if progress is None else progress, place)
     if place.xp is np:
@@ -86,7 +86,7 @@ def session_of(
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     with slow(world, "compiling kernels"):
-        warm(place.xp, planned.model, planned.loss, place.optimizer, dtypes, norm)
+        warm(place.xp, model, place.loss, place.optimizer, dtypes, norm)
         if place.xp is np:
             for codec in place.codecs:
                 codec.warm(place.formats.gradients)
@@ -121,14 +121,14 @@ class Reducing(NamedTuple):
 class Pages(NamedTuple):
     """The model as this rank runs it, and where its parameters lie. pipe: the order of microbatches over stages."""
 
-    planned: Planned
     model: Sorted
     pipe: Pipe
     layout: Layout
 
 
-def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Planned]:
-    """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective.
+def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Layer, int]:
+    """Where everything goes on this rank, the model as this line of the tensor axis runs it, and how many microbatches
+    a step was asked for. Collective.
 
     It is made in stages of which each needs those before it alone: ranks, formats, the model, how gradients are
     reduced, and pages. Then all ranks compare what they were asked for, before any data moves."""
@@ -140,7 +140,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     options = _options(recipe, ranks, formats, pages)
     agree(world, _asked_for(recipe, ranks, formats, reducing, pages, options))
     optimizer = _optimizer(recipe.training, formats)
-    return Placement(
+    placed = Placement(
         xp=ranks.xp,
         model=model,
         layout=pages.layout,
@@ -155,7 +155,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         tuning=ranks.tuning,
         pipe=pages.pipe,
         output_dim=planned.output_dim,
-    ), planned
+    )
+    return placed, planned.model, reducing.microbatches
 
 
 def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
@@ -202,7 +203,7 @@ def _pages(
     starts = cut_stages(model, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
     bitwise = reducing.accumulation.bitwise
     spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, bitwise)
-    return Pages(planned, model, pipe, _layout(recipe, ranks, formats, model, spread, reducing.codecs))
+    return Pages(model, pipe, _layout(recipe, ranks, formats, model, spread, reducing.codecs))
 
 
 def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pages) -> Options:
