@@ -1,4 +1,4 @@
-"""Thread ranks keep the contract, wherever they are in time."""
+"""Thread ranks keep the contract, guarded or not, wherever they are in time; the ring ends in the same bits on all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import in_full
+from amount import examples, in_full
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fsdpx.comm as comms
-from fsdpx.comm import Communicator, ReduceOp, opening, spawn
+from fsdpx.comm import Communicator, Counted, Counters, Guarded, ReduceOp, opening, spawn
+from fsdpx.comm.messages import ring
 from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -202,3 +205,157 @@ def test_width_one_moves_nothing_and_copies_only_what_must_be_copied():
     for handle in handles:
         handle.wait()
     np.testing.assert_array_equal(y, 2 * x)
+
+
+class TestGuarded(CommunicatorContract):
+    def run(self, body):
+        for size in (1, 3):
+            spawn(lambda comm: body(Guarded(comm)), size, timeout=60)
+
+
+def on_each_rank(size, calls):
+    """What each rank raises that calls `calls[rank](comm)`; the last of them is for all further ranks."""
+
+    def body(comm):
+        guarded = Guarded(comm, timeout=0.5)
+        try:
+            calls[min(comm.rank, len(calls) - 1)](guarded)
+        except DesyncError as error:
+            return str(error)
+        return None
+
+    return spawn(body, size, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (lambda c: c.barrier(), lambda c: c.broadcast(np.zeros(2), 0), ("rank 0: barrier", "broadcast")),
+        (lambda c: c.barrier(what="g0"), lambda c: c.barrier(what="g1"), ("g0", "g1")),
+        (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(2, "f4")), ("t64", "t32")),
+        (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(3)), ("s 2", "s 3")),
+        (
+            lambda c: c.reduce_scatter(np.zeros(3), np.zeros(1), ReduceOp.SUM),
+            lambda c: c.reduce_scatter(np.zeros(3), np.zeros(1), ReduceOp.AVG),
+            ("op SUM", "op AVG"),
+        ),
+        (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(2), wire="f2"), ("wire float16",)),
+        (lambda c: c.broadcast(np.zeros(2), 0), lambda c: c.broadcast(np.zeros(2), 1), ("root 0", "root 1")),
+        (
+            lambda c: c.all_gather(np.zeros(1), np.zeros(3)),
+            lambda c: c.all_gather(np.zeros(1), np.zeros(3), [1, 1, 1]),
+            ("counts even", "counts [1, 1, 1]"),
+        ),
+        (lambda c: c.barrier(what="x" * 300), lambda c: c.barrier(what="x" * 301), ("...",)),
+    ],
+)  # fmt: skip
+def test_every_rank_hears_who_called_what(one, other, words):
+    messages = on_each_rank(3, [one, other])
+    assert len(set(messages)) == 1
+    assert "ranks called different collectives (call 1): rank 0: " in messages[0]
+    assert "; ranks 1, 2: " in messages[0]
+    for word in words:
+        assert word in messages[0]
+
+
+def test_a_rank_that_does_not_come_is_named():
+    told = threading.Barrier(4)
+
+    def body(comm):
+        error, guarded = None, Guarded(comm, timeout=0.5)
+        if comm.rank != 1:
+            with pytest.raises(DesyncError) as error:
+                guarded.barrier(what="end")
+        told.wait()
+        return error and str(error.value)
+
+    messages = spawn(body, 4)
+    for rank in (0, 2, 3):
+        assert "waited 0.5 s: ranks [1] did not arrive at barrier of end (call 1)" in messages[rank]
+        assert "which ranks [0, 2, 3] called" in messages[rank]
+
+
+def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():
+    def body(comm):
+        guarded = Guarded(comm)
+        if comm.rank == 0:
+            guarded.barrier(what="end")
+
+    text = r"rank 1 has returned while ranks \[0\] wait in recv of the fingerprint of barrier of end from rank 1"
+    with pytest.raises(DesyncError, match=text):
+        spawn(body, 2)
+
+
+def test_agreement_goes_on_for_ever_after():
+    def body(comm):
+        guarded = Guarded(comm)
+        x = np.ones(4, np.float16)
+        for call in range(20):
+            guarded.all_reduce(x, what=f"x{call}").wait()
+            x[:] = 1
+        guarded.close()
+
+    spawn(body, 3)
+
+
+def test_a_guard_that_waits_moves_other_transfers_on():
+    """Rank 0 comes to the barrier when its ring has ended, and that needs steps of the ranks in the guard."""
+
+    def body(comm):
+        guarded = Guarded(comm, timeout=5)
+        x = np.ones(6)
+        handle = guarded.all_reduce(x, algorithm="ring")
+        if comm.rank == 0:
+            handle.wait()
+        guarded.barrier().wait()
+        handle.wait()
+        return x.tolist()
+
+    assert spawn(body, 3, timeout=30) == [[3.0] * 6] * 3
+
+
+@given(st.integers(1, 5), st.integers(0, 23), st.sampled_from(list(ReduceOp)))
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
+def test_any_size_and_length(size, n, op):
+    values = [np.random.default_rng(rank).uniform(0.5, 2, n) for rank in range(size)]
+    whole = np.stack(values)
+    want = {
+        ReduceOp.SUM: whole.sum(0),
+        ReduceOp.AVG: whole.mean(0),
+        ReduceOp.MAX: whole.max(0),
+        ReduceOp.MIN: whole.min(0),
+        ReduceOp.PROD: whole.prod(0),
+    }[op]
+
+    def body(comm):
+        buf = values[comm.rank].copy()
+        ring(comm, buf, op).wait()
+        return buf
+
+    found = spawn(body, size)
+    np.testing.assert_allclose(found[0], want, rtol=1e-14)
+    assert len({buf.tobytes() for buf in found}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bytes_and_messages(size):
+    def body(comm):
+        counters = Counters()
+        ring(Counted(comm, "x", counters), np.ones(12 * size)).wait()
+        return counters
+
+    for counters in spawn(body, size):
+        assert counters.of("x", "send").calls == 2 * (size - 1)
+        assert counters.of("x", "send").bytes == 2 * (size - 1) * 12 * 8
+
+
+def test_rings_under_way_at_once_are_told_apart_by_tag():
+    def body(comm):
+        bufs = [np.full(7, float(10**i * (comm.rank + 1))) for i in range(3)]
+        handles = [ring(comm, buf, tag=i, what=f"buf {i}") for i, buf in enumerate(bufs)]
+        for i in np.random.default_rng(comm.rank).permutation(3):
+            handles[i].wait()
+        return [buf.tolist() for buf in bufs]
+
+    for found in spawn(body, 3, delays=3):
+        assert found == [[6.0] * 7, [60.0] * 7, [600.0] * 7]

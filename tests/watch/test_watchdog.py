@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -177,3 +179,14 @@ def test_who_dies_before_it_has_let_go_is_buried_later(tmp_path, monkeypatch, st
     dog.bury(comm.lost())
     assert dog.folder.exists() == started_by_run  # `fsdpx run` reads it first
     assert unwatch(comm) is None
+
+
+def test_what_befalls_forked_children_does_not_concern_the_job() -> None:
+    script = Path(__file__).with_name("forks.py")
+    words = [sys.executable, "-W", "ignore", "-m", "fsdpx", "run", "-n", "2", "--max-restarts", "0", str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert "[0, 1] 1 0 -15\n" in done.stdout, done
+    assert done.stdout.count("2 ranks go on") == 2, done
+    assert done.stderr.count("ValueError: of a child") == 3, done
+    assert "rank 0/" not in done.stderr, done
+    assert done.returncode == 0, done
