@@ -8,8 +8,8 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.cut import share
-from fsdpx.nn.layer import Array, Env, Layer, Params, fraction
+from fsdpx.nn.cut import Features, Positions, Request, share
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
 
 __all__ = [
     "GELU", "CutDropout", "Dropout", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of", "apply_mask",
@@ -162,6 +162,17 @@ class Dropout(Layer):
     def __init__(self, p: float = 0.5) -> None:
         fraction(self, p=p)
         self.p = float(p)
+
+    def cut(self, request: Request) -> Portion:
+        kind = request.kinds[0]
+        if type(self) is not Dropout or request.mark is not None or not isinstance(kind, Positions | Features):
+            return super().cut(request)
+        if isinstance(kind, Positions):
+            return Portion(CutDropout(self.p, 1), kind)
+        if kind.blocks != 1:
+            at = f"{request.path!r} {self!r}"
+            raise ConfigError(f"{at} reads {kind} in {kind.blocks} blocks: put it where they are closed")
+        return Portion(CutDropout(self.p, -1, kind.total, kind.grain), kind)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if not env.training or self.p == 0.0:

@@ -8,11 +8,11 @@ from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn.activation import GELU, Dropout, activation_of
 from fsdpx.nn.container import ChildCall, Composite, Container, chained
+from fsdpx.nn.cut import Column, Row
 from fsdpx.nn.grouped import MultiHeadAttention
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, positive
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.marks import Column, Row
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import flat
 from fsdpx.nn.shape import Add, one_shape
@@ -105,7 +105,7 @@ class MLP(Container):
     out_init : of `down.weight`; None: `init`
     """
 
-    unit = True
+    unit = fixed = True
     plan = {"up": Column(), "down": Row()}  # noqa: RUF012
 
     def __init__(

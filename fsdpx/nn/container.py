@@ -61,6 +61,9 @@ class Container(Layer):
     unit = False
     """`sort` leaves the container whole, as one node that is gathered and computed together, instead of opening it."""
 
+    fixed = False
+    """`forward` knows the steps by their place, so that no other step can be put between them."""
+
     initial: Mapping[str, Init] = MappingProxyType({})
     """Name -> how a parameter begins, instead of as its layer says: read from a file, see `fsdpx.models`."""
 

@@ -1,14 +1,17 @@
-"""How a parameter is cut over the tensor axis: blocks of one dim, each split among the ranks in whole grains."""
+"""What is cut over the tensor axis, and how: parameters, values, and the layers between them."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 
-__all__ = ["Cut", "share"]
+__all__ = [
+    "Column", "Cut", "Features", "Kind", "Mark", "Own", "Positions", "Request", "Row", "Samples", "Vocab", "Whole",
+    "share",
+]  # fmt: skip
 
 
 def share(count: int, rank: int, width: int) -> tuple[int, int]:
@@ -94,3 +97,151 @@ class Cut:
 
     def _at(self, start: int, stop: int) -> tuple[slice, ...]:
         return (*(slice(None),) * self.dim, slice(start, stop))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value that every rank holds in full."""
+
+    def __str__(self) -> str:
+        return "a whole input"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A value of which each rank holds some positions: it is cut along dim 1, the sequence."""
+
+    def __str__(self) -> str:
+        return "a part of the sequence"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A value of which each rank holds some samples: it is cut along dim 0."""
+
+    def __str__(self) -> str:
+        return "a part of the samples"
+
+
+@dataclass(frozen=True)
+class Features:
+    """A value of which each rank holds some features: it is cut along its last dim.
+
+    Parameters
+    ----------
+    total : size of the last dim in the full value
+    blocks, grain : how that dim is cut, see `Cut`
+    source : path of the layer that cut it
+    ends : whether it may be the output of the model, as logits may
+    """
+
+    total: int
+    blocks: int = 1
+    grain: int = 1
+    source: str = field(default="", compare=False)
+    ends: bool = field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"features that {self.source!r} cut"
+
+
+Kind = Whole | Positions | Samples | Features
+"""How a value lies over the ranks of the tensor axis."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A Linear becomes a `ColumnLinear`: activations after it are cut along the features until a Row sums them.
+
+    Without options it takes those that the plan of the layer around it has for this Linear.
+
+    Parameters
+    ----------
+    gather_output : all-gather them at once instead
+    blocks, grain : for results of equal blocks, or with features that must stay on one rank, see `Cut`
+    """
+
+    gather_output: bool = False
+    blocks: int = 1
+    grain: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A Linear that reads cut features becomes a `RowLinear`."""
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """An Embedding or TokenEmbedding is cut by rows. A Linear that ends the model returns logits that are cut by
+    classes for `CrossEntropy` and all-gathered for any other loss."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """The layer's own plan: MultiHeadAttention is cut by heads, MLP by hidden features, MoE by experts, and so are
+    those inside the layer; in a GPT the embedding and the head are cut by vocabulary too."""
+
+
+Mark = Column | Row | Vocab | Own
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `Layer.cut` is asked: how the layer's inputs are cut, and what the plan wants of it.
+
+    Parameters
+    ----------
+    path : the layer's dotted path in the model, for errors
+    kinds : of the inputs, in their order
+    width : ranks of the tensor axis
+    mark : the plan's mark for this layer; None: it has none
+    sequence : the argument `sequence` of `parallelise`
+    """
+
+    path: str
+    kinds: Sequence[Kind]
+    width: int
+    mark: Mark | None = None
+    sequence: str | None = None
+
+    @property
+    def outside(self) -> Whole | Positions:
+        """How values are cut where no layer has cut their features."""
+        return Whole() if self.sequence is None else Positions()
+
+    def refuse_mark(self, layer: object) -> None:
+        """ConfigError if there is a mark."""
+        if self.mark is not None:
+            raise ConfigError(
+                f"{self.path!r} {layer!r} cannot be cut as {type(self.mark).__name__}: Column and Row take a Linear, "
+                "Vocab an Embedding, TokenEmbedding or the Linear that ends the model, and Own attention, MLP, MoE and "
+                "what contains them"
+            )
+
+    def kind(self, layer: object) -> Kind:
+        """How all inputs are cut; ConfigError unless they are cut alike. A layer without inputs gets whole ones."""
+        kind = self.kinds[0] if self.kinds else Whole()
+        if any(other != kind for other in self.kinds):
+            got = ", ".join(map(str, self.kinds))
+            raise ConfigError(
+                f"{self.path!r} {layer!r} reads {got} together: close features that are cut with a Row first, or cut "
+                "both"
+            )
+        return kind
+
+    def closed(self, layer: object) -> Kind:
+        """How the first input is cut; ConfigError if along its features."""
+        kind = self.kinds[0]
+        if isinstance(kind, Features):
+            raise ConfigError(f"{self.path!r} {layer!r} reads {kind}: close them with a Row before it")
+        return kind
+
+    def enough(self, count: int, things: str, instead: str = "") -> None:
+        """ConfigError if there are fewer things to deal out than ranks."""
+        if count < self.width:
+            way = f", or {instead}" if instead else ""
+            raise ConfigError(
+                f"{self.path!r} has {count} {things}, fewer than the {self.width} ranks of the tensor axis: use "
+                f"Mesh(tensor={max(count, 1)}) or less{way}"
+            )

@@ -10,13 +10,13 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.activation import Dropout
 from fsdpx.nn.block import GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Container, chained
+from fsdpx.nn.cut import Vocab
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.heads import Rotary
 from fsdpx.nn.init import normal, sinusoid
 from fsdpx.nn.layer import Layer, positive
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.marks import Vocab
 from fsdpx.nn.moe import MoE
 from fsdpx.nn.norm import LayerNorm, RMSNorm
 from fsdpx.nn.shape import Scale

@@ -10,16 +10,16 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn import moves
-from fsdpx.nn.cut import Cut, share
+from fsdpx.nn.cut import Cut, Positions, Request, Vocab, share
 from fsdpx.nn.init import Init, normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_time
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_time
 from fsdpx.nn.linear import named, want_known
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.numeric import as_indices, is_index, wide
 
 __all__ = [
-    "Embedding", "TokenEmbedding", "Tokens", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding",
-    "check_index", "want_tokens",
+    "Embedding", "PartTokenEmbedding", "TokenEmbedding", "Tokens", "VocabCrossEntropy", "VocabEmbedding",
+    "VocabTokenEmbedding", "check_index", "want_tokens",
 ]  # fmt: skip
 
 class Embedding(Layer):
@@ -44,6 +44,17 @@ class Embedding(Layer):
 
     def specs(self) -> dict[str, Spec]:
         return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0))}
+
+    def cut(self, request: Request) -> Portion:
+        if not isinstance(request.mark, Vocab) or type(self) is not Embedding:
+            return super().cut(request)
+        request.enough(self.num_embeddings, "embeddings")
+        outside = request.outside
+        size = (self.num_embeddings, self.embedding_dim, isinstance(outside, Positions))
+        return Portion(VocabEmbedding(*size, init=self.init), outside)
+
+    def reads_whole(self, place: int, mark: Any) -> bool:
+        return mark is not None
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         check_index(self, x, self.num_embeddings)
@@ -126,6 +137,45 @@ class TokenEmbedding(Tokens):
     init : of `weight (vocab, d_model)`; None: N(0, 1)
     position_init : of `position (seq_len, d_model)`; None: N(0, 1)
     """
+
+    def cut(self, request: Request) -> Portion:
+        if type(self) is not TokenEmbedding:  # a subclass computes something else
+            return super().cut(request)
+        size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
+        inits["position_init"] = self.position_init
+        if isinstance(request.mark, Vocab):
+            request.enough(self.vocab, "tokens in its vocabulary")
+            outside = request.outside
+            parts = isinstance(outside, Positions)
+            return Portion(VocabTokenEmbedding(*size, parts, **inits), outside, ("position",) if parts else ())
+        if request.mark is None and isinstance(request.kinds[0], Positions):
+            return Portion(PartTokenEmbedding(*size, **inits), Positions(), self.specs())
+        return super().cut(request)
+
+    def reads_whole(self, place: int, mark: Any) -> bool:
+        return mark is not None
+
+
+class PartTokenEmbedding(Tokens):
+    """`TokenEmbedding` of this tensor rank's part of the tokens, which are cut along dim 1.
+
+    Positions count from where the part begins. Gradients are this rank's part of the sum.
+
+    Parameters
+    ----------
+    vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
+    """
+
+    caches = False
+
+    def _want(self, env: Env, x: Array) -> None:
+        if x.ndim != 2 or env.place(x.shape[1])[1] > self.seq_len:
+            wanted = f"(samples, time <= {self.seq_len})"
+            raise ShapeError(f"{self!r} wants a part of tokens of shape {wanted}, got a part of {tuple(x.shape)}")
+
+    def _positions(self, env: Env, x: Array) -> slice:
+        first, _ = env.place(x.shape[1])
+        return slice(first, first + x.shape[1])
 
 
 def check_index(layer: Layer, x: Array, count: int) -> None:

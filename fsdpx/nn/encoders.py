@@ -9,12 +9,12 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import Dropout, Tanh, activation_of
 from fsdpx.nn.block import MLP
 from fsdpx.nn.container import Composite, Container, chained
+from fsdpx.nn.cut import Vocab
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.marks import Vocab
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import add_product, add_sum, affine, flat, product
 from fsdpx.nn.shape import First

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Composite, Container, mapped
+from fsdpx.nn.cut import Column, Row
 from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.init import Init, uniform, zeros
 from fsdpx.nn.layer import Env, Layer, Params, positive
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.marks import Column, Row
 
 __all__ = ["AttentionBlock", "GroupedQueryAttention", "MultiHeadAttention"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,8 @@ from fsdpx.array import kernels
 from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.attention import Core, Heads, split_heads
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
+from fsdpx.nn.cut import Features, Positions, Request
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, fraction, positive
 from fsdpx.nn.norm import RMSNorm
 from fsdpx.nn.numeric import is_index, wide
 from fsdpx.nn.sequence import Ring, Ulysses
@@ -30,7 +32,25 @@ class PerHead(Layer):
     blocks = 1
     """Blocks of heads that come side by side in one input."""
 
-    def on_part(self, path: str, sequence: str) -> Layer:
+    def cut(self, request: Request) -> Portion:
+        """With a part of the heads it does what it does with all; parts of several inputs must be of the same heads."""
+        kinds = request.kinds[:3]  # without segments, which are whole
+        cut = [kind for kind in kinds if isinstance(kind, Features)]
+        if request.mark is not None or not (cut or any(isinstance(kind, Positions) for kind in kinds)):
+            return super().cut(replace(request, kinds=kinds))
+        if not cut:
+            return Portion(self.on_part(request), Positions(), self.specs())
+        grain = cut[0].grain
+        whole = all(kind.blocks == self.blocks and kind.grain % self.d_head == 0 for kind in cut)
+        if len(cut) < len(kinds) or not whole or len({kind.total // kind.grain for kind in cut}) > 1:
+            options = f"grain={self.d_head}" if self.blocks == 1 else f"blocks={self.blocks}, grain={self.d_head}"
+            raise ConfigError(
+                f"{request.path!r} {self!r} reads {', '.join(map(str, kinds))}, but needs heads of {self.d_head} "
+                f"features that stay together: give Columns a grain, such as nn.Column({options})"
+            )
+        return Portion(self, Features(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
+
+    def on_part(self, request: Request) -> Layer:
         """The layer that does the same with a part of the sequence, of all heads."""
         return self
 
@@ -131,7 +151,13 @@ class Attention(PerHead):
     def caches(self) -> bool:  # type: ignore[override]
         return self.causal and self.core is None and not self.segments
 
-    def on_part(self, path: str, sequence: str) -> Layer:
+    def reads_whole(self, place: int, mark: Any) -> bool:
+        return place == 3
+
+    def on_part(self, request: Request) -> Layer:
+        path, sequence = request.path, request.sequence
+        if sequence == "ulysses":
+            request.enough(self.n_heads, "heads", 'sequence="ring"')
         if sequence not in ("ring", "ulysses"):
             raise ConfigError(
                 f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads, with nn.Own "
@@ -241,7 +267,7 @@ class Rotary(PerHead):
         self.part = False
         self._scaling = _checked(self.rope_scaling)
 
-    def on_part(self, path: str, sequence: str) -> Rotary:
+    def on_part(self, request: Request) -> Layer:
         new = Rotary(self.d_head, self.theta, self.rope_scaling, self.seq_len)
         new.part = True
         return new

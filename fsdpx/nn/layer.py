@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Protocol
 from fsdpx.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import Cache
-from fsdpx.nn.cut import Cut, share
+from fsdpx.nn.cut import Cut, Features, Kind, Positions, Request, Samples, share
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.numeric import is_index
 
 __all__ = [
-    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Spec", "branches",
+    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
     "describe", "dotted", "fraction", "pair", "positive", "prefixed", "time_of", "want_image", "want_last", "want_time",
 ]  # fmt: skip
 
@@ -208,6 +208,22 @@ class Env:
         return start, total
 
 
+@dataclass(frozen=True)
+class Portion:
+    """What each rank of the tensor axis runs of a layer: the answer of `Layer.cut`.
+
+    Parameters
+    ----------
+    layer : has the parameters of the whole layer, under the same names; their `Spec.cut` says what a rank holds
+    kind : how its result is cut
+    partial : names of parameters that every rank holds whole, but of whose gradient it computes a summand only
+    """
+
+    layer: Layer
+    kind: Kind
+    partial: Iterable[str] = ()
+
+
 class Layer(ABC):
     """What is computed: configuration only, without arrays of its own, so one layer can stand in several places.
 
@@ -251,7 +267,8 @@ class Layer(ABC):
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's own tensor plan: the name of a child -> the mark of it (`Column`, `Row`, `Vocab`)."""
+    """The layer's own tensor plan: the name of a child, or "" for the layer itself -> its mark (`Column`, `Row`,
+    `Vocab`, or `Own` for a layer that knows itself what to do)."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""
@@ -301,6 +318,37 @@ class Layer(ABC):
         """`backward` where dx is not needed: x is data, or follows from data and frozen parameters. Override it if dx
         is expensive."""
         self.backward(env, p, g, saved, dy)
+
+    def cut(self, request: Request) -> Portion:
+        """What each rank of a tensor axis runs of this layer, given how its inputs are cut.
+
+        By default it is the layer itself, on what a rank has of the inputs: all, some samples, or what `acts_on`
+        allows. ConfigError for other inputs and for a mark. A layer that can do more overrides this, beside its
+        `forward`, and calls it for all that it does not know."""
+        request.refuse_mark(self)
+        kind, at = request.kind(self), f"{request.path!r} {self!r}"
+        if isinstance(kind, Samples) and (self.collective or any(spec.state for spec in self.specs().values())):
+            raise ConfigError(
+                f"{at} takes statistics over samples, which sequence='samples' cuts: use LayerNorm or RMSNorm"
+            )
+        if isinstance(kind, Positions) and self.acts_on not in ("element", "position"):
+            self._refuse_part(at, kind, f"it cannot be used with sequence={request.sequence!r}")
+        if isinstance(kind, Features):
+            if self.acts_on != "element":
+                self._refuse_part(at, kind, "close them with a Row before it, or use Column(gather_output=True)")
+            if names := ", ".join(dotted(request.path, name) for name in self.specs()):
+                raise ConfigError(
+                    f"{at} reads {kind}, but has parameters ({names}), which every rank holds whole and of whose "
+                    "gradient it would get a part only: close them before it, with a Row or Column(gather_output=True)"
+                )
+        return Portion(self, kind, self.specs() if isinstance(kind, Positions | Samples) else ())
+
+    def _refuse_part(self, at: str, kind: Kind, way: str) -> None:
+        raise ConfigError(f"{at} reads {kind}, but acts on each {self.acts_on} as a whole (Layer.acts_on): {way}")
+
+    def reads_whole(self, place: int, mark: Any) -> bool:
+        """Whether input number `place` must not be cut along the sequence before a layer with this mark reads it."""
+        return False
 
     def __call__(self, *x: Any) -> Any:
         """The values that the layer gives for values, inside `Composite.compose`; on arrays a trainer runs layers."""

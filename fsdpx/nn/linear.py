@@ -8,9 +8,9 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn import moves
-from fsdpx.nn.cut import Cut
+from fsdpx.nn.cut import Column, Cut, Features, Kind, Positions, Request, Row, Vocab, Whole
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_last
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
 from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
 
 __all__ = ["ColumnLinear", "CutLinear", "Linear", "RowLinear", "named", "want_known"]
@@ -49,6 +49,59 @@ class Linear(Layer):
         if self.bias:
             specs["bias"] = Spec((self.out_features,), self.bias_init or default)
         return specs
+
+    def cut(self, request: Request) -> Portion:
+        if type(self) is not Linear:  # a subclass computes something else
+            return super().cut(request)
+        return self._cut_by_mark(request)
+
+    def _cut_by_mark(self, request: Request) -> Portion:
+        mark = request.mark
+        if isinstance(mark, Row):
+            return self._as_row(request, request.kinds[0])
+        if isinstance(mark, Column | Vocab):
+            return self._as_column(request, request.closed(self), mark if isinstance(mark, Column) else Column())
+        return Layer.cut(self, request)
+
+    def _as_column(self, request: Request, kind: Kind, mark: Column) -> Portion:
+        count, rest = divmod(self.out_features, mark.blocks * mark.grain)
+        if rest:
+            raise ConfigError(
+                f"{request.path!r} {self!r}: its {self.out_features} results are not {mark.blocks} blocks of multiples "
+                f"of {mark.grain}"
+            )
+        request.enough(count, "results" if mark.grain == 1 else f"runs of {mark.grain} results")
+        options = {"gather_output": mark.gather_output, "blocks": mark.blocks, "grain": mark.grain}
+        new, partial = self._column(sequence=isinstance(kind, Positions), **options)
+        ends = isinstance(request.mark, Vocab)
+        features = Features(self.out_features, mark.blocks, mark.grain, request.path, ends)
+        return Portion(new, Whole() if mark.gather_output else features, partial)
+
+    def _as_row(self, request: Request, kind: Kind) -> Portion:
+        at = f"{request.path!r} {self!r}"
+        if not isinstance(kind, Features):
+            raise ConfigError(
+                f"{at} is a Row, but reads {kind}: make the Linear before it a Column, so that its features are cut"
+            )
+        if kind.blocks != 1 or kind.total != self.in_features:
+            raise ConfigError(
+                f"{at} cannot close {kind}: they are {kind.total} in {kind.blocks} blocks, and a Row reads "
+                f"{self.in_features} in one block"
+            )
+        outside = request.outside
+        new, partial = self._row(sequence=isinstance(outside, Positions), grain=kind.grain)
+        return Portion(new, outside, partial)
+
+    def _column(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
+        """This layer as a Column, and which of its gradients are summands."""
+        size = (self.in_features, self.out_features, self.bias)
+        return ColumnLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
+
+    def _row(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
+        """This layer as a Row, and which of its gradients are summands."""
+        size = (self.in_features, self.out_features, self.bias, sequence, grain)
+        partial = ("bias",) if sequence and self.bias else ()
+        return RowLinear(*size, init=self.init, bias_init=self.bias_init), partial
 
     def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""

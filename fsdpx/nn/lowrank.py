@@ -11,8 +11,9 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import Container, check_layer
+from fsdpx.nn.cut import Request
 from fsdpx.nn.init import uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted, fraction, positive, want_last
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, dotted, fraction, positive, want_last
 from fsdpx.nn.linear import ColumnLinear, CutLinear, Linear, RowLinear
 from fsdpx.nn.numeric import add_product, affine, flat, product
 from fsdpx.words import demand_match
@@ -55,6 +56,21 @@ class LoRALinear(Linear):
         shapes = (self.rank, self.in_features), (self.out_features, self.rank)
         down = Spec(shapes[0], uniform(1.0 / math.sqrt(self.in_features)))
         return frozen | dict(zip(LOW, (down, Spec(shapes[1])), strict=True))
+
+    def cut(self, request: Request) -> Portion:
+        if request.mark is not None and self.dropout:
+            raise ConfigError(
+                f"{request.path!r} {self!r} cannot be cut, since its adapters have dropout={self.dropout}: use nn.lora "
+                "with dropout=0"
+            )
+        return self._cut_by_mark(request) if type(self) is LoRALinear else Layer.cut(self, request)
+
+    def _column(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
+        return ColumnLoRA(self, **options), (ColumnLoRA.partial,)
+
+    def _row(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
+        _, partial = super()._row(sequence, grain)
+        return RowLoRA(self, sequence=sequence, grain=grain), (*partial, RowLoRA.partial)
 
     def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""

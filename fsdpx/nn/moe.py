@@ -12,9 +12,9 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn import moves
-from fsdpx.nn.cut import Cut, share
+from fsdpx.nn.cut import Cut, Own, Positions, Request, Samples, Whole, share
 from fsdpx.nn.init import Init, normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, want_last
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
 from fsdpx.nn.linear import named
 from fsdpx.nn.numeric import add_product, affine, flat, product, wide
 
@@ -46,6 +46,7 @@ class MoE(Layer):
 
     acts_on = "position"
     runs = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
+    plan = {"": Own()}  # noqa: RUF012
     part = False
     """The other ranks of the tensor axis have other positions."""
 
@@ -77,6 +78,21 @@ class MoE(Layer):
             "down": Spec((self.experts, self.d_model, self.d_hidden), self.out_init),
         }
 
+    def cut(self, request: Request) -> Portion:
+        kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")
+        if isinstance(request.mark, Own) or (request.mark is None and (context or isinstance(kind, Samples))):
+            kind = request.closed(self)
+            request.enough(self.experts, "experts", "" if context else "a tensor_plan that leaves them whole")
+            size = (self.d_model, self.d_hidden, self.experts, self.active, self.balance)
+            cut = CutMoE(*size, not isinstance(kind, Whole), init=self.init, out_init=self.out_init)
+            return Portion(cut, kind, ("router",))
+        portion = super().cut(request)
+        if not isinstance(portion.kind, Positions):
+            return portion
+        new = copy(self)
+        new.part = True
+        return replace(portion, layer=new)
+
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         want_good(self, x, self.d_model, self.balance)
         xp, rows = env.xp, flat(x)
@@ -105,12 +121,6 @@ class MoE(Layer):
         rows, dlogits, each = kept
         add_product(env.xp, g, "router", dlogits.T, rows)
         add_experts(env.xp, g, rows, each)
-
-    def on_part(self) -> MoE:
-        """This layer where the tensor axis cuts positions, but not experts."""
-        new = copy(self)
-        new.part = True
-        return new
 
     def _counts(self, env: Env, routes: Sequence[Array]) -> list[int]:
         """How often each expert was chosen, for the balancing loss: by the positions of all ranks of the axis."""

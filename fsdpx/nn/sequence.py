@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import kernels
-from fsdpx.errors import DataError, ShapeError
+from fsdpx.errors import DataError
 from fsdpx.nn import moves
 from fsdpx.nn.activation import apply_mask, keep_mask
 from fsdpx.nn.attention import Heads, scores_of, split_heads
 from fsdpx.nn.cut import share
-from fsdpx.nn.embedding import Tokens
 from fsdpx.nn.layer import Array, Env, Layer, Params, want_time
 from fsdpx.nn.linear import named, want_known
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.numeric import is_index, product, wide
 
-__all__ = ["Enter", "Framed", "Leave", "PartTokenEmbedding", "Ring", "SampleLoss", "SequenceLoss", "Ulysses"]
+__all__ = ["Enter", "Framed", "Leave", "Ring", "SampleLoss", "SequenceLoss", "Ulysses"]
 
 class Enter(Layer):
     """A full array to this rank's part of dim 1, the sequence, or of dim 0, the samples.
@@ -165,28 +164,6 @@ class SequenceLoss(Loss):
 
 KEYS_VALUES, GRADIENTS = 0, 1
 """Tags of the messages that carry keys and values, and of those that carry their gradients."""
-
-
-class PartTokenEmbedding(Tokens):
-    """`TokenEmbedding` of this tensor rank's part of the tokens, which are cut along dim 1.
-
-    Positions count from where the part begins. Gradients are this rank's part of the sum.
-
-    Parameters
-    ----------
-    vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
-    """
-
-    caches = False
-
-    def _want(self, env: Env, x: Array) -> None:
-        if x.ndim != 2 or env.place(x.shape[1])[1] > self.seq_len:
-            wanted = f"(samples, time <= {self.seq_len})"
-            raise ShapeError(f"{self!r} wants a part of tokens of shape {wanted}, got a part of {tuple(x.shape)}")
-
-    def _positions(self, env: Env, x: Array) -> slice:
-        first, _ = env.place(x.shape[1])
-        return slice(first, first + x.shape[1])
 
 
 class Ulysses:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, nan
 
-from fsdpx.nn.marks import paths
 from fsdpx.nn.moe import CutMoE, MoE
+from fsdpx.nn.plan import paths
 from fsdpx.state.placement import Placement
 from fsdpx.state.tuning import table
 

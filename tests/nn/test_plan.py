@@ -1,6 +1,7 @@
 """Models rewritten for a tensor axis, by their own plan and by the user's; what cannot be cut is named."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -248,7 +249,7 @@ class Gain(nn.Layer):
     def backward_params(self, env, g, kept):
         if "gain" in g:
             x, dy = kept
-            g["gain"] += (x * dy).reshape(-1, *self.shape).sum(axis=0)
+            g["gain"] += (x * dy).reshape(-1, *g["gain"].shape).sum(axis=0)
 
 
 def test_parameters_between_a_column_and_its_row_are_refused():
@@ -276,6 +277,38 @@ def test_models_of_a_user_can_say_what_they_act_on():
     assert "0.gain" in planned.partial
     with pytest.raises(ConfigError, match=r"'0' Gain\(.*\) reads a part of the sequence, but acts on each sample"):
         parallelise(nn.Chain(Gain((8,), "sample"), nn.MLP(8)), nn.MSE(), 2, sequence="parallel")
+
+
+class CutGain(Gain):
+    """A `Gain` of one factor per feature that may stand between a Column and its Row: it is cut like the features."""
+
+    def __init__(self, features, lies=None):
+        super().__init__((features,), "position")
+        self.features, self.lies = features, lies
+
+    def specs(self):
+        return {name: replace(spec, cut=self.lies) for name, spec in super().specs().items()}
+
+    def cut(self, request):
+        kind = request.kinds[0]
+        if isinstance(kind, nn.Features):
+            return nn.Portion(CutGain(self.features, nn.Cut(0, kind.blocks, kind.grain)), kind)
+        return super().cut(request)
+
+
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_layer_of_a_user_says_itself_how_it_is_cut(width, sequence):
+    """Between a Column and its Row, where layers with parameters are refused otherwise, in an MLP and by a plan."""
+    x, target = rng.standard_normal((2, 6, 4)), rng.standard_normal((2, 6, 4))
+    model = nn.Chain(CutGain(4), nn.Linear(4, 6), CutGain(6), nn.Linear(6, 4), nn.MLP(4, 7, activation=CutGain(7)))
+    plan = {"1": nn.Column(grain=2), "3": nn.Row, "4": nn.Own}
+    planned, _ = compare(model, nn.MSE(), x, target, width, plan=plan, sequence=sequence)
+    cuts = {name: spec.cut for name, spec in planned.model.specs().items() if name.endswith("gain")}
+    assert cuts == {"0.gain": None, "2.gain": nn.Cut(0, 1, 2), "4.activation.gain": nn.Cut(0)}
+    assert ("0.gain" in planned.partial) == (sequence is not None)
+    with pytest.raises(ConfigError, match=r"'2' CutGain.* cannot be cut as Row"):
+        parallelise(model, nn.MSE(), width, plan | {"2": nn.Row}, sequence)
 
 
 def linears(*sizes):
