@@ -5,7 +5,7 @@ from fsdpx.nn.activation import GELU, CutDropout, Dropout, ReLU, Sigmoid, SiLU, 
 from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Composite, Container, Residual
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
-from fsdpx.nn.cut import Column, Cut, Features, Own, Positions, Request, Row, Samples, Vocab, Whole
+from fsdpx.nn.cut import Column, Cut, CutRequest, Features, Own, Positions, Row, Samples, Vocab, Whole
 from fsdpx.nn.decoders import GPT, Llama
 from fsdpx.nn.embedding import (
     Embedding,
@@ -34,12 +34,12 @@ from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
 __all__ = [
     "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool2d", "BCEWithLogits", "BatchNorm",
     "Bert", "BertEmbedding", "Chain", "Column", "ColumnLinear", "Composite", "Concat", "Container", "Conv2d",
-    "CrossEntropy", "Cut", "CutDropout", "CutMoE", "Dropout", "Embedding", "Enter", "Env", "Features", "First",
-    "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GroupedQueryAttention", "HeadNorm", "Lambda", "Layer",
-    "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool2d", "MoE", "MultiHeadAttention", "Multiply",
-    "Node", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "Request",
-    "Residual", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax",
-    "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "ViT", "Vocab", "VocabCrossEntropy",
-    "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models", "parallelise", "shapes",
-    "sort", "specs_of",
+    "CrossEntropy", "Cut", "CutDropout", "CutMoE", "CutRequest", "Dropout", "Embedding", "Enter", "Env", "Features",
+    "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GroupedQueryAttention", "HeadNorm", "Lambda",
+    "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool2d", "MoE",
+    "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion",
+    "Positions", "RMSNorm", "ReLU", "Residual", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss",
+    "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "ViT", "Vocab",
+    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models",
+    "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.cut import Features, Positions, Request, share
+from fsdpx.nn.cut import CutRequest, Features, Positions, share
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
 
 __all__ = [
@@ -163,7 +163,7 @@ class Dropout(Layer):
         fraction(self, p=p)
         self.p = float(p)
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         kind = request.kinds[0]
         if type(self) is not Dropout or request.mark is not None or not isinstance(kind, Positions | Features):
             return super().cut(request)

@@ -9,8 +9,8 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "Column", "Cut", "Features", "Kind", "Mark", "Own", "Positions", "Request", "Row", "Samples", "Vocab", "Whole",
-    "share",
+    "Column", "Cut", "CutRequest", "Features", "Kind", "Mark", "Own", "Positions", "Row", "Samples", "Vocab",
+    "Whole", "share",
 ]  # fmt: skip
 
 
@@ -187,7 +187,7 @@ Mark = Column | Row | Vocab | Own
 
 
 @dataclass(frozen=True)
-class Request:
+class CutRequest:
     """What `Layer.cut` is asked: how the layer's inputs are cut, and what the plan wants of it.
 
     Parameters

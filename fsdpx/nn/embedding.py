@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn import moves
-from fsdpx.nn.cut import Cut, Positions, Request, Vocab, share
+from fsdpx.nn.cut import Cut, CutRequest, Positions, Vocab, share
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_time
 from fsdpx.nn.linear import named, want_known
@@ -45,7 +45,7 @@ class Embedding(Layer):
     def specs(self) -> dict[str, Spec]:
         return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0))}
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         if not isinstance(request.mark, Vocab) or type(self) is not Embedding:
             return super().cut(request)
         request.enough(self.num_embeddings, "embeddings")
@@ -138,7 +138,7 @@ class TokenEmbedding(Tokens):
     position_init : of `position (seq_len, d_model)`; None: N(0, 1)
     """
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         if type(self) is not TokenEmbedding:  # a subclass computes something else
             return super().cut(request)
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)

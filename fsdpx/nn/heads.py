@@ -15,7 +15,7 @@ from fsdpx.array import kernels
 from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.attention import Core, Heads, split_heads
-from fsdpx.nn.cut import Features, Positions, Request
+from fsdpx.nn.cut import CutRequest, Features, Positions
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, fraction, positive
 from fsdpx.nn.norm import RMSNorm
 from fsdpx.nn.numeric import is_index, wide
@@ -32,7 +32,7 @@ class PerHead(Layer):
     blocks = 1
     """Blocks of heads that come side by side in one input."""
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         """With a part of the heads it does what it does with all; parts of several inputs must be of the same heads."""
         kinds = request.kinds[:3]  # without segments, which are whole
         cut = [kind for kind in kinds if isinstance(kind, Features)]
@@ -50,7 +50,7 @@ class PerHead(Layer):
             )
         return Portion(self, Features(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 
-    def on_part(self, request: Request) -> Layer:
+    def on_part(self, request: CutRequest) -> Layer:
         """The layer that does the same with a part of the sequence, of all heads."""
         return self
 
@@ -154,7 +154,7 @@ class Attention(PerHead):
     def reads_whole(self, place: int, mark: Any) -> bool:
         return place == 3
 
-    def on_part(self, request: Request) -> Layer:
+    def on_part(self, request: CutRequest) -> Layer:
         path, sequence = request.path, request.sequence
         if sequence == "ulysses":
             request.enough(self.n_heads, "heads", 'sequence="ring"')
@@ -267,7 +267,7 @@ class Rotary(PerHead):
         self.part = False
         self._scaling = _checked(self.rope_scaling)
 
-    def on_part(self, request: Request) -> Layer:
+    def on_part(self, request: CutRequest) -> Layer:
         new = Rotary(self.d_head, self.theta, self.rope_scaling, self.seq_len)
         new.part = True
         return new

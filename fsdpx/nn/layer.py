@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from fsdpx.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import Cache
-from fsdpx.nn.cut import Cut, Features, Kind, Positions, Request, Samples, share
+from fsdpx.nn.cut import Cut, CutRequest, Features, Kind, Positions, Samples, share
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.numeric import is_index
@@ -319,7 +319,7 @@ class Layer(ABC):
         is expensive."""
         self.backward(env, p, g, saved, dy)
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         """What each rank of a tensor axis runs of this layer, given how its inputs are cut.
 
         By default it is the layer itself, on what a rank has of the inputs: all, some samples, or what `acts_on`

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn import moves
-from fsdpx.nn.cut import Column, Cut, Features, Kind, Positions, Request, Row, Vocab, Whole
+from fsdpx.nn.cut import Column, Cut, CutRequest, Features, Kind, Positions, Row, Vocab, Whole
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
 from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
@@ -50,12 +50,12 @@ class Linear(Layer):
             specs["bias"] = Spec((self.out_features,), self.bias_init or default)
         return specs
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         if type(self) is not Linear:  # a subclass computes something else
             return super().cut(request)
         return self._cut_by_mark(request)
 
-    def _cut_by_mark(self, request: Request) -> Portion:
+    def _cut_by_mark(self, request: CutRequest) -> Portion:
         mark = request.mark
         if isinstance(mark, Row):
             return self._as_row(request, request.kinds[0])
@@ -63,7 +63,7 @@ class Linear(Layer):
             return self._as_column(request, request.closed(self), mark if isinstance(mark, Column) else Column())
         return Layer.cut(self, request)
 
-    def _as_column(self, request: Request, kind: Kind, mark: Column) -> Portion:
+    def _as_column(self, request: CutRequest, kind: Kind, mark: Column) -> Portion:
         count, rest = divmod(self.out_features, mark.blocks * mark.grain)
         if rest:
             raise ConfigError(
@@ -77,7 +77,7 @@ class Linear(Layer):
         features = Features(self.out_features, mark.blocks, mark.grain, request.path, ends)
         return Portion(new, Whole() if mark.gather_output else features, partial)
 
-    def _as_row(self, request: Request, kind: Kind) -> Portion:
+    def _as_row(self, request: CutRequest, kind: Kind) -> Portion:
         at = f"{request.path!r} {self!r}"
         if not isinstance(kind, Features):
             raise ConfigError(

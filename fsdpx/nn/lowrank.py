@@ -11,7 +11,7 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import Container, check_layer
-from fsdpx.nn.cut import Request
+from fsdpx.nn.cut import CutRequest
 from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, dotted, fraction, positive, want_last
 from fsdpx.nn.linear import ColumnLinear, CutLinear, Linear, RowLinear
@@ -57,7 +57,7 @@ class LoRALinear(Linear):
         down = Spec(shapes[0], uniform(1.0 / math.sqrt(self.in_features)))
         return frozen | dict(zip(LOW, (down, Spec(shapes[1])), strict=True))
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         if request.mark is not None and self.dropout:
             raise ConfigError(
                 f"{request.path!r} {self!r} cannot be cut, since its adapters have dropout={self.dropout}: use nn.lora "

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn import moves
-from fsdpx.nn.cut import Cut, Own, Positions, Request, Samples, Whole, share
+from fsdpx.nn.cut import Cut, CutRequest, Own, Positions, Samples, Whole, share
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
 from fsdpx.nn.linear import named
@@ -78,7 +78,7 @@ class MoE(Layer):
             "down": Spec((self.experts, self.d_model, self.d_hidden), self.out_init),
         }
 
-    def cut(self, request: Request) -> Portion:
+    def cut(self, request: CutRequest) -> Portion:
         kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")
         if isinstance(request.mark, Own) or (request.mark is None and (context or isinstance(kind, Samples))):
             kind = request.closed(self)

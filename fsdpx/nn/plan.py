@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
-from fsdpx.nn.cut import Column, Features, Kind, Mark, Own, Positions, Request, Samples, Whole
+from fsdpx.nn.cut import Column, CutRequest, Features, Kind, Mark, Own, Positions, Samples, Whole
 from fsdpx.nn.embedding import VocabCrossEntropy
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.losses import CrossEntropy, Loss
@@ -39,7 +39,7 @@ class Walk:
         """The layer that replaces `layer`, and how its results are cut."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
-            portion = layer.cut(Request(path, kinds, self.width, mark, self.sequence))
+            portion = layer.cut(CutRequest(path, kinds, self.width, mark, self.sequence))
             self.partial.update(dotted(path, name) for name in portion.partial)
             return portion.layer, [portion.kind]
         if mark is not None:

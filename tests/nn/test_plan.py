@@ -291,7 +291,7 @@ class CutGain(Gain):
 
     def cut(self, request):
         kind = request.kinds[0]
-        if isinstance(kind, nn.Features):
+        if request.mark is None and isinstance(kind, nn.Features):
             return nn.Portion(CutGain(self.features, nn.Cut(0, kind.blocks, kind.grain)), kind)
         return super().cut(request)
 
