@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx import optim
+from fsdpx.array import arena, kernels, parallel
 from fsdpx.array import dtype as dtype_of
-from fsdpx.array import heap, kernels, parallel
 from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.random import Stretch, normal
 from fsdpx.optim import Segment, Segments
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--threads", type=int, default=1, help="threads of the last measurement")
     options = parser.parse_args()
-    heap.keep_pages()
+    arena.keep_pages()
     heads = f"{'plain us':>11} {'numba us':>11} {'speed-up':>8} {'threads us':>11} {'speed-up':>8}"
     print(f"{'kernel':28} {'size':18} {heads}  chosen")
     rows = measure(options.dtype, options.repeat, options.only, options.threads)

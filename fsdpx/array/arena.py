@@ -1,9 +1,10 @@
-"""The arena: every large buffer of a rank, with its place planned from its lifetime.
+"""Memory: one allocation for many arrays, and a heap that keeps its pages."""
 
-Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
-runs, so they are packed into one slab in which buffers that are never alive together share bytes."""
+from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,10 +13,37 @@ from typing import Any, Protocol
 
 import numpy as np
 
+__all__ = ["ALIGN", "Arena", "Life", "SlabPlan", "WindowMemory", "address", "give_back", "keep_pages", "place"]
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt, see <malloc.h>
+NEVER = -1
+
+
+def keep_pages() -> bool:
+    """Ask the C library to keep freed memory, instead of giving arrays of more than 128 KiB back to the system at once.
+
+    A new page costs a fault and is zeroed by the kernel, at 4 KiB about as long as filling it. In return the process
+    keeps its peak of memory. Linux with glibc; elsewhere nothing is changed and the result is False."""
+    library = _glibc()
+    return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
+
+
+def give_back() -> None:
+    """Give what is free now back to the system, once: what was alive before training is not what a step needs."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None  # musl knows mallopt by name only
+
+
 ALIGN = 64  # bytes: a cache line, and the widest vector register
 BLOCK = 32 << 20  # bytes from which kept buffers are cut
-
-__all__ = ["ALIGN", "Arena", "Life", "SlabPlan", "WindowMemory", "address", "place"]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,6 @@ def flush_for_good() -> None:
 def _control() -> Any:
     if importlib.util.find_spec("numba") is None:
         return None
-    from fsdpx.array.kernels.compiled import control
+    from fsdpx.array.kernels.compiled import scalar as register
 
-    return control
+    return register

@@ -135,7 +135,7 @@ on models of a thousand layers, where it is a tenth of the process."""
 
 PIECES = 16
 """For this many bytes of activations one byte lies free between them at the peak: their heap is never given back to the
-system (see array/heap.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is 1/20 to
+system (see array/arena.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is 1/20 to
 1/7."""
 
 

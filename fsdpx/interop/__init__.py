@@ -6,7 +6,7 @@ import gc
 import sys
 from typing import Any
 
-from fsdpx.array.heap import give_back
+from fsdpx.array.arena import give_back
 from fsdpx.comm.communicator import Communicator
 from fsdpx.interop.values import values_in
 from fsdpx.nn.layer import Layer

@@ -1,23 +1,236 @@
-"""Machine code for a function and kinds of arguments: what Numba makes of it, and an entry that Python can call.
-
-The entry takes the arguments of a Python call as they are. It compares each with the kind it is for and returns
-NotImplemented if one is of another kind; else it reads numbers and where arrays lie, releases the GIL and calls what
-Numba has compiled."""
+"""Machine code for a function and kinds of arguments: Numba's object and an entry for Python, bound into one piece."""
 
 from __future__ import annotations
 
 import gc
-from typing import Any, cast
+import hashlib
+import pickle
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import llvmlite.binding as llvm
 import numpy as np
 from numba import types
+from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
 
-from fsdpx.native import link
+from fsdpx import environment
+from fsdpx.native.image import fingerprint, freedom, seal, unsealed
 from fsdpx.native.kinds import ARRAY, FLAGS, NUMBER
-from fsdpx.native.link import Code
 
-__all__ = ["build", "prepared"]
+__all__ = ["Code", "build", "enable", "link", "prepared"]
+
+ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
+"""A flag of sections, and types of them, see <elf.h>."""
+ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # R_X86_64_64, _PC32, _PC64, _PLT32
+FUNCTION, COMMON = 2, 0xFFF2
+
+
+class Code(NamedTuple):
+    """start: where it is entered. inside: places that get the address of the code added. outside: places that get the
+    address of what has this name added."""
+
+    data: bytes
+    start: int
+    inside: tuple[int, ...]
+    outside: tuple[tuple[int, str], ...]
+
+
+class _Section(NamedTuple):
+    name: int
+    kind: int
+    flags: int
+    address: int
+    at: int
+    size: int
+    link: int
+    info: int
+    align: int
+    entry: int
+
+
+class _Symbol(NamedTuple):
+    """at: from the start of the code; None: it is not in any object."""
+
+    name: str
+    kind: int
+    at: int | None
+    size: int
+
+
+class _Relocation(NamedTuple):
+    """Where an address goes."""
+
+    at: int
+    kind: int
+    symbol: _Symbol
+    added: int
+
+
+def link(objects: Sequence[bytes], start: str) -> Code | None:
+    """Bind all that `start` reaches; None where that is not possible."""
+    data = bytearray()
+    symbols: dict[str, _Symbol] = {}
+    places: list[_Relocation] = []
+    for one in objects:
+        _lay(one, data, symbols, places)
+    functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
+
+    def function(at: int) -> str:
+        return next((s.name for s in functions if s.at is not None and s.at <= at < s.at + s.size), "")
+
+    within: dict[str, list[_Relocation]] = {}
+    for place in places:
+        within.setdefault(function(place.at), []).append(place)
+    reached, waiting = set(), ["", start]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += [
+                p.symbol.name if p.symbol.at is None else function(p.symbol.at + p.added) for p in within.get(name, ())
+            ]
+    inside, outside = [], []
+    for place in (place for name in reached for place in within.get(name, ())):
+        symbol = place.symbol if place.symbol.at is not None else symbols.get(place.symbol.name, place.symbol)
+        if place.kind == ADDRESS and symbol.at is not None:
+            struct.pack_into("<q", data, place.at, symbol.at + place.added)
+            inside.append(place.at)
+        elif place.kind == ADDRESS:
+            struct.pack_into("<q", data, place.at, place.added)
+            outside.append((place.at, symbol.name))
+        elif symbol.at is not None and place.kind in (RELATIVE, CALL, DISTANCE):
+            form = "<q" if place.kind == DISTANCE else "<i"
+            struct.pack_into(form, data, place.at, symbol.at + place.added - place.at)
+        else:
+            return None
+    at = symbols[start].at
+    assert at is not None
+    return Code(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
+
+
+def _lay(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
+    """Add what an object has; of two functions of one name the first counts."""
+    offset, (size, count) = struct.unpack_from("<Q", one, 40)[0], struct.unpack_from("<HH", one, 58)
+    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", one, offset + n * size)) for n in range(count)]
+    begins: dict[int, int] = {}
+    for n, section in enumerate(sections):
+        if section.kind == PROGRAM and section.flags & ALLOCATED:
+            data.extend(bytes(-len(data) % max(section.align, 1)))
+            begins[n] = len(data)
+            data.extend(one[section.at : section.at + section.size])
+    table = next(section for section in sections if section.kind == SYMBOLS)
+    names, own = sections[table.link].at, []
+    for at in range(table.at, table.at + table.size, 24):
+        where, info, _, home, value, length = struct.unpack_from("<IBBHQQ", one, at)
+        name = one[names + where : one.index(b"\0", names + where)].decode()
+        if home == COMMON:
+            data.extend(bytes(-len(data) % 16))
+            begin: int | None = len(data)
+            data.extend(bytes(length))
+        else:
+            begin = begins[home] + value if home in begins else None
+        own.append(_Symbol(name, info & 15, begin, length))
+    for symbol in own:
+        if symbol.at is not None and symbol.name:
+            symbols.setdefault(symbol.name, symbol)
+    for section in sections:
+        if section.kind == RELOCATIONS and section.info in begins:
+            for at in range(section.at, section.at + section.size, 24):
+                where, info, added = struct.unpack_from("<QQq", one, at)
+                places.append(_Relocation(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))
+
+
+def enable(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+    """Keep on disk what the dispatcher of a function, or of a copy of it, compiles. bare: Python cannot call it."""
+    try:
+        dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
+    except RuntimeError as error:
+        _warn(error)
+
+
+class KernelCache(FunctionCache):
+    """Numba's cache with one file per function, signature and version of the sources; a failing disk is a warning.
+
+    Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
+    and it checks only the kernel's own source file, not those of the functions it calls."""
+
+    def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+        super().__init__(copy)
+        self.made_as = fingerprint(function), freedom(fastmath), bare
+        self.objects: dict[Any, bytes] = {}
+        """By signature what was loaded: Numba lets go of it."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """As Numba's, without what a function is made around: an intrinsic there is another one in every process, and
+        would be compiled in each. The names of functions tell them apart."""
+        return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """As Numba's, without its `refresh`, which imports everything that only compiling needs."""
+        rtsys.initialize(target_context)
+        try:
+            self._open(sig, target_context.codegen())
+            data = self._cache_file.load(self._index_key(sig, target_context.codegen()))
+        except OSError as error:
+            return _warn(error)
+        if data is None:
+            return None
+        self.objects[sig] = data[0][2][0]
+        return self._impl.rebuild(target_context, data)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn(error)
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        self._open(sig, data.codegen)
+        super()._save_overload(sig, data)
+
+    def _open(self, sig: Any, codegen: Any) -> None:
+        """Select the file of this signature; the caller holds the compiler's lock."""
+        key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.compiler()))
+        name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+        self._cache_file: Any = _KeptObject(Path(self._cache_path, f"{name}.kept"))
+
+
+class _KeptObject:
+    """One object in a file, in place of Numba's index and data: it is unpickled only if this user or root has written
+    it and its digest fits."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def save(self, key: Any, data: Any) -> None:
+        seal(self.file, dumps((key, data)))
+
+    def load(self, key: Any) -> Any:
+        content = unsealed(self.file)
+        known, data = (None, None) if content is None else pickle.loads(content)
+        return data if known == key else None
+
+
+_warned = False
+
+
+def _warn(error: Exception) -> None:
+    """Warn once per process."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"fsdpx: compiled kernels cannot be kept on disk ({error}), so every process compiles them again "
+            "(some seconds): set NUMBA_CACHE_DIR to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
 
 CONSTANTS = ("builtins.None", "builtins.True", "builtins.False", "builtins.NotImplemented")
 NUMBERS = {"int": types.int64, "float": types.float64, "bool": types.boolean}
@@ -130,7 +343,7 @@ def build(dispatcher: Any, wanted: tuple[str, ...]) -> Code | None:
     module.verify()
     machine = found.library.codegen._tm
     loaded = getattr(dispatcher._cache, "objects", {}).get(arguments)
-    return link.link([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
+    return link([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
 
 
 def prepared(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:

@@ -88,11 +88,11 @@ class Compiled:
     def _made(self, entries: Any) -> Any:
         import numba
 
-        from fsdpx.native import cache
+        from fsdpx.native import build
 
         options = {"nogil": True, "error_model": "numpy", "fastmath": self.fastmath, **entries}
         made: Any = numba.njit(**options)(late.bound(self.function))
-        cache.enable(made, self.function, self.fastmath, bare=bool(entries))
+        build.enable(made, self.function, self.fastmath, bare=bool(entries))
         return made
 
     def _ready(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:

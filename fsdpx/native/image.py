@@ -26,7 +26,7 @@ from fsdpx.native import kinds, late
 from fsdpx.native.processor import cpuinfo
 
 if TYPE_CHECKING:
-    from fsdpx.native.link import Code
+    from fsdpx.native.build import Code
 
 __all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time", "seal", "unsealed"]
 
@@ -201,7 +201,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
 @functools.cache
 def _entries() -> str:
     """The hash of the files that make the entries of functions."""
-    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "kinds", "late", "link"))
+    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "kinds", "late"))
 
 
 def _digest(sources: Iterable[Path]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx import config, environment
 from fsdpx.array import blas
-from fsdpx.array.heap import keep_pages
+from fsdpx.array.arena import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.codecs import Choice, Codec, Codecs

@@ -15,7 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from fsdpx.array.heap import give_back
+from fsdpx.array.arena import give_back
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import carrier_of, node_of

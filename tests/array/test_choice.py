@@ -88,7 +88,7 @@ assert "fsdpx.native.compiled" in sys.modules
 
 @pytest.fixture
 def cache(monkeypatch):
-    from fsdpx.native import cache as module
+    from fsdpx.native import build as module
 
     monkeypatch.setattr(module, "_warned", False)
     return module

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.dropout import threshold
+from fsdpx.array.kernels.activation import threshold
 from fsdpx.array.random import Random, Stretch
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))

@@ -13,7 +13,7 @@ from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import halves, mkl, onednn, products
-from fsdpx.array.kernels.compiled import words
+from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.namespace import dtype
 from fsdpx.array.random import Stretch
 from fsdpx.errors import ConfigError
@@ -296,7 +296,7 @@ def test_nan_and_inf_pass_through_kernels_on_bits(name: str) -> None:
     assert got[0, 3] > 0
 
 
-WAYS = ["plain", "numba", *(["words"] if words.available() else [])]
+WAYS = ["plain", "numba", *(["words"] if attention16.available() else [])]
 """Attention as array code, widened, and by the instruction for pairs where the processor has it."""
 
 
@@ -396,12 +396,12 @@ def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
 
 
 def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "cpuinfo", lambda field: "fma avx512f")
-    assert not words.available.__wrapped__()
-    monkeypatch.setattr(words, "cpuinfo", lambda field: "avx512f avx512_bf16")
-    assert words.available.__wrapped__()
+    monkeypatch.setattr(attention16, "cpuinfo", lambda field: "fma avx512f")
+    assert not attention16.available.__wrapped__()
+    monkeypatch.setattr(attention16, "cpuinfo", lambda field: "avx512f avx512_bf16")
+    assert attention16.available.__wrapped__()
     monkeypatch.setenv("NUMBA_CPU_NAME", "skylake")
-    assert not words.available.__wrapped__()
+    assert not attention16.available.__wrapped__()
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 5, 2), (64, 32, 32), (32, 64, 32), (7, 128, 9), (0, 3, 2)])

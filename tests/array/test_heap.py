@@ -9,7 +9,7 @@ from amount import in_full
 PROGRAM = """
 import resource
 import numpy as np
-from fsdpx.array.heap import keep_pages
+from fsdpx.array.arena import keep_pages
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

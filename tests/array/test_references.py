@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from references import BF16, F16, FAMILIES, TOLERANCE, agree, cases
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.compiled import winograd
+from fsdpx.array.kernels.compiled import convolution
 from fsdpx.array.kernels.convolution import SlidingWindow
 
 ROWS = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 130])
@@ -105,7 +105,7 @@ def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     """A tile of 4 x 4 results is made of differences of all its pixels."""
     rng, window = np.random.default_rng(0), SlidingWindow((3, 3), (1, 1), (1, 1))
     x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((1, 16, 16, 16), (16, 16, 3, 3)))
-    assert winograd.suits(x.shape, weight.shape, window)
+    assert convolution.suits(x.shape, weight.shape, window)
     clean = kernels.conv2d(np, x, weight, None, window)
     x[0, 3, 5, 6] = np.inf
     with np.errstate(invalid="ignore"):

@@ -14,7 +14,7 @@ from amount import few, in_full
 
 from fsdpx import files
 from fsdpx.native import image, kinds, late
-from fsdpx.native.cache import KernelCache, _KeptObject
+from fsdpx.native.build import KernelCache, _KeptObject
 from fsdpx.native.compiled import REORDER, fixed, jit
 from fsdpx.native.late import intrinsic, ir, overload, register_jitable, types
 

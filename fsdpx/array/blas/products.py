@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.array import parallel
 from fsdpx.array.blas import choice
 from fsdpx.array.blas.choice import ADDRESSES
-from fsdpx.array.kernels import addition
+from fsdpx.array.kernels import activation
 from fsdpx.array.kernels.half import narrowed, widened
 
 __all__ = [
@@ -58,7 +58,7 @@ def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
         return
     gemm(out, x, weight.T)
     if bias is not None:
-        addition.add_bias(np, out, bias)
+        activation.add_bias(np, out, bias)
 
 
 def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) -> None:
@@ -72,7 +72,7 @@ def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) 
     if weight is not None:
         gemm(weight[0], dy.T, x, weight[1])
     if bias is not None:
-        addition.sum_rows(np, dy, *bias)
+        activation.sum_rows(np, dy, *bias)
 
 
 def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, x: Array, by: Array) -> None:
@@ -160,11 +160,11 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
 
 
 def _compiled_small(name: str) -> Callable[..., Any]:
-    from fsdpx.array.kernels.compiled import small
+    from fsdpx.array.kernels.compiled.product import small_product
     from fsdpx.native.compiled import fixed
 
     results = ("float32", "uint16") if name == "small_product" else ("float32",)
-    return fixed(getattr(small, name), ARGUMENTS[name], results)
+    return fixed(small_product, ARGUMENTS[name], results)
 
 
 COMPILED = CompiledProducts()

@@ -8,17 +8,23 @@ from typing import Any
 
 from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.activation import (
+    add,
+    add_bias,
+    bias_gelu,
+    drop,
+    drop_backward,
     gated,
     gated_backward,
     gelu,
     gelu_backward,
+    gelu_recompute,
     relu,
     relu_backward,
     sigmoid,
     silu,
     silu_backward,
+    sum_rows,
 )
-from fsdpx.array.kernels.addition import add, add_bias, bias_gelu, sum_rows
 from fsdpx.array.kernels.attention import attention, attention_backward, rotate, softmax, softmax_backward
 from fsdpx.array.kernels.choice import NUMBA, chosen, use
 from fsdpx.array.kernels.convolution import (
@@ -30,7 +36,6 @@ from fsdpx.array.kernels.convolution import (
     max_pool2d,
     max_pool2d_backward,
 )
-from fsdpx.array.kernels.dropout import drop, drop_backward
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store, widened
 from fsdpx.array.kernels.loss import (
     binary_entropy,
@@ -56,7 +61,6 @@ from fsdpx.array.kernels.norm import (
     square_sum,
     square_sums,
 )
-from fsdpx.array.kernels.recompute import gelu_recompute
 
 __all__ = [
     "NUMBA", "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.control import X86
 from fsdpx.array.kernels.compiled.half import through_bfloat16, through_float16
+from fsdpx.array.kernels.compiled.scalar import X86
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import cgutils, intrinsic, ir, types
 

@@ -1,8 +1,11 @@
 """Kernels as Numba code, for NumPy arrays of float32 and float64; same names and signatures as the plain ones."""
 
 from fsdpx.array.kernels.compiled.activation import (
+    gated,
+    gated_backward,
     gelu,
     gelu_backward,
+    gelu_recompute,
     relu,
     relu_backward,
     sigmoid,
@@ -10,39 +13,33 @@ from fsdpx.array.kernels.compiled.activation import (
     silu_backward,
 )
 from fsdpx.array.kernels.compiled.addition import add, add_bias, bias_gelu, sum_rows
-from fsdpx.array.kernels.compiled.attention import attention, attention_backward
-from fsdpx.array.kernels.compiled.batchnorm import (
+from fsdpx.array.kernels.compiled.attention import attention, attention_backward, rotate, softmax, softmax_backward
+from fsdpx.array.kernels.compiled.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
+from fsdpx.array.kernels.compiled.half import add_widened, round_randomly, store
+from fsdpx.array.kernels.compiled.images import avg_pool2d, avg_pool2d_backward, max_pool2d, max_pool2d_backward
+from fsdpx.array.kernels.compiled.loss import (
+    cross_entropy,
+    cross_entropy_backward,
+    embedding_backward,
+    squared_error,
+    squared_error_backward,
+)
+from fsdpx.array.kernels.compiled.norm import (
     channel_affine,
     channel_norm_backward,
     channel_squares,
     channel_sums,
     channel_sums_with,
-)
-from fsdpx.array.kernels.compiled.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
-from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
-from fsdpx.array.kernels.compiled.embedding import embedding_backward
-from fsdpx.array.kernels.compiled.gate import gated, gated_backward
-from fsdpx.array.kernels.compiled.half import add_widened, round_randomly, store
-from fsdpx.array.kernels.compiled.loss import (
-    cross_entropy,
-    cross_entropy_backward,
-    squared_error,
-    squared_error_backward,
-)
-from fsdpx.array.kernels.compiled.norm import (
     layer_norm,
     layer_norm_backward_input,
     layer_norm_backward_params,
     rms_norm,
     rms_norm_backward_input,
     rms_norm_backward_params,
+    square_sum,
+    square_sums,
 )
-from fsdpx.array.kernels.compiled.normal import normal
-from fsdpx.array.kernels.compiled.pooling import avg_pool2d, avg_pool2d_backward, max_pool2d, max_pool2d_backward
-from fsdpx.array.kernels.compiled.recompute import gelu_recompute
-from fsdpx.array.kernels.compiled.reduction import square_sum, square_sums
-from fsdpx.array.kernels.compiled.rotary import rotate
-from fsdpx.array.kernels.compiled.softmax import softmax, softmax_backward
+from fsdpx.array.kernels.compiled.normal import drop, drop_backward, normal
 
 __all__ = [
     "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",

@@ -1,20 +1,23 @@
-"""Activations, each in one pass over memory."""
+"""Activations, gated ones, and GELU recomputed while it is differentiated, in one pass over memory."""
+
+from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels import activation as plain
 from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
-from fsdpx.array.kernels.compiled.arrays import alike
-from fsdpx.array.kernels.compiled.bits import put, real
+from fsdpx.array.kernels.compiled.half import fallback, put, real
+from fsdpx.array.kernels.compiled.rows import alike
 from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import register_jitable
 
 __all__ = [
-    "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "relu",
-    "relu_backward", "sigmoid", "sigmoid_of", "silu", "silu_backward",
+    "argument_of", "gated", "gated_backward", "gelu", "gelu_backward", "gelu_of", "gelu_recompute", "gelu_tanh_of",
+    "gelu_tanh_slope", "integral_of", "relu", "relu_backward", "sigmoid", "sigmoid_of", "silu", "silu_backward",
 ]  # fmt: skip
 
 
@@ -145,3 +148,108 @@ def gelu(xp: Any, x: np.ndarray, approximate: str = "none") -> np.ndarray:
 
 def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     return _over(_gelu_backward_loop if exact(approximate) else _gelu_tanh_backward_loop, x, dy)
+
+
+@register_jitable
+def silu_slope_of(x):
+    s = sigmoid_of(x)
+    return s + x * s * (like(s, 1.0) - s)
+
+
+@register_jitable
+def gelu_slope_of(x):
+    bell = density(x)
+    return integral_of(x, bell) + x * bell * like(bell, DENSITY)
+
+
+@register_jitable
+def gelu_tanh_slope_of(x):
+    return gelu_tanh_slope(x, sigmoid_of(argument_of(x)))
+
+
+def _forward(of: Any) -> Any:
+    """The loop y = of(a) b."""
+
+    def loop(a, b, y):
+        widest()
+        for i in range(a.size):
+            y[i] = put(y, of(real(a[i])) * real(b[i]))
+
+    return jit(loop, name=f"gated_{of.__name__}")
+
+
+def _backward(of: Any, slope_of: Any) -> Any:
+    """The loops da = dy b slope_of(a) and db = dy of(a)."""
+
+    def loop(a, b, dy, da, db):
+        widest()
+        for i in range(a.size):
+            x, d = real(a[i]), real(dy[i])
+            da[i] = put(da, d * real(b[i]) * slope_of(x))
+            db[i] = put(db, d * of(x))
+
+    return jit(loop, name=f"gated_backward_{of.__name__}")
+
+
+_loops = {
+    "silu": (_forward(silu_of), _backward(silu_of, silu_slope_of)),
+    "gelu": (_forward(gelu_of), _backward(gelu_of, gelu_slope_of)),
+    "gelu tanh": (_forward(gelu_tanh_of), _backward(gelu_tanh_of, gelu_tanh_slope_of)),
+}
+
+
+def gated(xp: Any, a: np.ndarray, b: np.ndarray, form: str = "silu") -> np.ndarray:
+    if form not in _loops or a.shape != b.shape or a.dtype != b.dtype:
+        return fallback(plain.gated, xp, a, b, form)
+    flat, out = alike(a, b)
+    over(_loops[form][0], flat)
+    return out
+
+
+def gated_backward(
+    xp: Any, a: np.ndarray, b: np.ndarray, dy: np.ndarray, form: str = "silu"
+) -> tuple[np.ndarray, np.ndarray]:
+    if form not in _loops or not a.shape == b.shape == dy.shape or not a.dtype == b.dtype == dy.dtype:
+        return fallback(plain.gated_backward, xp, a, b, dy, form)
+    flat = [np.ascontiguousarray(x).reshape(-1) for x in (a, b, dy)]
+    out = np.empty((2, *a.shape), a.dtype)
+    over(_loops[form][1], (*flat, out[0].reshape(-1), out[1].reshape(-1)))
+    return out[0], out[1]
+
+
+@jit
+def _gelu_recomputed(x, dy, y):
+    widest()
+    for i in range(x.size):
+        v = real(x[i])
+        bell = density(v)
+        below = integral_of(v, bell)
+        y[i] = put(y, v * below)
+        dy[i] = put(dy, real(dy[i]) * (below + v * bell * like(bell, DENSITY)))
+
+
+@jit
+def _gelu_tanh_recomputed(x, dy, y):
+    widest()
+    for i in range(x.size):
+        v = real(x[i])
+        s = sigmoid_of(argument_of(v))
+        y[i] = put(y, v * s)
+        dy[i] = put(dy, real(dy[i]) * gelu_tanh_slope(v, s))
+
+
+def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
+    if x.dtype == np.uint16 and dy.dtype != x.dtype:
+        return fallback(plain.gelu_recompute, xp, x, dy, approximate)
+    if not dy.flags.c_contiguous or dy.dtype != x.dtype:
+        flat = np.array(dy, x.dtype, order="C")
+        y = gelu_recompute(xp, x, flat, approximate)
+        dy[...] = flat
+        return y
+    x = np.ascontiguousarray(x)
+    y = np.empty_like(x)
+    over(
+        _gelu_recomputed if exact(approximate) else _gelu_tanh_recomputed,
+        (x.reshape(-1), dy.reshape(-1), y.reshape(-1)),
+    )
+    return y

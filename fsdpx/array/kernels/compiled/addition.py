@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels import addition as plain
+from fsdpx.array.kernels import activation as plain
 from fsdpx.array.kernels.activation import exact
 from fsdpx.array.kernels.compiled.activation import gelu_of, gelu_tanh_of
-from fsdpx.array.kernels.compiled.arrays import alike, owned
-from fsdpx.array.kernels.compiled.bits import fallback, number, put, real, wide
+from fsdpx.array.kernels.compiled.half import fallback, number, put, real, wide
+from fsdpx.array.kernels.compiled.rows import alike, owned
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over, over_columns
 from fsdpx.native.compiled import jit

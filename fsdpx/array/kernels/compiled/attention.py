@@ -1,24 +1,87 @@
-"""Attention in blocks of rows: one compiled function for all heads that calls BLAS for products of tiles.
+"""Attention, its softmax and rotary positions: tiles that stay in the cache, without the matrix of all scores."""
 
-A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax)."""
+from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array import blas, parallel
-from fsdpx.array.kernels.attention import attention as plain
-from fsdpx.array.kernels.attention import attention_backward as plain_backward
+from fsdpx.array import kernels as plain
 from fsdpx.array.kernels.compiled import attention16
-from fsdpx.array.kernels.compiled.bits import fallback, wide
+from fsdpx.array.kernels.compiled.attention16 import available
+from fsdpx.array.kernels.compiled.half import fallback, put, real, wide, zero
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
-from fsdpx.array.kernels.compiled.rows import dot, in_line, largest
+from fsdpx.array.kernels.compiled.rows import dot, exponentials, in_line, largest, numbers, owned, total
 from fsdpx.array.kernels.compiled.scalar import exp, widest
-from fsdpx.array.kernels.compiled.words import available
-from fsdpx.cuda.head_layout import merged, time_first
+from fsdpx.array.parallel import over
+from fsdpx.cuda.gemm import merged, time_first
 from fsdpx.native.compiled import REORDER, fixed, jit
 
-__all__ = ["attention", "attention_backward"]
+__all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
+
+
+@jit
+def _softmax_rows(x, y):
+    widest()
+    row = np.full(x.shape[1], zero(x))
+    for i in range(x.shape[0]):
+        numbers(x[i], row)
+        exponentials(row, largest(row))
+        share = row.dtype.type(1) / total(row)
+        for j in range(x.shape[1]):
+            y[i, j] = put(y, row[j] * share)
+
+
+@jit
+def _softmax_backward_rows(y, dy, dx):
+    widest()
+    for i in range(y.shape[0]):
+        along = dot(y[i], dy[i])
+        for j in range(y.shape[1]):
+            dx[i, j] = put(dx, real(y[i, j]) * (real(dy[i, j]) - along))
+
+
+def _by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
+    shape = arrays[0].shape
+    rows = [np.ascontiguousarray(a).reshape(math.prod(shape[:-1]), shape[-1]) for a in arrays]
+    out = np.empty_like(rows[0])
+    over(loop, (*rows, out))
+    return out.reshape(shape)
+
+
+def softmax(xp: Any, x: np.ndarray) -> np.ndarray:
+    return _by_rows(_softmax_rows, x)
+
+
+def softmax_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    return _by_rows(_softmax_backward_rows, y, dy)
+
+
+@jit
+def _rotate(x, y, cos, sin):
+    widest()
+    half = cos.shape[1]
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            c, s = cos[t], sin[t]
+            for h in range(x.shape[2]):
+                row, out = x[b, t, h], y[b, t, h]
+                for i in range(half):
+                    p, q = real(row[i]), real(row[half + i])
+                    out[i] = put(out, p * c[i] - q * s[i])
+                    out[half + i] = put(out, q * c[i] + p * s[i])
+
+
+def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    dtype = wide(x.dtype)
+    if not cos.dtype == sin.dtype == dtype:
+        return fallback(plain.rotate, xp, x, cos, sin)
+    x, y = owned(x), np.empty(x.shape, x.dtype)
+    over(_rotate, (x, y), owned(cos), owned(sin))
+    return y
+
 
 BLOCK = 64  # rows of scores alive at a time; with `causal` the keys behind a block are never computed
 HIDDEN = 60.0
@@ -192,7 +255,7 @@ def attention(
     bits = q.dtype == np.uint16
     single = q.shape[2] == 1 and not (bits or causal) and segments is None
     if not (available() and not window and segments is None if bits else at or single):
-        return fallback(plain, xp, q, k, v, causal, scale, window, segments)
+        return fallback(plain.attention, xp, q, k, v, causal, scale, window, segments)
     samples, heads, _, _ = q.shape
     o, lse = time_first(np, q), np.empty(q.shape[:3], wide(q.dtype))
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -221,7 +284,7 @@ def attention_backward(
     at = blas.pointer(wide(q.dtype))
     bits = q.dtype == np.uint16
     if not (available() and not window and segments is None if bits else at):
-        return fallback(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
+        return fallback(plain.attention_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
     d, pairs = merged(np, q, k), k.shape[0] * k.shape[1]
     q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
     factor, names = np.array([scale], lse.dtype), _names(segments, lse.dtype)

@@ -1,19 +1,22 @@
-"""Casts between float32 and the 16-bit formats on their bits, rounded to nearest, ties to even; sums in float32.
+"""16-bit floats on their bits: casts, sums, and loops that take float32, float64 or bfloat16."""
 
-Loads and stores are uint32 and uint16 views, so nothing depends on what the processor or Numba know of 16-bit floats.
-"""
+from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from fsdpx.array.namespace import dtype as bfloat16
 from fsdpx.array.parallel import over
 from fsdpx.array.random import MIX, Stretch
 from fsdpx.native.compiled import jit
-from fsdpx.native.late import intrinsic, ir, types
+from fsdpx.native.late import intrinsic, ir, overload, types
 
-__all__ = ["add_widened", "round_randomly", "store", "through_bfloat16", "through_float16"]
+__all__ = [
+    "add_widened", "fallback", "number", "put", "real", "round_randomly", "store", "through_bfloat16",
+    "through_float16", "wide", "zero",
+]  # fmt: skip
 
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
 INFINITE = 0x7F800000
@@ -191,3 +194,53 @@ def round_randomly(x: np.ndarray, out: np.ndarray, numbers: Stretch) -> None:
     bits = out.view(np.uint16)
     for at, start, key0, key1 in numbers.words():
         _round(x[at], bits[at], start, key0, key1)
+
+
+def real(x: Any) -> Any:
+    """An element as a number to compute with: float32 for bfloat16."""
+    raise NotImplementedError("for compiled code")
+
+
+def put(array: Any, x: Any) -> Any:
+    """x as an element of `array`, rounded once."""
+    raise NotImplementedError("for compiled code")
+
+
+def zero(array: Any) -> Any:
+    """0 in the format in which elements of `array` are added up."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(zero, inline="always")
+def _zero(array):
+    return (lambda array: np.float32(0)) if array.dtype == types.uint16 else (lambda array: array.dtype.type(0))
+
+
+@overload(real, inline="always")
+def _real(x):
+    return (lambda x: from_bfloat16(x)) if x == types.uint16 else (lambda x: x)
+
+
+@overload(put, inline="always")
+def _put(array, x):
+    return (lambda array, x: to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)
+
+
+def number(array: Any) -> Any:
+    """bfloat16 for an array of its bits, all else as it is."""
+    return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
+
+
+def fallback(kernel: Any, xp: Any, *arguments: Any) -> Any:
+    """A kernel without the compiled code for this format, for what that does not take."""
+    result = kernel.fallback(xp, *map(number, arguments))
+    return tuple(map(_bits, result)) if isinstance(result, tuple) else _bits(result)
+
+
+def _bits(a: Any) -> Any:
+    return a.view(np.uint16) if a is not None and a.dtype.name == "bfloat16" else a
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """The format in which elements of `dtype` are added up."""
+    return np.dtype(np.float32) if dtype == np.uint16 else dtype

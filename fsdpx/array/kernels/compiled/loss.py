@@ -1,18 +1,50 @@
-"""Losses in one pass, cross entropy row by row: forward allocates nothing of the size of its arguments."""
+"""The losses, and gradients of rows by index."""
+
+from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.arrays import owned
-from fsdpx.array.kernels.compiled.bits import put, real, wide
-from fsdpx.array.kernels.compiled.rows import exponentials, largest, numbers
+from fsdpx.array.kernels.compiled.half import number, put, real, wide
+from fsdpx.array.kernels.compiled.rows import exponentials, largest, numbers, owned
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.norm import BLOCK
-from fsdpx.array.parallel import over
+from fsdpx.array.parallel import over, over_columns
 from fsdpx.native.compiled import REORDER, jit
 
-__all__ = ["cross_entropy", "cross_entropy_backward", "squared_error", "squared_error_backward"]
+__all__ = ["cross_entropy", "cross_entropy_backward", "embedding_backward", "squared_error", "squared_error_backward"]
+
+
+@jit
+def _first_wrong(index, rows):
+    """Position of the first index that is out of range, or -1."""
+    for i in range(index.size):
+        if not -rows <= index[i] < rows:
+            return i
+    return -1
+
+
+@jit
+def _add_rows(start, stop, dy, index, gw):
+    for i in range(index.size):
+        row = index[i] + gw.shape[0] if index[i] < 0 else index[i]
+        into, part = gw[row, start:stop], dy[i, start:stop]
+        for j in range(into.size):
+            into[j] += real(part[j])
+
+
+def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
+    index, dy = owned(index, np.int64), np.ascontiguousarray(dy)
+    bad = _first_wrong(index, gw.shape[0])
+    if bad >= 0:
+        raise IndexError(f"embedding_backward: index {index[bad]} at {bad} is out of range for {gw.shape[0]} rows")
+    direct = gw.dtype == wide(dy.dtype) and gw.flags.c_contiguous
+    table = gw if direct else np.zeros(gw.shape, wide(dy.dtype))
+    over_columns(_add_rows, dy, index, table)
+    if not direct:
+        into = number(gw)
+        into += table
 
 
 @jit(fastmath=REORDER)

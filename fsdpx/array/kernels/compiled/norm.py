@@ -1,19 +1,53 @@
-"""LayerNorm and RMSNorm row by row; parameter gradients in blocks of rows."""
+"""Norms of rows, of channels, and sums of squares."""
+
+from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.arrays import owned
-from fsdpx.array.kernels.compiled.bits import number, put, real, wide, zero
-from fsdpx.array.kernels.compiled.rows import square_distance, total
-from fsdpx.array.parallel import over, over_columns
+from fsdpx.array.kernels.compiled.half import number, put, real, wide, zero
+from fsdpx.array.kernels.compiled.images import rows_first, rows_of
+from fsdpx.array.kernels.compiled.rows import owned, square_distance, total
+from fsdpx.array.kernels.norm import BLOCK as SQUARES
+from fsdpx.array.parallel import GRAIN, cuts, over, over_columns, run
 from fsdpx.native.compiled import REORDER, jit
 
 __all__ = [
-    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
-    "rms_norm_backward_params",
+    "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with", "layer_norm",
+    "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
+    "rms_norm_backward_params", "square_sum", "square_sums",
 ]  # fmt: skip
+
+
+@jit(fastmath=REORDER)
+def _square_sum(x):
+    result = 0.0
+    for i in range(x.size):
+        v = np.float64(real(x[i]))
+        result += v * v
+    return result
+
+
+@jit
+def _square_sums(x, sums, grain):
+    for n in range(sums.size):
+        sums[n] = _square_sum(x[n * grain : min((n + 1) * grain, x.size)])
+
+
+def square_sum(xp: Any, flat: np.ndarray) -> float:
+    if flat.size <= BLOCK:
+        return float(_square_sum(np.ascontiguousarray(flat)))
+    return float(np.sum(square_sums(xp, flat, SQUARES)))
+
+
+def square_sums(xp: Any, flat: np.ndarray, grain: int) -> np.ndarray:
+    flat = np.ascontiguousarray(flat)
+    sums = np.empty(-(-flat.size // grain))
+    blocks = cuts(sums.size, max(GRAIN // grain, 1), line=8)
+    run(_square_sums, [(flat[a * grain : b * grain], sums[a:b], grain) for a, b in blocks])
+    return sums
+
 
 BLOCK = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK + BLOCK
 
@@ -132,3 +166,106 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
     _add_sums(x, np.zeros_like(rstd), rstd, dy, gw, None)
+
+
+@jit
+def _sums(start, stop, x, out):
+    size = stop - start
+    block, into = np.full(size, zero(x)), out[start:stop]
+    for first in range(0, x.shape[0], BLOCK):
+        block[:] = 0
+        for i in range(first, min(first + BLOCK, x.shape[0])):
+            row = x[i, start:stop]
+            for j in range(size):
+                block[j] += real(row[j])
+        for j in range(size):
+            into[j] += block[j]
+
+
+@jit
+def _squares(start, stop, x, mean, out):
+    size = stop - start
+    block, into, centre = np.full(size, zero(x)), out[start:stop], mean[start:stop].copy()
+    for first in range(0, x.shape[0], BLOCK):
+        block[:] = 0
+        for i in range(first, min(first + BLOCK, x.shape[0])):
+            row = x[i, start:stop]
+            for j in range(size):
+                d = real(row[j]) - centre[j]
+                block[j] += d * d
+        for j in range(size):
+            into[j] += block[j]
+
+
+@jit
+def _sums_with(start, stop, x, dy, mean, rstd, out):
+    size = stop - start
+    plain, along = np.full(size, zero(x)), np.full(size, zero(x))
+    centre, factor = mean[start:stop].copy(), rstd[start:stop].copy()
+    first_out, second_out = out[0, start:stop], out[1, start:stop]
+    for first in range(0, x.shape[0], BLOCK):
+        plain[:] = 0
+        along[:] = 0
+        for i in range(first, min(first + BLOCK, x.shape[0])):
+            row, slope = x[i, start:stop], dy[i, start:stop]
+            for j in range(size):
+                plain[j] += real(slope[j])
+                along[j] += real(slope[j]) * ((real(row[j]) - centre[j]) * factor[j])
+        for j in range(size):
+            first_out[j] += plain[j]
+            second_out[j] += along[j]
+
+
+@jit
+def _affine(x, y, mean, scale, shift):
+    for i in range(x.shape[0]):
+        row, out = x[i], y[i]
+        for j in range(mean.size):
+            out[j] = put(out, (real(row[j]) - mean[j]) * scale[j] + shift[j])
+
+
+@jit
+def _backward(x, dy, dx, mean, scale, along, across):
+    for i in range(x.shape[0]):
+        row, slope, out = x[i], dy[i], dx[i]
+        for j in range(mean.size):
+            out[j] = put(out, (real(slope[j]) - along[j] - (real(row[j]) - mean[j]) * across[j]) * scale[j])
+
+
+def channel_sums(xp: Any, x: np.ndarray) -> np.ndarray:
+    out = np.zeros(x.shape[1])
+    over_columns(_sums, rows_of(x), out)
+    return out
+
+
+def channel_squares(xp: Any, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    out = np.zeros(x.shape[1])
+    over_columns(_squares, rows_of(x), _channels(mean, x), out)
+    return out
+
+
+def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) -> np.ndarray:
+    rows = rows_of(x)
+    y = np.empty_like(rows)
+    over(_affine, (rows, y), *(_channels(a, x) for a in (mean, scale, shift)))
+    return rows_first(y, x.shape)
+
+
+def channel_sums_with(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
+    out = np.zeros((2, x.shape[1]))
+    over_columns(_sums_with, rows_of(x), rows_of(dy), _channels(mean, x), _channels(rstd, x), out)
+    return out.reshape(-1)
+
+
+def channel_norm_backward(
+    xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, scale: Any, along: Any, across: Any
+) -> np.ndarray:
+    rows = rows_of(x)
+    dx = np.empty_like(rows)
+    over(_backward, (rows, rows_of(dy), dx), *(_channels(a, x) for a in (mean, scale, along, across)))
+    return rows_first(dx, x.shape)
+
+
+def _channels(a: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """One value per channel, in the format in which x is computed."""
+    return owned(number(a), wide(x.dtype))

@@ -1,6 +1,6 @@
-"""Normally distributed numbers: Box and Muller's transform of Philox's, with logarithm and cosine in vector lanes.
+"""Random numbers by counter (Philox), normal ones, and dropout."""
 
-Correct to a few units in the last place of float64, and the same bits wherever a range begins."""
+from __future__ import annotations
 
 import math
 from typing import Any
@@ -8,13 +8,56 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import parallel
-from fsdpx.array.kernels.compiled.philox import raws
-from fsdpx.array.kernels.compiled.scalar import fma, nearest, polynomial, widest
+from fsdpx.array.kernels.activation import scale, threshold
+from fsdpx.array.kernels.compiled.half import put, real, wide, zero
+from fsdpx.array.kernels.compiled.scalar import fma, nearest, polynomial, product_high, widest
 from fsdpx.array.random import Stretch
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import intrinsic, ir, register_jitable, types
 
-__all__ = ["normal"]
+__all__ = ["drop", "drop_backward", "normal", "raws"]
+
+ROUNDS, WORDS = 10, 4
+FACTOR0, FACTOR1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
+WEYL0, WEYL1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+
+
+@register_jitable
+def _philox(counter, key0, key1):
+    """The four numbers of one step of the counter."""
+    a, b, c, d = counter, np.uint64(0), np.uint64(0), np.uint64(0)
+    for _ in range(ROUNDS):
+        high0, low0 = product_high(FACTOR0, a), FACTOR0 * a
+        high1, low1 = product_high(FACTOR1, c), FACTOR1 * c
+        a, b, c, d = high1 ^ b ^ key0, low1, high0 ^ d ^ key1, low0
+        key0 += WEYL0
+        key1 += WEYL1
+    return a, b, c, d
+
+
+@jit
+def raws(out, start, key0, key1):
+    """out[i] = number start + i of the stream, uint64."""
+    at = np.uint64(start)
+    counter, ahead = (at >> np.uint64(2)) + np.uint64(1), np.int64(at & np.uint64(3))
+    done = 0
+    if ahead > 0:
+        numbers = _philox(counter, key0, key1)
+        done = min(WORDS - ahead, out.size)
+        for n in range(done):
+            out[n] = numbers[ahead + n]
+        counter += np.uint64(1)
+    steps = (out.size - done) // WORDS
+    for n in range(steps):
+        a, b, c, d = _philox(counter + np.uint64(n), key0, key1)
+        i = done + WORDS * n
+        out[i], out[i + 1], out[i + 2], out[i + 3] = a, b, c, d
+    done += WORDS * steps
+    if done < out.size:
+        numbers = _philox(counter + np.uint64(steps), key0, key1)
+        for n in range(out.size - done):
+            out[done + n] = numbers[n]
+
 
 PIECE = 1024  # elements: their raw numbers stay in the nearest cache
 TOP = np.uint64(11)  # shifted by it, 53 bits are left
@@ -89,3 +132,48 @@ def normal(numbers: Stretch) -> np.ndarray:
     parts = parallel.cuts(out.size, parallel.GRAIN // 4)
     parallel.run(_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])
     return out
+
+
+CHANCE_BITS = np.uint64(40)  # shifted by it, 24 bits are left
+
+
+@jit
+def _apply(x, keep, y, factor):
+    nothing = zero(x)
+    for i in range(x.size):
+        y[i] = put(y, real(x[i]) * (factor if keep[i] != 0 else nothing))
+
+
+@jit
+def _compare(numbers, keep, least):
+    widest()
+    for i in range(keep.size):
+        keep[i] = numbers[i] >> CHANCE_BITS >= least
+
+
+@jit
+def _drop(x, keep, y, start, key0, key1, least, factor):
+    numbers = np.empty(PIECE, np.uint64)
+    for a in range(0, x.size, PIECE):
+        b = min(a + PIECE, x.size)
+        raws(numbers[: b - a], start + a, key0, key1)
+        _compare(numbers, keep[a:b], least)
+        _apply(x[a:b], keep[a:b], y[a:b], factor)
+
+
+def drop(xp: Any, x: np.ndarray, numbers: Stretch, p: float) -> tuple[np.ndarray, np.ndarray]:
+    flat = np.ascontiguousarray(x).reshape(-1)
+    keep, y = np.empty(flat.size, np.uint8), np.empty_like(flat)
+    rest = (*numbers.keys, np.uint64(threshold(p)), wide(x.dtype).type(scale(p)))
+    cut = parallel.cuts(flat.size, parallel.GRAIN // 4)  # a random number costs as much as a few passes
+    parallel.run(_drop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
+    return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
+
+
+def drop_backward(xp: Any, dy: np.ndarray, keep: np.ndarray, p: float) -> np.ndarray:
+    flat = np.ascontiguousarray(dy).reshape(-1)
+    dx = np.empty_like(flat)
+    parallel.over(
+        _apply, (flat, np.ascontiguousarray(keep).reshape(-1).view(np.uint8), dx), wide(dy.dtype).type(scale(p))
+    )
+    return dx.reshape(dy.shape)

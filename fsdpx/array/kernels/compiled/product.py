@@ -1,17 +1,20 @@
-"""Calls of cblas gemm by address, fused with biases in forward and their gradients in backward.
+"""Products by the gemm of a BLAS library, fused with biases and their gradients; small ones of bfloat16."""
 
-The address is an argument, because it differs between processes and compiled code is cached on disk."""
+from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fsdpx.array.blas.choice import FEW
 from fsdpx.array.kernels.compiled.addition import column_sums
+from fsdpx.array.kernels.compiled.half import put, real
 from fsdpx.array.kernels.compiled.rows import dot, in_line, prefetch
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import intrinsic, ir, register_jitable, types
 
-__all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply"]
+__all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply", "small_product"]
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 AHEAD = 8192
@@ -121,3 +124,41 @@ def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias)
     if not multiply(at, dx, dy, weight, one, zero):
         return False
     return linear_gradients(at, dweight, dbias, dy, x, add_weight, add_bias)
+
+
+@register_jitable
+def _wide(x, out):
+    x, out = x.reshape(x.size), out.reshape(out.size)
+    for i in range(x.size):
+        out[i] = real(x[i])
+
+
+@register_jitable
+def _finish(out, total, bias, accumulate):
+    """out = total + bias (none if it is empty), or out += total; rounded once."""
+    for i in range(out.shape[0]):
+        row, sums = out[i], total[i]
+        if bias.size:
+            for j in range(row.size):
+                row[j] = put(row, sums[j] + real(bias[j]))
+        elif accumulate:
+            for j in range(row.size):
+                row[j] = put(row, real(row[j]) + sums[j])
+        else:
+            for j in range(row.size):
+                row[j] = put(row, sums[j])
+
+
+@jit
+def small_product(at, out, a, b, bias, accumulate, turned_a, turned_b):
+    """out = a b + bias (none if it is empty), or out += a b, into bits or float32. a, b: bits; a^T and b^T where
+    `turned`."""
+    x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
+    one, zero = np.float32(1), np.float32(0)
+    _wide(a, x)
+    _wide(b, y)
+    left, right = x.T if turned_a else x, y.T if turned_b else y
+    fits = multiply(at, total, left, right, one, zero)
+    if fits:
+        _finish(out, total, bias, accumulate)
+    return fits

@@ -1,15 +1,16 @@
-"""Scalar functions that LLVM vectorises: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
+"""Scalar functions that LLVM vectorises, and the control register of the vector unit."""
 
-Every operation is spelled out (fused multiply-adds included, nothing may be reordered), so an element gets the same
-bits in the body and in the tail of a vector loop, and in a loop of any length."""
+from __future__ import annotations
 
 import math
+import platform
 from typing import Any
 
-from fsdpx.array.kernels.dropout import SHIFT, TAIL32, TAIL64
-from fsdpx.native.late import intrinsic, ir, register_jitable, types
+from fsdpx.array.kernels.activation import SHIFT, TAIL32, TAIL64
+from fsdpx.native.compiled import jit
+from fsdpx.native.late import cgutils, intrinsic, ir, register_jitable, types
 
-__all__ = ["density", "exp", "fma", "like", "order", "product_high", "tail", "unorder", "widest"]
+__all__ = ["density", "exp", "flush", "fma", "like", "order", "product_high", "restore", "tail", "unorder", "widest"]
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
@@ -189,3 +190,51 @@ def _flipped(builder: Any, n: Any) -> Any:
     size = n.type.width
     sign = builder.ashr(n, n.type(size - 1))
     return builder.xor(n, builder.and_(sign, n.type((1 << (size - 1)) - 1)))
+
+
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+FLUSH_TO_ZERO, DENORMALS_ARE_ZERO = 0x8000, 0x0040
+
+
+@intrinsic
+def _flush(typingctx: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not X86:
+            return ir.IntType(32)(0)
+        before, place = _control(builder, "st")
+        builder.store(builder.or_(before, before.type(FLUSH_TO_ZERO | DENORMALS_ARE_ZERO)), place)
+        _control(builder, "ld", place)
+        return before
+
+    return types.int32(), code
+
+
+@intrinsic
+def _restore(typingctx: Any, before: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if X86:
+            _control(builder, "ld", cgutils.alloca_once_value(builder, arguments[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.int32), code
+
+
+def _control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
+    """Store or load the register; its value and where that lies."""
+    place = cgutils.alloca_once(builder, ir.IntType(32)) if place is None else place
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{way}mxcsr")
+    builder.call(function, [builder.bitcast(place, pointer)])
+    return builder.load(place), place
+
+
+@jit
+def flush():
+    """From now on denormals count as 0 in this thread; returns what `restore` needs."""
+    return _flush()
+
+
+@jit
+def restore(before):
+    _restore(before)
