@@ -62,11 +62,11 @@ def test_convolutions_equal_the_plain_ones(window: SlidingWindow, shape: tuple[i
 
 def test_winograd_is_taken_where_it_pays() -> None:
     same = SlidingWindow((3, 3), (1, 1), (1, 1))
-    assert convolution.suits((2, 16, 32, 32), (16, 16, 3, 3), same)
-    assert convolution.suits((2, 16, 7, 7), (32, 16, 3, 3), same)
-    assert not convolution.suits((2, 3, 32, 32), (16, 3, 3, 3), same)  # channels
-    assert not convolution.suits((2, 16, 5, 5), (16, 16, 3, 3), same)  # most of its tiles would be empty
-    assert not convolution.suits((2, 16, 32, 32), (16, 16, 3, 3), SlidingWindow((3, 3), (2, 2), (1, 1)))
+    assert convolution.suits_winograd((2, 16, 32, 32), (16, 16, 3, 3), same)
+    assert convolution.suits_winograd((2, 16, 7, 7), (32, 16, 3, 3), same)
+    assert not convolution.suits_winograd((2, 3, 32, 32), (16, 3, 3, 3), same)  # channels
+    assert not convolution.suits_winograd((2, 16, 5, 5), (16, 16, 3, 3), same)  # most of its tiles would be empty
+    assert not convolution.suits_winograd((2, 16, 32, 32), (16, 16, 3, 3), SlidingWindow((3, 3), (2, 2), (1, 1)))
 
 
 def test_errors_of_winograd_in_float32_are_within_what_the_documentation_says() -> None:

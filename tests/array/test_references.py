@@ -105,7 +105,7 @@ def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     """A tile of 4 x 4 results is made of differences of all its pixels."""
     rng, window = np.random.default_rng(0), SlidingWindow((3, 3), (1, 1), (1, 1))
     x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((1, 16, 16, 16), (16, 16, 3, 3)))
-    assert convolution.suits(x.shape, weight.shape, window)
+    assert convolution.suits_winograd(x.shape, weight.shape, window)
     clean = kernels.conv2d(np, x, weight, None, window)
     x[0, 3, 5, 6] = np.inf
     with np.errstate(invalid="ignore"):
