@@ -15,10 +15,9 @@ from fsdpx.checkpoint.format import array_type, rounded
 from fsdpx.checkpoint.pieces import BLOCK, Block, Held, Run
 from fsdpx.checkpoint.read import Source, elements, read, weights
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.models.architecture import Architecture, Config
 from fsdpx.models.beside import last_token, object_of
 from fsdpx.models.fields import shown
-from fsdpx.models.tables import ARCHITECTURES
+from fsdpx.models.tables import ARCHITECTURES, Architecture, Config
 from fsdpx.nn.container import Container
 from fsdpx.nn.layer import Spec
 from fsdpx.nn.sort import sort, specs_of

@@ -16,9 +16,8 @@ from fsdpx.engine.engine import Engine
 from fsdpx.engine.recording import Recording, Turn
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.files import write as write_file
-from fsdpx.observe.chrome import TraceHeader, name_of, write
+from fsdpx.observe.chrome import TraceHeader, TracePlace, name_of, write
 from fsdpx.observe.clocks import synchronise
-from fsdpx.observe.events import TracePlace
 from fsdpx.observe.measure import machine_of
 from fsdpx.program import simulate_programs
 

@@ -1,7 +1,7 @@
 """What happens when: a training step as a flat list of actions. Standard library only."""
 
 from fsdpx.program.check import check, check_pipe, validate
-from fsdpx.program.compiler import KINDS, Program, Request, compile
+from fsdpx.program.compiler import KINDS, Outer, Program, Request, Rounds, compile
 from fsdpx.program.count import Lifetime, Moves, Sizes, Traffic, lifetimes, traffic
 from fsdpx.program.grid import arrow, grid
 from fsdpx.program.machine import (
@@ -19,7 +19,6 @@ from fsdpx.program.machine import (
 from fsdpx.program.passes import one_by_one
 from fsdpx.program.pipeline import pipeline
 from fsdpx.program.pipeline_schedule import PipelineSchedule
-from fsdpx.program.rounds import Outer, Rounds
 from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, placed, schedule
 from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, constants, expand
 from fsdpx.program.timeline import Event

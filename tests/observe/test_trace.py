@@ -27,9 +27,8 @@ from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.engine.recording import Acted, TransferSpan, Turn
 from fsdpx.errors import ConfigError
-from fsdpx.observe.chrome import MERGED, RankTrace, TraceHeader, merge, name_of, read
+from fsdpx.observe.chrome import MERGED, RankTrace, TraceHeader, TracePlace, events_of, merge, name_of, read, waits_of
 from fsdpx.observe.clocks import Reading, offset_at, synchronise
-from fsdpx.observe.events import TracePlace, events_of, waits_of
 from fsdpx.program import VERBS, Action
 
 
