@@ -1,4 +1,8 @@
-"""Memory: one allocation for many arrays, and a heap that keeps its pages."""
+"""Memory: the arena, which is one allocation for every large buffer of a rank, and a heap that keeps its pages.
+
+Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
+runs, so they are packed into one slab in which buffers that are never alive together share bytes. What a step frees
+stays with the process for the next step, which then has no page faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Products of matrices on a GPU, and how heads lie in memory."""
+"""Matrix products by cuBLAS, into arrays that are there: 16-bit matrices are added in float32, into float32 as well.
+
+cuBLAS reads memory by columns. A matrix that lies by rows is there a transposed one, so out = a b is asked for as
+out^T = b^T a^T: the operands change places, and what lies by columns is marked transposed."""
 
 from __future__ import annotations
 
@@ -8,23 +11,7 @@ import numpy as np
 
 from fsdpx.cuda.devices import cupy, is_on_gpu
 
-__all__ = ["Gemm", "batched", "gemm", "merged", "plan", "takes", "time_first"]
-
-
-def time_first(xp: Any, a: Any) -> Any:
-    """Empty, of a's shape (B, H, T, D) and (B, T, H, D) in memory."""
-    b, h, t, d = a.shape
-    return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
-
-
-def merged(xp: Any, q: Any, k: Any) -> Any:
-    """Empty, the gradients of q, k and v as `attention_backward` gives them: one array (3, B, H, T, D), in memory
-    (B, T, 3, H, D), or three where k has another length or fewer heads."""
-    b, h, t, d = q.shape
-    if k.shape[1:3] != q.shape[1:3]:
-        return time_first(xp, q), time_first(xp, k), time_first(xp, k)
-    return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
-
+__all__ = ["Gemm", "batched", "gemm", "plan", "takes"]
 
 TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType."""

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.cuda.devices import cupy, is_on_gpu
-from fsdpx.cuda.gemm import batched, merged, time_first
+from fsdpx.cuda.gemm import batched
+from fsdpx.cuda.head_layout import merged, time_first
 
 __all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]
 

@@ -27,6 +27,7 @@ from fsdpx.trainer.recipe import Recipe
 
 __all__ = ["Batch", "ElasticRanks", "Recent", "arrays_of", "part_of"]
 
+
 class Batch(NamedTuple):
     x: Any
     y: Any

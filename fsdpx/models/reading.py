@@ -24,6 +24,7 @@ from fsdpx.nn.sort import sort, specs_of
 
 __all__ = ["CONFIG", "MatrixBlock", "Stored", "Turned", "boxes", "from_pretrained", "turned"]
 
+
 @dataclass(frozen=True)
 class MatrixBlock:
     """Elements [top, bottom) x [left, right) of a matrix."""

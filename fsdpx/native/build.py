@@ -1,4 +1,10 @@
-"""Machine code for a function and kinds of arguments: Numba's object and an entry for Python, bound into one piece."""
+"""Machine code for a function and kinds of arguments: what Numba makes of it, an entry that Python can call, and both
+bound into one piece that can lie anywhere.
+
+The entry takes the arguments of a Python call as they are. It compares each with the kind it is for and returns
+NotImplemented if one is of another kind; else it reads numbers and where arrays lie, releases the GIL and calls what
+Numba has compiled. Objects of the compiler are ELF for x86-64 in the large code model. Numba's own cache on disk serves
+other versions of Python and of NumPy."""
 
 from __future__ import annotations
 
@@ -19,25 +25,15 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from fsdpx import environment
-from fsdpx.native.image import fingerprint, freedom, seal, unsealed
+from fsdpx.native.image import Code, fingerprint, freedom, seal, unsealed
 from fsdpx.native.kinds import ARRAY, FLAGS, NUMBER
 
-__all__ = ["Code", "build", "enable", "link", "prepared"]
+__all__ = ["build", "enable", "link", "prepared"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
 """A flag of sections, and types of them, see <elf.h>."""
 ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # R_X86_64_64, _PC32, _PC64, _PLT32
 FUNCTION, COMMON = 2, 0xFFF2
-
-
-class Code(NamedTuple):
-    """start: where it is entered. inside: places that get the address of the code added. outside: places that get the
-    address of what has this name added."""
-
-    data: bytes
-    start: int
-    inside: tuple[int, ...]
-    outside: tuple[tuple[int, str], ...]
 
 
 class _Section(NamedTuple):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +25,7 @@ from fsdpx import environment, files
 from fsdpx.native import kinds, late
 from fsdpx.native.processor import cpuinfo
 
-if TYPE_CHECKING:
-    from fsdpx.native.build import Code
-
-__all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time", "seal", "unsealed"]
+__all__ = ["Code", "able", "fingerprint", "freedom", "keep", "load", "one_at_a_time", "seal", "unsealed"]
 
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
@@ -36,6 +33,16 @@ PATIENCE = 60.0  # seconds: longer than a kernel compiles; a process stopped mea
 SEAL = 32  # bytes of the digest that a file begins with
 LARGEST = 64 << 20  # bytes of a file
 _kept: list[Any] = []  # machine code, which is never unloaded
+
+
+class Code(NamedTuple):
+    """start: where it is entered. inside: places that get the address of the code added. outside: places that get the
+    address of what has this name added."""
+
+    data: bytes
+    start: int
+    inside: tuple[int, ...]
+    outside: tuple[tuple[int, str], ...]
 
 
 class Method(ctypes.Structure):

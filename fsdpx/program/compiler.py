@@ -13,6 +13,7 @@ from fsdpx.program.verbs import Action, Slot
 
 __all__ = ["KINDS", "Outer", "Program", "Request", "Rounds", "compile"]
 
+
 @dataclass(frozen=True)
 class Outer:
     """What a step of local training does beside its update, by pages.

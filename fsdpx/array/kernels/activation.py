@@ -1,4 +1,7 @@
-"""Activations, sums with what follows them, dropout, and GELU recomputed while it is differentiated."""
+"""Element by element: activations, gates, sums with what follows them (residuals, biases), and random numbers by
+position.
+
+`gelu_recompute` differentiates GELU from its argument: its result need not be saved from forward to backward."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.array.kernels.dispatch import kernel
 from fsdpx.array.namespace import joined
-from fsdpx.cuda.gemm import merged, time_first
+from fsdpx.cuda.head_layout import merged, time_first
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 

@@ -1,4 +1,6 @@
-"""Activations, gated ones, and GELU recomputed while it is differentiated, in one pass over memory."""
+"""Activations and gates, each in one pass over memory, forward and backward.
+
+`gelu_recompute` makes GELU and its gradient in one pass: both need the same exponential."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Attention, its softmax and rotary positions: tiles that stay in the cache, without the matrix of all scores."""
+"""Attention in blocks of rows: one compiled function for all heads that calls BLAS for products of tiles; softmax row
+by row, and rotary positions.
+
+A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax). A row of
+softmax stays in the cache between its passes."""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import blas, parallel
-from fsdpx.array import kernels as plain
+from fsdpx.array.kernels.attention import attention as plain_attention
+from fsdpx.array.kernels.attention import attention_backward as plain_backward
+from fsdpx.array.kernels.attention import rotate as plain_rotate
 from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.kernels.compiled.attention16 import available
 from fsdpx.array.kernels.compiled.half import fallback, put, real, wide, zero
@@ -16,7 +22,7 @@ from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.rows import dot, exponentials, in_line, largest, numbers, owned, total
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.parallel import over
-from fsdpx.cuda.gemm import merged, time_first
+from fsdpx.cuda.head_layout import merged, time_first
 from fsdpx.native.compiled import REORDER, fixed, jit
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
@@ -77,7 +83,7 @@ def _rotate(x, y, cos, sin):
 def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     dtype = wide(x.dtype)
     if not cos.dtype == sin.dtype == dtype:
-        return fallback(plain.rotate, xp, x, cos, sin)
+        return fallback(plain_rotate, xp, x, cos, sin)
     x, y = owned(x), np.empty(x.shape, x.dtype)
     over(_rotate, (x, y), owned(cos), owned(sin))
     return y
@@ -255,7 +261,7 @@ def attention(
     bits = q.dtype == np.uint16
     single = q.shape[2] == 1 and not (bits or causal) and segments is None
     if not (available() and not window and segments is None if bits else at or single):
-        return fallback(plain.attention, xp, q, k, v, causal, scale, window, segments)
+        return fallback(plain_attention, xp, q, k, v, causal, scale, window, segments)
     samples, heads, _, _ = q.shape
     o, lse = time_first(np, q), np.empty(q.shape[:3], wide(q.dtype))
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -284,7 +290,7 @@ def attention_backward(
     at = blas.pointer(wide(q.dtype))
     bits = q.dtype == np.uint16
     if not (available() and not window and segments is None if bits else at):
-        return fallback(plain.attention_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
+        return fallback(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
     d, pairs = merged(np, q, k), k.shape[0] * k.shape[1]
     q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
     factor, names = np.array([scale], lse.dtype), _names(segments, lse.dtype)

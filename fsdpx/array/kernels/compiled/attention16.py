@@ -1,4 +1,10 @@
-"""Attention in bfloat16, by the instruction that multiplies pairs of numbers (VDPBF16PS, AVX512-BF16)."""
+"""Attention of bfloat16 in blocks of rows, its products by the instruction that multiplies pairs (VDPBF16PS,
+AVX512-BF16): what is in memory stays 16-bit.
+
+As in `attention` full rows instead of an online softmax; scores and sums are float32, probabilities are rounded where
+they are multiplied. A thread holds the words of one head's keys and values, and some blocks. A word is two numbers that
+follow each other along the dim that is summed. Tiles are addresses and distances in bytes; their sizes are padded with
+zeros, so that nothing has a tail."""
 
 from __future__ import annotations
 

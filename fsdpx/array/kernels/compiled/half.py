@@ -1,4 +1,9 @@
-"""16-bit floats on their bits: casts, sums, and loops that take float32, float64 or bfloat16."""
+"""Casts between float32 and the 16-bit formats on their bits, rounded to nearest, ties to even; sums in float32; loops
+that take float32, float64 or bfloat16.
+
+Loads and stores are uint32 and uint16 views, so nothing depends on what the processor or Numba know of 16-bit floats.
+Numba knows no bfloat16: the dispatcher passes views of the bits (uint16); loops read elements by `real` and write by
+`put`, which for float32 and float64 are nothing at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Images with the channels of a pixel next to each other in memory, and pooling of their windows."""
+"""Images with the channels of a pixel next to each other in memory, (samples, height, width, channels), and max and
+mean of their windows, sample by sample."""
 
 from __future__ import annotations
 

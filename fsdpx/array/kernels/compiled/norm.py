@@ -1,4 +1,8 @@
-"""Norms of rows, of channels, and sums of squares."""
+"""LayerNorm and RMSNorm row by row, with parameter gradients in blocks of rows; batch norm with channels last; sums of
+squares.
+
+Batch norm adds up rows of channels in fixed blocks and is cut among threads by channels. Sums of squares of flat arrays
+have fixed blocks, too: they do not depend on threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Products by the gemm of a BLAS library, fused with biases and their gradients; small ones of bfloat16."""
+"""Calls of cblas gemm by address, fused with biases in forward and their gradients in backward; products of small
+bfloat16 matrices, which are widened, multiplied by cblas in float32 and rounded in one compiled call.
+
+The address is an argument, because it differs between processes and compiled code is cached on disk. For small matrices
+a call of another library takes longer than the product; all their arrays are in C order, so that loops run through
+memory in order."""
 
 from __future__ import annotations
 

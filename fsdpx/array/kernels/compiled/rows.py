@@ -1,4 +1,5 @@
-"""Arrays in the layout that loops are compiled for, and passes over one row in vector lanes."""
+"""Arrays in the layout that loops are compiled for (Numba compiles again for read-only or unaligned arrays), and passes
+over one row in vector lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Scalar functions that LLVM vectorises, and the control register of the vector unit."""
+"""Scalar functions that LLVM vectorises: fused multiply-add, polynomials, exp, and Phi of the normal distribution; the
+control register of the vector unit (MXCSR), which says whether denormals count as 0.
+
+Every operation is spelled out (fused multiply-adds included, nothing may be reordered), so an element gets the same
+bits in the body and in the tail of a vector loop, and in a loop of any length."""
 
 from __future__ import annotations
 
