@@ -42,7 +42,7 @@ from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import write_page
 from fsdpx.state.disk import taken
 from fsdpx.state.tuning import table
-from fsdpx.trainer.log import Log
+from fsdpx.trainer.callbacks import Log
 from fsdpx.trainer.series import History
 from fsdpx.watch.flight import FlightRecorder, read, read_all
 

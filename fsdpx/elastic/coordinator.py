@@ -25,7 +25,7 @@ from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, F
 from fsdpx.files import read
 from fsdpx.state.ledger import Key
 from fsdpx.state.tuning import tune_for
-from fsdpx.trainer.calls import different
+from fsdpx.trainer.batch import different
 from fsdpx.trainer.recipe import Recipe
 from fsdpx.watch.watchdog import Watchdog, unwatch
 

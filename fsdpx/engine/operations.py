@@ -1,5 +1,8 @@
 """The operation of each verb on one rank. An operation gets the values of its slots in the order of the table and
-returns those that it gives and adds into, in the order of the table: first `gives`, then `adds`."""
+returns those that it gives and adds into, in the order of the table: first `gives`, then `adds`.
+
+SEND and RECV are messages between stages: values on their way to the next reader, gradients on their way back. FETCH,
+STORE and EVICT move records between memory and disk."""
 
 from __future__ import annotations
 
@@ -7,23 +10,121 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, padded
 from fsdpx.comm.calls import Finish
 from fsdpx.comm.communicator import DONE, Communicator
-from fsdpx.engine import computing, paging, updating
-from fsdpx.engine.messages import receive, send
-from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, number_of, words
-from fsdpx.engine.workspace import GradientScale, Mean
-from fsdpx.errors import DataError
+from fsdpx.engine import computing, updating
+from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, microbatch_of, number_of, words
+from fsdpx.engine.workspace import GradientScale, Mean, planned
+from fsdpx.errors import DataError, ShapeError
 from fsdpx.optim import rate
 from fsdpx.optim.rounded import UNSCHEDULED, scheduled
-from fsdpx.program import Action
+from fsdpx.program import Action, Edge
+from fsdpx.state.disk import root_of, spill
 from fsdpx.state.gradients import Reduction
+from fsdpx.state.pipe import tag
+from fsdpx.state.placement import Placement
 from fsdpx.state.ties import add_together
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["OPERATIONS"]
+__all__ = ["OPERATIONS", "evict", "fetch", "receive", "send", "store_record", "travelling"]
+
+
+def send(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """Start to send a value; the run waits for the end of the message at its own end."""
+    (value,) = (*taken, *read)
+    edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
+    if expected is None:
+        return ()
+    xp = run.place.xp
+    if value is None:  # a gradient: nothing that counts depends on the value
+        value = xp.zeros(expected.shape, dtype=expected.dtype)
+    if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
+        raise ShapeError(
+            f"{action}: value {edge.value} is {value.dtype}{list(value.shape)}, rank {edge.receiver} of the pipe "
+            f"expects {expected.dtype}{list(expected.shape)}: shapes of values may depend on shapes only"
+        )
+    flat = xp.ascontiguousarray(value).reshape(-1)
+    handle = run.place.axes.pipe.send(flat, edge.receiver, _tag(run, action), what=_what(run.place, edge, action))
+    run.issue(action, Transfer(handle, lambda: flat))  # which keeps the array until it is sent
+    return ()
+
+
+def receive(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """The value, on its way; None where nothing travels."""
+    edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
+    if expected is None:
+        return (None,)
+    flat = run.place.xp.empty((expected.size,), dtype=expected.dtype)
+    handle = run.place.axes.pipe.recv(flat, edge.sender, _tag(run, action), what=_what(run.place, edge, action))
+    return (Transfer(handle, lambda: flat.reshape(expected.shape)),)
+
+
+def travelling(edge: Edge, value: Any) -> bool:
+    """Whether a value has a message on this edge: whole numbers have no gradient."""
+    return not (edge.gradient and np.dtype(value.dtype).kind in "iub")
+
+
+def _expected(run: ProgramRun, action: Action) -> Any:
+    """The array that travels, shape only; empty for a rank without samples."""
+    batch, edge = run.batch(action), run.place.stage.edges[number_of(action)]
+    if batch is None:
+        return None
+    value = run.place.shapes.of(edge.value, batch)
+    return value if travelling(edge, value) else None
+
+
+def _tag(run: ProgramRun, action: Action) -> int:
+    stage = run.place.stage
+    return tag(stage, stage.edges[number_of(action)], microbatch_of(action), len(run.feed.batch))
+
+
+def _what(placement: Placement, edge: Edge, action: Action) -> str:
+    node = placement.model.nodes[edge.value - len(placement.model.inputs)]
+    return f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
+
+
+def fetch(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    slot, disk = run.stage.record(action), run.disk
+    if slot.mb is not None:
+        (spilled,) = taken
+        handle, memory = disk.bring(slot, spilled)
+        made: list[Any] = []  # made once: later calls get the same arrays
+
+        def value() -> Any:
+            if not made:
+                made.append(spilled.value(memory))
+            return made[0]
+
+        run.place.axes.counters.add("disk", "read", sum(spilled.sizes))
+        return (Transfer(handle, value),)
+    handle, arrays = disk.fetch(slot, run.workspace.record(slot))
+    run.place.axes.counters.add("disk", "read", disk.size(slot))
+    return (Transfer(handle, lambda: arrays),)
+
+
+def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    slot, disk, (value,) = run.stage.record(action), run.disk, taken
+    if slot.mb is not None:
+        own = _roots(run)
+        spilled = spill(value, lambda root: id(root) in own)
+        run.place.axes.counters.add("disk", "write", sum(spilled.sizes))
+        return Transfer(disk.spill(slot, spilled), lambda: value), spilled
+    run.place.axes.counters.add("disk", "write", disk.size(slot))
+    return Transfer(disk.store(slot), lambda: value), True
+
+
+def evict(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    return ()
+
+
+def _roots(run: ProgramRun) -> set[int]:
+    """Memory that is there anyway: the arena's, and that of the batch."""
+    batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
+    return planned(run.workspace.state.arena) | {id(root_of(array)) for array in batch}
 
 
 def mean(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -222,9 +323,9 @@ OPERATIONS: dict[str, Operation] = {
     "MEAN": mean,
     "GATHER": gather,
     "FREE": free,
-    "FETCH": paging.fetch,
-    "STORE": paging.store,
-    "EVICT": paging.evict,
+    "FETCH": fetch,
+    "STORE": store_record,
+    "EVICT": evict,
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,

@@ -26,9 +26,8 @@ from fsdpx.layout.stages import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
 from fsdpx.state.local import Local
-from fsdpx.trainer.calls import begin
-from fsdpx.trainer.choices import demand_known
-from fsdpx.trainer.excluded import ELASTIC, Beside, demand_together
+from fsdpx.trainer.batch import begin
+from fsdpx.trainer.choices import ELASTIC, Beside, demand_known, demand_together
 from fsdpx.trainer.fit import made
 from fsdpx.trainer.host import FixedRanks
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training

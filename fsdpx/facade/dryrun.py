@@ -25,7 +25,7 @@ from fsdpx.files import typed
 from fsdpx.native import image
 from fsdpx.nn.layer import Layer
 from fsdpx.program import Action, Program
-from fsdpx.program.stage import Slots
+from fsdpx.program.pipeline import Slots
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state import tuning
 from fsdpx.state.footprint import Footprint, ProcessBytes, held

@@ -21,7 +21,7 @@ from fsdpx.comm.guarded import Guarded, with_arguments
 from fsdpx.comm.opening import carrier_of, node_of, world
 from fsdpx.comm.reduction import fold, kind_of, objection
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
-from fsdpx.trainer.calls import begin
+from fsdpx.trainer.batch import begin
 from fsdpx.watch.watchdog import note, unwatch, watch
 
 __all__ = [

@@ -6,8 +6,10 @@ from fsdpx.program.count import Lifetime, Moves, Sizes, Traffic, lifetimes, traf
 from fsdpx.program.grid import arrow, grid
 from fsdpx.program.machine import (
     Costs,
+    Event,
     Machine,
     Overlap,
+    PipelineSchedule,
     bubble,
     idle,
     memory,
@@ -17,11 +19,8 @@ from fsdpx.program.machine import (
     simulate_programs,
 )
 from fsdpx.program.passes import one_by_one
-from fsdpx.program.pipeline import pipeline
-from fsdpx.program.pipeline_schedule import PipelineSchedule
+from fsdpx.program.pipeline import Edge, Slots, Stage, StageUnit, constants, expand, pipeline
 from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, placed, schedule
-from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, constants, expand
-from fsdpx.program.timeline import Event
 from fsdpx.program.verbs import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Verb, buffer_of, parse
 
 __all__ = [

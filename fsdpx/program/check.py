@@ -10,12 +10,11 @@ from itertools import product
 from fsdpx.errors import ProgramError
 from fsdpx.program.compiler import Program
 from fsdpx.program.grid import UNIT, arrow
-from fsdpx.program.machine import Done, done_as, needs, run, walked
-from fsdpx.program.pipeline_schedule import PipelineSchedule
-from fsdpx.program.timeline import Stuck
+from fsdpx.program.machine import Done, PipelineSchedule, Stuck, done_as, needs, run, walked
 from fsdpx.program.verbs import VERBS, Action, buffer_of, marked, partner
 
 __all__ = ["check", "check_pipe", "validate"]
+
 
 def check(*programs: Program) -> None:
     """Raise ProgramError at the first action that cannot run as the table of verbs says, or if ranks of one stage

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from fsdpx.program.passes import compute, offload, one_by_one, page, recompute, reduce, reduce_carried
-from fsdpx.program.stage import Slots, Stage, expand
+from fsdpx.program.pipeline import Slots, Stage, expand
 from fsdpx.program.verbs import Action, Slot
 
 __all__ = ["KINDS", "Outer", "Program", "Request", "Rounds", "compile"]

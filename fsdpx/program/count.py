@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdpx.program.compiler import Program
-from fsdpx.program.stage import spell
+from fsdpx.program.pipeline import spell
 from fsdpx.program.verbs import SLOTS, VERBS, Action, Slot, buffer_of
 
 __all__ = ["Lifetime", "Moves", "Sizes", "Traffic", "filled", "lifetimes", "traffic"]

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from string import ascii_lowercase
 
-from fsdpx.program.machine import Costs, Event, simulate
-from fsdpx.program.pipeline_schedule import PipelineSchedule
+from fsdpx.program.machine import Costs, Event, PipelineSchedule, simulate
 from fsdpx.program.verbs import VERBS
 
 __all__ = ["arrow", "grid"]

@@ -1,23 +1,162 @@
-"""Programs run on paper: when each action of each rank begins and ends."""
+"""Programs run on paper: when each action of each rank begins and ends, and where ranks wait for each other.
+
+A pipeline schedule says what each rank of the pipe does in which order, stage by stage, microbatch by microbatch. A
+timeline runs the tasks of several ranks to their end, or to where ranks wait for each other: a rank issues its tasks in
+order, each as soon as what it waits for is there. A task occupies its rank, or runs beside it on a lane, where one runs
+at a time."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.compiler import Program
 from fsdpx.program.count import filled
-from fsdpx.program.pipeline_schedule import PipelineSchedule
-from fsdpx.program.timeline import Event, Stuck, Task, Waits, by_rank, walk
-from fsdpx.program.verbs import SLOTS, VERBS, Action, Slot, marked, partner
+from fsdpx.program.verbs import SLOTS, VERBS, Action, Slot, marked, parse, partner
 
 __all__ = [
-    "Costs", "Event", "Machine", "Overlap", "bubble", "by_rank", "done_as", "idle", "memory", "needs", "overlap",
-    "peak_memory", "run", "simulate", "simulate_programs", "walked",
+    "Costs", "Event", "Machine", "Overlap", "PipelineSchedule", "Stuck", "Task", "Waits", "bubble", "by_rank",
+    "done_as", "idle", "memory", "needs", "overlap", "peak_memory", "run", "simulate", "simulate_programs", "walk",
+    "walked",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """What a schedule gives. ranks: one list of actions per rank of the pipe. home: the rank of each stage."""
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    home: tuple[int, ...]
+    stages: int
+    microbatches: int
+
+    @classmethod
+    def of(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> PipelineSchedule:
+        """From lists of actions, or their text, per rank. A stage is at home where its first F stands.
+
+        Raises ProgramError for text that is no action, and for stages without any F."""
+        ranks = tuple(_row(name, rank, row) for rank, row in enumerate(rows))
+        forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
+        home = dict(reversed(forwards))
+        stages = max(home, default=0) + 1
+        lost = [str(stage) for stage in range(stages) if stage not in home]
+        if lost:
+            raise ProgramError(f"schedule {name!r}: no rank has an F of stage {', '.join(lost)}")
+        return cls(name, ranks, tuple(home[stage] for stage in range(stages)), stages, microbatches)
+
+    def __str__(self) -> str:
+        """One line per rank: what a text file of this schedule says."""
+        return "\n".join(" ".join(map(str, row)) for row in self.ranks)
+
+
+def _row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple[Action, ...]:
+    words = [row] if isinstance(row, str) else row
+    try:
+        return tuple(a for word in words for a in ([word] if isinstance(word, Action) else parse(word)))
+    except ProgramError as error:
+        raise ProgramError(f"schedule {name!r}, rank {rank}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action that ran on a rank from `start` to `end`, in seconds (or the unit of the costs).
+
+    rank: of the pipe; of the world in a trace. nbytes: that this rank sent or received in it. key: of what moves, the
+    same on all ranks that take part: both ends of a message, or all of a collective."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    nbytes: int = 0
+    key: Hashable = None
+
+
+Waits = tuple[tuple[Hashable, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """key: what it completes; where several tasks have one key, the last of them completes it.
+
+    waits: keys, and for each how long it takes from there to here. lane: None if the task occupies its rank.
+    until: a key without which the task does not end, though its rank goes on."""
+
+    action: Action
+    key: Hashable
+    waits: Waits = ()
+    seconds: float = 0.0
+    lane: Hashable | None = None
+    until: Hashable | None = None
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A rank that cannot go on. at: its next task. keys: what that waits for. ranks: those that have it still to do."""
+
+    rank: int
+    at: int
+    keys: tuple[Hashable, ...]
+    ranks: tuple[int, ...]
+
+
+def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]]:
+    """The events of each rank's tasks as far as they get, and the ranks that do not finish."""
+    left = Counter(task.key for row in rows for task in row)
+    ends, lanes, free = dict[Hashable, float](), defaultdict[Hashable, float](float), [0.0] * len(rows)
+    spans: list[list[tuple[float, float]]] = [[] for _ in rows]
+
+    def missing(task: Task) -> list[Hashable]:
+        return [key for key, _ in task.waits if key not in ends or left[key]]
+
+    def issue(rank: int, task: Task) -> None:
+        issued = max([free[rank], *[ends[key] + way for key, way in task.waits]])
+        start = issued if task.lane is None else max(issued, lanes[task.lane])
+        end = start + task.seconds
+        free[rank] = end if task.lane is None else issued
+        lanes[task.lane] = end
+        ends[task.key] = max(end, ends.get(task.key, 0.0))
+        left[task.key] -= 1
+        spans[rank].append((start, end))
+
+    def advance(rank: int) -> bool:
+        row, done = rows[rank], spans[rank]
+        before = len(done)
+        while len(done) < len(row) and not missing(row[len(done)]):
+            issue(rank, row[len(done)])
+        return len(done) > before
+
+    while [rank for rank in range(len(rows)) if advance(rank)]:
+        pass
+    ahead = [row[len(done) :] for row, done in zip(rows, spans, strict=True)]
+    stuck = [_stuck(rank, len(spans[rank]), missing(row[0]), ahead) for rank, row in enumerate(ahead) if row]
+    return [_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
+
+
+def _events(
+    rank: int, row: Sequence[Task], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float]
+) -> list[Event]:
+    done = zip(row, spans, strict=False)
+    return [Event(rank, task.action, start, max(end, ends.get(task.until, end))) for task, (start, end) in done]
+
+
+def _stuck(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[Task]]) -> Stuck:
+    """ahead: what every rank has still to do."""
+    ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
+    return Stuck(rank, at, tuple(keys), ranks)
+
+
+def by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
+    """The events of each rank, in the order given."""
+    rows: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        rows[event.rank].append(event)
+    return rows
+
 
 PerStage = float | Sequence[float]
 Done = tuple[str, int, int]

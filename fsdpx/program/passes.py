@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from fsdpx.program.stage import Slots, Stage, expand, spell
+from fsdpx.program.pipeline import Slots, Stage, expand, spell
 from fsdpx.program.verbs import VERBS, Action, Slot
 
 __all__ = ["compute", "offload", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]

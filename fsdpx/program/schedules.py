@@ -13,7 +13,7 @@ from typing import Any
 from fsdpx.errors import ConfigError
 from fsdpx.files import read, unreadable
 from fsdpx.program.check import validate
-from fsdpx.program.pipeline_schedule import PipelineSchedule
+from fsdpx.program.machine import PipelineSchedule
 from fsdpx.program.verbs import Action
 
 __all__ = [

@@ -47,12 +47,17 @@ from fsdpx.state.placement import Formats, Options, Placement, Recompute, recomp
 from fsdpx.state.tuning import Tuning, kept, tune_for
 from fsdpx.trainer.absent import NoOptimizer
 from fsdpx.trainer.choices import (
+    CHUNKS,
+    LOCAL,
+    OWN,
+    Beside,
     agree,
     check_offload,
     check_packed,
     check_whole,
+    demand_together,
+    is_collective,
 )
-from fsdpx.trainer.excluded import CHUNKS, LOCAL, OWN, Beside, demand_together, is_collective
 from fsdpx.trainer.progress import say, slow
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.session import Commit, Session

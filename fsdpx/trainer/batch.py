@@ -1,31 +1,111 @@
-"""A rank's part of the global batch: checked, agreed on with the other ranks, and cut into microbatches."""
+"""Calls and their batches: every call of a trainer begins with one exchange in which the ranks tell each other which
+call it is; a rank's part of the global batch is checked, agreed on with the other ranks, and cut into microbatches."""
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx.array.namespace import from_host, to_host
-from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.communicator import Communicator, ReduceOp
+from fsdpx.comm.guarded import compare, grouped
 from fsdpx.comm.mesh import REPLICA, Axes
 from fsdpx.cuda.devices import current, is_on_gpu, where
-from fsdpx.errors import DataError, FsdpxError
+from fsdpx.errors import DataError, DesyncError, FsdpxError
 from fsdpx.nn.sort import as_taken
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
-from fsdpx.trainer.calls import CALL, CallRecord, call_records, exchange, number
 
 __all__ = [
-    "ENDED", "LocalBatch", "Twins", "agree", "array_of", "check_places", "cut", "digest_of", "features_of", "inputs_of",
-    "largest", "sum_of", "target_of",
+    "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "begin", "call_records", "check_places",
+    "cut", "different", "digest_of", "exchange", "features_of", "inputs_of", "largest", "largest_microbatch", "number",
+    "sum_of", "target_of",
 ]  # fmt: skip
+
+WIDTH, CALL = 4, 2
+"""Numbers of 8 bytes that each rank sends, and which of them identifies its call; the others are the call's own."""
+OWN = [column for column in range(WIDTH) if column != CALL]
+OWN_WIDTH = len(OWN)
+
+
+class CallRecord(NamedTuple):
+    """A rank's call, its arguments, and what is wrong with them, for errors that all ranks raise alike."""
+
+    call: str
+    features: str = ""
+    kind: type[FsdpxError] | None = None
+    text: str = ""
+
+
+def exchange(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
+    """The numbers of every rank, by rank: one all-gather of 32 bytes, the same for every call."""
+    table = np.zeros((comm.size, WIDTH), np.int64)
+    table[comm.rank] = row
+    if comm.size > 1:
+        flat = table.reshape(-1)
+        comm.all_gather(flat[WIDTH * comm.rank : WIDTH * (comm.rank + 1)], flat, what=what).wait()
+    return table
+
+
+def begin(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
+    """Return when all ranks have come to `call`; DesyncError on all of them if some call something else, ConfigError if
+    some have other `values`."""
+    own = 0 if values is None else number(str(sorted(values.items())))
+    table = _checked(comm, call, [own] * OWN_WIDTH)
+    if values is not None and (table[:, 0] != own).any():
+        compare(comm, values)
+
+
+def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
+    """Begin a call as `begin` does, and return the largest of each of the values, of 8 bytes, over all ranks: in one
+    exchange if there are few."""
+    if values.size > OWN_WIDTH:
+        begin(comm, call)
+        found = np.array(values)
+        comm.all_reduce(found, ReduceOp.MAX, what=call).wait()
+        return found
+    row = np.zeros(OWN_WIDTH, values.dtype)
+    row[: values.size] = values
+    table = _checked(comm, call, row.view(np.int64).tolist())
+    return np.ascontiguousarray(table[:, OWN]).view(values.dtype)[:, : values.size].max(axis=0)
+
+
+def _checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
+    table = exchange(comm, [*own[:CALL], number(call), *own[CALL:]], call)
+    if (table[:, CALL] != table[0, CALL]).any():
+        call_records(comm, CallRecord(call))
+    return table
+
+
+def call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
+    """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
+    met one, or where the calls differ. Collective, after an exchange that did not agree."""
+    everyone: list[CallRecord] = comm.all_gather_plain(mine)
+    for rank, one in enumerate(everyone):
+        if one.kind is not None:
+            raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")
+    if any(one.call != mine.call for one in everyone):
+        raise DesyncError(different({rank: one.call for rank, one in enumerate(everyone)}))
+    return everyone
+
+
+def different(calls: dict[int, str]) -> str:
+    """The error text if ranks make these calls."""
+    return f"ranks called different methods: {grouped(calls)}. All ranks make the same calls, in the same order"
+
+
+def number(text: str) -> int:
+    """Tells texts apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
 
 ENOUGH = 8
 """Samples in a row that are the same on all data ranks before anything is said: a few may be so by chance."""
@@ -226,7 +306,9 @@ def cut(placement: Placement, part: LocalBatch, microbatches: int, evenly: bool 
     return mine + [None] * (microbatches - len(mine))
 
 
-def largest(placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int) -> Microbatch:
+def largest_microbatch(
+    placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
+) -> Microbatch:
     """A batch without data, with as many samples as the largest microbatch of any rank."""
     most = placement.accumulation.largest(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

@@ -22,8 +22,8 @@ from fsdpx.engine.workspace import GradientScale
 from fsdpx.errors import ConfigError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
+from fsdpx.trainer import batch
 from fsdpx.trainer import batch as batches
-from fsdpx.trainer import calls
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import put_averages, put_outer, remember
 
@@ -315,7 +315,7 @@ class FixedRanks(TrainerHost):
         self.demand_open(what)
         self.session.note(what)
         self.session.meet()
-        return calls.largest(self.world, what, values)
+        return batch.largest(self.world, what, values)
 
     def no_batch(self) -> None:
         self.session.note("step")

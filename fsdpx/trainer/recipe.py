@@ -20,8 +20,7 @@ from fsdpx.observe.trace import Trace
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.absent import NoLoss, NoOptimizer
-from fsdpx.trainer.choices import check_kinds, check_options, check_parts
-from fsdpx.trainer.excluded import STAGES, Beside, demand_together
+from fsdpx.trainer.choices import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 
 __all__ = ["Distribution", "Machinery", "Recipe", "Training"]
 

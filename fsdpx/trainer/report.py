@@ -14,7 +14,7 @@ import numpy as np
 from fsdpx.codecs import Plain, Route
 from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
-from fsdpx.engine.messages import travelling
+from fsdpx.engine.operations import travelling
 from fsdpx.engine.recording import LayerTime
 from fsdpx.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.state.disk import Rates

@@ -31,8 +31,8 @@ from fsdpx.shapes import ShapeArray
 from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import BATCHES, TrainState
+from fsdpx.trainer import batch
 from fsdpx.trainer import batch as batches
-from fsdpx.trainer import calls
 from fsdpx.trainer.batch import Twins
 from fsdpx.trainer.costs import recomputed_units
 from fsdpx.trainer.whole import whole_outputs
@@ -93,7 +93,7 @@ class Session:
         self.meet()
         if call == "close" and self.state.exchange is not None and self.state.exchange.lost():
             return  # dead ranks do not come, and living ranks need nothing of each other any more
-        calls.begin(self._meeting(call), call)
+        batch.begin(self._meeting(call), call)
         if call not in STEP:
             self.state.land()
 
@@ -205,7 +205,7 @@ class Session:
         if trains:
             state.see(before + sum(rows))
             if place.options.recompute.budget is not None:
-                self._largest = batches.largest(place, inputs, rows, self.microbatches)
+                self._largest = batches.largest_microbatch(place, inputs, rows, self.microbatches)
         return made
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
@@ -216,7 +216,7 @@ class Session:
             given = [ShapeArray(a.shape, a.dtype) for a in inputs]
             outputs = infer(self.model, given, place.compute, alone())
             if place.axes.tensor.size > 1:  # what is cut must divide
-                place.shapes.of(0, batches.largest(place, inputs, (inputs[0].shape[0],), 1))
+                place.shapes.of(0, batches.largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
         if target is not None:
             self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)

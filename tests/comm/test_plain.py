@@ -17,7 +17,7 @@ from fsdpx.comm.calls import ReduceOp
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.plain import pack, unpack
 from fsdpx.errors import CommError, ConfigError, ShapeError
-from fsdpx.trainer.calls import CallRecord
+from fsdpx.trainer.batch import CallRecord
 
 VALUES: list[Any] = [
     None, ..., True, False, 0, -1, 255, -256, 2**200, 1.5, float("inf"), 1 + 2j, "", "é\ud800", b"\0\xff", [], (),
@@ -77,7 +77,7 @@ def _text(letter: bytes, text: bytes) -> bytes:
         b"", b"?", b"i" + (1 << 62).to_bytes(8, "little"), b"l" + (1 << 40).to_bytes(8, "little"), b"NN",
         (b"l" + (1).to_bytes(8, "little")) * 5000 + b"N", _text(b"k", b"os:mkdir"), _text(b"k", b"builtins:eval"),
         _text(b"k", b"fsdpx.errors:FsdpxError.__subclasses__"), _text(b"k", b"fsdpx.comm.gloo:os.system"),
-        _text(b"o", b"fsdpx.trainer.calls:CallRecord") + b"N",
+        _text(b"o", b"fsdpx.trainer.batch:CallRecord") + b"N",
         _text(b"a", b"float64") + (2).to_bytes(8, "little") + (1 << 40).to_bytes(8, "little") * 2,
     ],
     ids=range(12),

@@ -22,9 +22,8 @@ from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import waits
 from fsdpx.observe.plots import DARKER, draw
-from fsdpx.program.machine import Costs, simulate
+from fsdpx.program.machine import Costs, Event, simulate
 from fsdpx.program.schedules import schedule
-from fsdpx.program.timeline import Event
 from fsdpx.program.verbs import parse
 from fsdpx.trainer import progress
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.program.grid import arrow, grid
-from fsdpx.program.machine import Costs, Event, simulate
-from fsdpx.program.pipeline_schedule import PipelineSchedule
+from fsdpx.program.machine import Costs, Event, PipelineSchedule, simulate
 from fsdpx.program.schedules import SCHEDULES, schedule
 from fsdpx.program.verbs import parse
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.check import validate
-from fsdpx.program.pipeline_schedule import PipelineSchedule
+from fsdpx.program.machine import PipelineSchedule
 from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, schedule
 from fsdpx.program.verbs import Action, parse
 

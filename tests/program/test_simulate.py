@@ -15,6 +15,7 @@ from fsdpx.program.machine import (
     Event,
     Machine,
     Overlap,
+    PipelineSchedule,
     bubble,
     by_rank,
     memory,
@@ -23,7 +24,6 @@ from fsdpx.program.machine import (
     simulate,
     simulate_programs,
 )
-from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import in_flight, schedule
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)

@@ -1,7 +1,7 @@
 """The one walker behind simulated times and proofs that ranks come to their end."""
 
 from fsdpx.program import Action, Event
-from fsdpx.program.timeline import Stuck, Task, walk
+from fsdpx.program.machine import Stuck, Task, walk
 
 
 def task(name: str, *waits: str, seconds: float = 1.0, way: float = 0.0, lane: str = "", until: str = "") -> Task:

@@ -8,7 +8,7 @@ import pytest
 
 from fsdpx import Machinery, Offload, nn, optim
 from fsdpx.errors import ConfigError
-from fsdpx.trainer.excluded import ELASTIC, LOCAL, OWN, TABLE, Beside, Excluded, demand_together, table
+from fsdpx.trainer.choices import ELASTIC, LOCAL, OWN, TABLE, Beside, Excluded, demand_together, table
 from fsdpx.trainer.recipe import Distribution, Recipe, Training
 
 BESIDE = {

@@ -22,7 +22,7 @@ from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.state.tuning import Tuning
 from fsdpx.trainer import assemble, progress
-from fsdpx.trainer import log as logs
+from fsdpx.trainer import callbacks as logs
 from fsdpx.trainer.series import History
 
 
