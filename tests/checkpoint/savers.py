@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from models import KNOWN, make, part
 
 from fsdpx import Mesh, Trainer, data, spawn
 from fsdpx.checkpoint.disk import WRITTEN
 from fsdpx.comm import Communicator
+from fsdpx.errors import CheckpointError
 
 MESHES = {
     "one": (1, Mesh(shard=1), "ddp"),
@@ -56,6 +58,18 @@ def loader(trainer: Trainer, chunks: int | None = 4, rows: int = 100, **options:
     return data.DataLoader(
         data.ArrayDataset(x, y), 12, comm=trainer.data, shuffle=True, seed=3, chunks=chunks, **options
     )
+
+
+def refused(ranks: int, body: Any, *args: Any) -> str:
+    """The text of the error that all ranks raise."""
+
+    def attempt(comm: Communicator) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            body(comm, *args)
+        return str(caught.value)
+
+    (text,) = set(spawn(attempt, ranks))
+    return text
 
 
 def contents(folder: Path) -> dict[str, bytes]:

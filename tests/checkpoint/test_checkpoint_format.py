@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from amount import examples, few, in_full
 from fuzz import Fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from savers import contents
+from savers import contents, refused
 
 from fsdpx import Trainer, data, nn, optim, spawn
 from fsdpx.__main__ import main
@@ -353,7 +353,7 @@ def test_the_ones_that_were_taken_or_not_caught(name: str, good: Path) -> None:
     header["__metadata__"]["fsdpx"] = json.dumps(state | {"slots": [1, 2]})
     (good / "state.safetensors").write_bytes(with_header(header, rest))
     (good / "manifest.json").write_bytes(manifest_of(contents(good)))
-    text = refused(lambda comm: small(comm).load(good))
+    text = refused(3, lambda comm: small(comm).load(good))
     assert text.endswith("state.safetensors: this state cannot be read: a value is of another type or out of range")
 
 
@@ -364,21 +364,9 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path: Path) -> 
             parse(lambda n, file=file: file[:n], len(file), "file")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"0.bias": "\ud800"}}))
-    text = refused(lambda comm: small(comm).load_weights(tmp_path))
+    text = refused(3, lambda comm: small(comm).load_weights(tmp_path))
     assert text.startswith(f"load_weights {tmp_path}: ")
     assert text.endswith(rf"{index}: this is no index of safetensors files: '\ud800' in it is no text")
-
-
-def refused(body: Callable[[Communicator], Any], ranks: int = 3) -> str:
-    """The text of the error that all ranks raise."""
-
-    def attempt(comm: Communicator) -> str:
-        with pytest.raises(CheckpointError) as caught:
-            body(comm)
-        return str(caught.value)
-
-    (text,) = set(spawn(attempt, ranks))
-    return text
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
@@ -387,19 +375,19 @@ def test_pipes_and_folders_are_not_waited_for(name: str, good: Path, capsys: pyt
     (good / name).unlink()
     for make in (os.mkfifo, lambda path: path.unlink() or path.mkdir()):
         make(good / name)
-        text = refused(lambda comm: small(comm).load(good))
+        text = refused(3, lambda comm: small(comm).load(good))
         what = "this is a folder, a pipe or a device where a file should be"
         assert text == f"load {good}: rank 0: {good}/{name}: {what}"
         assert main(["ckpt", "verify", str(good)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     if name == "model.safetensors":
         (good / "manifest.json").unlink()
-        assert refused(lambda comm: small(comm).load_weights(good)).endswith(f"{good}/{name}: {what}")
+        assert refused(3, lambda comm: small(comm).load_weights(good)).endswith(f"{good}/{name}: {what}")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs POSIX")
 def test_devices_are_no_weights() -> None:
-    text = refused(lambda comm: small(comm).load_weights("/dev/zero"))
+    text = refused(3, lambda comm: small(comm).load_weights("/dev/zero"))
     assert text == (
         "load_weights /dev/zero: rank 0: /dev/zero: this is a folder, a pipe or a device where a file should be"
     )
@@ -427,8 +415,8 @@ def test_odd_paths_are_the_same_error_on_all_ranks(call: str, odd: Any, tmp_path
     text = ODD[odd]
     if call == "load_weights" and not isinstance(odd, str):
         text = f"{odd!r} is neither a path nor a dict of whole arrays, which every rank gives"
-    assert refused(lambda comm: body(comm, None)) == f"{call}: rank 0: {text}"
-    assert refused(lambda comm: body(comm, 2)) == f"{call}: rank 2: {text}"
+    assert refused(3, lambda comm: body(comm, None)) == f"{call}: rank 0: {text}"
+    assert refused(3, lambda comm: body(comm, 2)) == f"{call}: rank 2: {text}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -449,6 +437,6 @@ def test_whatever_one_rank_raises_is_raised_by_all(good: Path) -> None:
         finally:
             assert trainer.inspect.fingerprint() == before
 
-    assert refused(body) == f"load {good}: rank 1: KeyError: 'position'"
-    text = refused(lambda comm: small(comm).load(good, loader=None if comm.rank else Odd(0)))
+    assert refused(3, body) == f"load {good}: rank 1: KeyError: 'position'"
+    text = refused(3, lambda comm: small(comm).load(good, loader=None if comm.rank else Odd(0)))
     assert text.startswith("load: ranks differ in options: rank 0 has convert=False, verify=True, loader, rank 1 has")

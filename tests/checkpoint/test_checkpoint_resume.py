@@ -327,22 +327,26 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(mesh: str, codec: Any, tmp_
 
 
 MOVES = [
-    ("hybrid 4", "fsdp 3"), ("fsdp 3", "ddp 2"), ("ddp 2", "fsdp 5"), ("fsdp 5", "one"), ("pipe 4", "hybrid 4"),
-    ("tensor 3 shard 2", "zero1 2"), ("zero1 2", "3D"),
+    ("hybrid 4", "fsdp 3", ()), ("fsdp 3", "ddp 2", ()), ("ddp 2", "fsdp 5", ()), ("fsdp 5", "one", ()),
+    ("pipe 4", "hybrid 4", ()), ("tensor 3 shard 2", "zero1 2", ()), ("zero1 2", "3D", ()),
+    ("fsdp 3", "ddp 2", (4, None)), ("fsdp 3", "zero1 2", (4, 2)),
 ]  # fmt: skip
+"""From where to where, and the chunks there."""
 
 
 @in_full
-@pytest.mark.parametrize(("first", "second"), few(MOVES, 3))
-def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "second", "chunks"), few(MOVES, 3))
+def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, chunks: Any, tmp_path: Path) -> None:
+    before_and_after = chunks or (None, None)
+
     def begin(comm: Communicator) -> Any:
-        trainer = build(comm, first, **OPTIONS)
+        trainer = build(comm, first, chunks=before_and_after[0], **OPTIONS)
         steps(trainer, "wide", 0, 2)
         trainer.save(tmp_path / "a")
         return owed(trainer)
 
     def go_on(comm: Communicator) -> Any:
-        trainer = build(comm, second, **OPTIONS)
+        trainer = build(comm, second, chunks=before_and_after[1], **OPTIONS)
         trainer.load(tmp_path / "a")
         found = owed(trainer)
         steps(trainer, "wide", 2, 3)
@@ -396,21 +400,3 @@ def test_with_chunks_training_goes_on_elsewhere_with_the_same_bits(codec: Any, t
     for mesh, first, last in (("zero1 2", 0, 2), ("fsdp 3", 2, 4), ("zero2 4", 4, 6)):
         found = everywhere(mesh, body, mesh, first, last)
     assert set(found) == set(whole)
-
-
-@in_full
-def test_what_chunks_owe_stays_when_there_are_none(tmp_path: Path) -> None:
-    def begin(comm: Communicator, mesh: str, chunks: int | None) -> Any:
-        trainer = build(comm, mesh, chunks=chunks, **OPTIONS)
-        if chunks != 4:
-            trainer.load(tmp_path / "a")
-            return owed(trainer)
-        steps(trainer, "wide", 0, 2)
-        trainer.save(tmp_path / "a")
-        return owed(trainer)
-
-    before = everywhere("fsdp 3", begin, "fsdp 3", 4)[0]
-    for mesh, chunks in (("ddp 2", None), ("zero1 2", 2)):
-        after = everywhere(mesh, begin, mesh, chunks)[0]
-        for name, array in before.items():
-            np.testing.assert_allclose(after[name], array, rtol=0, atol=1e-7 * np.abs(array).max())

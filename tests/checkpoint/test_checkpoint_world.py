@@ -17,22 +17,9 @@ from savers import contents, steps
 from fsdpx import Mesh, Trainer, nn, optim, spawn
 from fsdpx.checkpoint import disk, write
 from fsdpx.comm import Communicator
-from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import CheckpointError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
-
-
-@pytest.fixture(scope="module", params=["node", "mpi"])
-def backend(request: Any) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def world(backend: str) -> Iterator[Communicator]:
-    comm = open_world(backend)
-    yield comm
-    comm.close()
 
 
 @pytest.fixture
@@ -49,9 +36,9 @@ AXES = ["ddp", "fsdp", "pipe", "tensor"]
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_files_loads_and_bits(world: Communicator, backend: str, common: Path, axis: str) -> None:
+def test_files_loads_and_bits(world: Communicator, common: Path, axis: str) -> None:
     """Each axis is saved in the background over one backend and in the foreground over the other."""
-    in_background = (AXES.index(axis) % 2 == 0) == (backend == "node")
+    in_background = (AXES.index(axis) % 2 == 0) == (type(world).__name__ == "NodeCommunicator")
     if axis == "pipe" and world.size > 4:
         pytest.skip("the model has four layers")
     strategy = axis if axis in ("ddp", "fsdp") else "ddp"

@@ -192,12 +192,6 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("one", "other", "words"), DIFFERENT[:5])
-def test_thread_ranks_that_call_it_differently_get_an_error(one, other, words):
-    with pytest.raises(DesyncError, match="ranks called different collectives"):
-        on_ranks(2, lambda: (other if functional.rank() else one)())
-
-
 @pytest.mark.world
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", ["node", "messages"])

@@ -61,12 +61,6 @@ class TestDelayed(CommunicatorContract):
         spawn(lambda comm: body(Delayed(comm)), 3, timeout=60)
 
 
-@in_full
-class TestTraced(CommunicatorContract):
-    def run(self, body: Callable[[Communicator], Any]) -> Any:
-        spawn(lambda comm: body(Traced(comm, [])), 2, timeout=60)
-
-
 def test_a_trace_names_every_call_of_groups_too() -> None:
     lines: list[str] = []
     comm = Traced(FakeCommunicator(1, 4), lines)

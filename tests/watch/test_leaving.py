@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trials import MPIEXEC, STEPS, TRAINER, environment, job, none_left
+from trials import ENDLESS, MPIEXEC, STEPS, TRAINER, asked_to_stop, job, none_left
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
@@ -298,34 +298,13 @@ def test_requeue_asks_slurm(tmp_path, monkeypatch, capsys):
     assert "this is no Slurm job (no SLURM_JOB_ID)" in capsys.readouterr().err
 
 
-LOOP = """
-from fsdpx.watch.preempt import Preemption
-def save():
-    open(f"saved-{comm.rank}", "w").write(str(trainer.steps))
-def endless():
-    while True:
-        if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()
-        time.sleep(0.01)
-        yield batches[trainer.steps % 20][0][mine], batches[trainer.steps % 20][1][mine]
-open(f"pid-{comm.rank}", "w").write(str(os.getpid()))
-trainer.fit(endless(), preempt=Preemption(save=save), progress=False)
-"""
-
-
 @pytest.mark.jobs
 def test_a_signal_to_one_rank(tmp_path: Path) -> None:
     """To the launcher, and to all: tests/checkpoint/test_checkpoint_command_line.py."""
-    (tmp_path / "job.py").write_text(TRAINER + LOOP)
-    job = subprocess.Popen(
-        [str(MPIEXEC), "-n", "3", sys.executable, "job.py"], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    while job.poll() is None and not (tmp_path / "ready-1").exists():
-        time.sleep(0.02)
-    os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGUSR1)
-    _, err = job.communicate(timeout=60)
-    assert job.returncode == PREEMPTED, err
+    (tmp_path / "job.py").write_text(TRAINER + ENDLESS)
+    command = [str(MPIEXEC), "-n", "3", sys.executable, "job.py"]
+    status, err = asked_to_stop(tmp_path, command, signal.SIGUSR1, rank=1)
+    assert status == PREEMPTED, err
     steps = {(tmp_path / f"saved-{rank}").read_text() for rank in range(3)}
     assert len(steps) == 1
     assert "fsdpx: rank 1 was asked to stop by SIGUSR1; all ranks ended together after step " in err
-    assert none_left(tmp_path)

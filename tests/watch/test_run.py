@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trials import MPIEXEC, ROOT, STEPS, TRAINER, environment, none_left
+from trials import ENDLESS, MPIEXEC, ROOT, STEPS, TRAINER, asked_to_stop, environment, none_left
 
 from fsdpx.__main__ import main
 from fsdpx.launch.join import _listener
@@ -148,34 +148,14 @@ def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
     assert "fsdpx run: the job hung, see the report above; restart 1 of 3" in done.stderr
 
 
-ENDLESS = """
-from fsdpx.watch.preempt import Preemption
-def endless():
-    while True:
-        if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()
-        time.sleep(0.01)
-        yield batches[0][0][mine], batches[0][1][mine]
-preempt = Preemption(save=lambda: open(f"saved-{comm.rank}", "w").close())
-trainer.fit(endless(), preempt=preempt if sys.argv[2] == "1" else None, progress=False)
-"""
-
-
 @pytest.mark.jobs
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # USR1: test_batch_script.py
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # USR1: of a batch script, below
 def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: signal.Signals) -> None:
-    job = subprocess.Popen(
-        command(tmp_path, ENDLESS), cwd=tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")),
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while job.poll() is None and not (tmp_path / "ready-2").exists():
-        time.sleep(0.02)
-    os.kill(job.pid, number)
-    _, err = job.communicate(timeout=60)
-    assert job.returncode == PREEMPTED, err
+    status, err = asked_to_stop(tmp_path, command(tmp_path, ENDLESS), number, TMPDIR=str(tmp_path / "tmp"))
+    assert status == PREEMPTED, err
     assert "fsdpx run: the job was asked to stop and has saved" in err
     assert "restart" not in err
     assert len(list(tmp_path.glob("saved-*"))) == 3
-    assert none_left(tmp_path)
 
 
 DEAF = """
@@ -376,17 +356,6 @@ def test_a_real_job_whose_state_is_lost_first_and_saved_by_a_copy_then(tmp_path:
     assert list((tmp_path / "tmp").glob("fsdpx-*")) == []
 
 
-TRAIN = """
-from fsdpx.watch.preempt import Preemption
-def endless():
-    while True:
-        if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()
-        time.sleep(0.01)
-        yield batches[0][0][mine], batches[0][1][mine]
-trainer.fit(endless(), preempt=Preemption(save=lambda: open(f"saved-{comm.rank}", "w").close()), progress=False)
-"""
-
-
 def script() -> str:
     (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "resilience.md").read_text(), re.S | re.M)
     return block
@@ -405,17 +374,10 @@ def test_the_time_limit_comes_near(tmp_path: Path) -> None:
     command_of_batch(bin_, "scontrol", f'echo "$@" > {tmp_path}/said')
     command_of_batch(bin_, "python", f'exec {sys.executable} "$@"')
     (tmp_path / "tmp").mkdir()
-    (tmp_path / "train.py").write_text(TRAINER + TRAIN)
+    (tmp_path / "train.py").write_text(TRAINER + ENDLESS)
     slurm = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "17", "PATH": f"{bin_}:{os.environ['PATH']}"}
-    job = subprocess.Popen(
-        ["bash", "-c", script()], cwd=tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp"), **slurm),
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    while job.poll() is None and not (tmp_path / "ready-1").exists():
-        time.sleep(0.02)
-    os.kill(job.pid, signal.SIGUSR1)
-    _, err = job.communicate(timeout=60)
-    assert job.returncode == 85, err
+    command = ["bash", "-c", script()]
+    status, err = asked_to_stop(tmp_path, command, signal.SIGUSR1, TMPDIR=str(tmp_path / "tmp"), **slurm)
+    assert status == 85, err
     assert (tmp_path / "said").read_text() == "requeue 17\n"
     assert len(list(tmp_path.glob("saved-*"))) == 3
-    assert none_left(tmp_path)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,23 @@ for step, (x, y) in enumerate(batches[:6]):
 if comm.rank == 0: print("ended well", trainer.inspect.fingerprint(), flush=True)
 else: trainer.inspect.fingerprint()
 """
+
+ENDLESS = """
+from fsdpx.watch.preempt import Preemption
+
+def save():
+    open(f"saved-{comm.rank}", "w").write(str(trainer.steps))
+
+def endless():
+    while True:
+        if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()
+        time.sleep(0.01)
+        yield batches[trainer.steps % 20][0][mine], batches[trainer.steps % 20][1][mine]
+
+open(f"pid-{comm.rank}", "w").write(str(os.getpid()))
+trainer.fit(endless(), preempt=Preemption(save=save), progress=False)
+"""
+"""Trains until it is asked to stop; a file `ready-RANK` says that it has made three steps."""
 
 
 @dataclass(frozen=True)
@@ -102,3 +120,19 @@ def none_left(folder: Path, seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def asked_to_stop(
+    folder: Path, command: Sequence[str], number: int, rank: int | None = None, **variables: str
+) -> tuple[int, str]:
+    """Status and errors of a job that gets a signal once three files `ready-*` are there. rank: to which rank the
+    signal goes, instead of to the process that was started."""
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(**variables), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    ) as job:
+        while job.poll() is None and len(list(folder.glob("ready-*"))) < 3:
+            time.sleep(0.02)
+        os.kill(job.pid if rank is None else int((folder / f"pid-{rank}").read_text()), number)
+        _, err = job.communicate(timeout=60)
+    assert none_left(folder)
+    return job.returncode, err
