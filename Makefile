@@ -83,7 +83,7 @@ test-cluster: $(VENV)/.ready
 	$(PY) -m pytest tests/launch/cluster.py -rs --timeout=600
 
 thorough: $(VENV)/.ready
-	$(PY) -m pytest tests/engine/test_any_mesh.py tests/elastic/test_every_kill.py tests/launch/test_start.py \
+	$(PY) -m pytest tests/engine/test_parity.py tests/elastic/test_every_kill.py tests/launch/test_start.py \
 		--hypothesis-profile=thorough --timeout=0
 	$(PY) tests/checkpoint/fuzz.py 10000
 	$(PY) tests/checkpoint/kills.py 300

@@ -1,14 +1,17 @@
-"""Where kept buffers lie: on cache lines, many in one block, apart from those that are dropped before the others."""
+"""Where arrays lie: the arena, the heap, and what is computed again."""
 
 import ctypes
 import gc
 import mmap
+import subprocess
 import sys
 import weakref
 
 import numpy as np
 import pytest
+from amount import in_full
 
+from fsdpx.array import kernels
 from fsdpx.array.arena import ALIGN, BLOCK, Arena
 
 
@@ -73,3 +76,48 @@ def test_a_closed_arena_holds_no_block() -> None:
     arena.close()
     gc.collect()
     assert block() is None
+
+
+PROGRAM = """
+import resource
+import numpy as np
+from fsdpx.array.arena import keep_pages
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        np.ones(1 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+assert keep_pages()
+faults()
+print(faults())
+"""
+
+
+@in_full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_arrays_come_back_without_page_faults() -> None:
+    """In a process of its own: the setting cannot be undone."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 100  # 40,960 pages of 4 KiB were written
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_the_same_as_gelu_and_its_gradient(mode: str, dtype: np.dtype, rows: int, approximate: str) -> None:
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(0, 3, (rows, 37)).astype(dtype) for _ in range(2))
+    want = kernels.gelu_backward(np, x, dy, approximate)
+    changed = dy.copy()
+    y = kernels.gelu_recompute(np, x, changed, approximate)
+    assert (y.dtype, changed.dtype) == (dtype, dtype)
+    np.testing.assert_array_equal(y, kernels.gelu(np, x, approximate))
+    np.testing.assert_array_equal(changed, want)
+
+
+def test_a_gradient_with_other_strides(mode: str) -> None:
+    x, dy = np.random.default_rng(0).normal(size=(2, 5, 6))
+    changed = np.empty((6, 5)).T
+    changed[...] = dy
+    kernels.gelu_recompute(np, x, changed)
+    np.testing.assert_array_equal(changed, kernels.gelu_backward(np, x, dy))

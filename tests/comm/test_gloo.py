@@ -149,7 +149,6 @@ def test_contract_and_training_without_mpi(ranks: int, tmp_path: Path) -> None:
         "comm/test_node.py",
         "cuda/test_relay.py",
         "engine/test_world.py",
-        "engine/test_world_axes.py",
     ]
     words = ["-m", "world", "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
     done = job(tmp_path, ranks, "-m", "pytest", *words, *(str(TESTS / file) for file in files))

@@ -12,7 +12,7 @@ from fsdpx.comm import Communicator
 from fsdpx.layout.tree import chunks_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-"""Each another program on two ranks or more; test_presets.py says why that is all. On one rank all are one program."""
+"""Each another program on two ranks or more; test_parity.py says why that is all. On one rank all are one program."""
 
 HYBRID = 4, 6, 8
 """Where "hybrid" is not "fsdp": two replicas of shards of 2, 3 and 4."""

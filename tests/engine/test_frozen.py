@@ -1,7 +1,7 @@
-"""What nobody trains has no backward: below the first trained layer nothing is made, sent, kept or run again for it."""
+"""What nobody trains or reads has no backward: nothing is made, sent, kept or run for it; all else stays the same."""
 
 import itertools
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from fsdpx import Mesh, dry_run, nn, optim, spawn
 from fsdpx.array import blas
 from fsdpx.comm import Communicator
 from fsdpx.program import Slot
+from fsdpx.testing import LayerContract, demand_close
 
 TRUNKS: dict[str, tuple[str, list[str]]] = {
     "mlp": ("mlp", ["0.*"]),
@@ -200,3 +201,214 @@ def test_the_gradient_of_the_inputs_passes_through_what_is_frozen() -> None:
 
     want, got = (spawn(lambda comm: run(comm, frozen), 2) for frozen in ([], ["*"]))  # noqa: B023
     assert all(np.array_equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+class WholeLinear(nn.Linear):
+    """Makes the gradient of its input whether or not it is read."""
+
+    backward_leaf = nn.Layer.backward_leaf
+
+
+class WholeConv(nn.Conv2d):
+    backward_leaf = nn.Layer.backward_leaf
+
+
+MODELS = {
+    "linear": (lambda first: nn.Chain(first(4, 5), nn.GELU(), nn.Linear(5, 3)), nn.Linear, WholeLinear, (8, 4)),
+    "conv": (
+        lambda first: nn.Chain(first(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), nn.Conv2d, WholeConv, (8, 1, 4, 4)
+    ),
+}  # fmt: skip
+
+
+def train(comm: Communicator, kind: str, whole: bool = False, **options: Any) -> dict[str, Any]:
+    made, spared, slow, shape = MODELS[kind]
+    trainer = made(slow if whole else spared).as_distributed(
+        comm=comm, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), precision="float64", strategy="fsdp", **options
+    )
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=shape), rng.normal(size=(shape[0], 3))
+    mine = slice(8 * comm.rank // comm.size, 8 * (comm.rank + 1) // comm.size)
+    for _ in range(3):
+        trainer.step(x[mine], y[mine])
+    return trainer.parameters()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("frozen", [[], ["0.weight"], ["0.*"]])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_bits(kind: str, frozen: list[str], ranks: int) -> None:
+    want = spawn(lambda comm: train(comm, kind, whole=True, frozen=frozen), ranks)[0]
+    got = spawn(lambda comm: train(comm, kind, frozen=frozen), ranks)[0]
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def test_no_product_for_the_gradient_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer behind makes both gradients in one call, the one at the data that of its parameters only."""
+    calls: list[str] = []
+    for name in ("linear_gradients", "linear_backward"):
+        run = getattr(blas, name)
+        monkeypatch.setattr(blas, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
+    spawn(lambda comm: train(comm, "linear"), 1)
+    assert calls[-6:] == ["linear_backward", "linear_gradients"] * 3  # before them kernels were warmed up
+
+
+BLOCKS = {
+    "block": (lambda: nn.TransformerBlock(8, 2), ["norm1.*"], 3 + 4),
+    "mlp": (lambda: nn.TransformerBlock(8, 2), ["attn.*", "norm1.*", "norm2.*"], 1 + 2),
+    "out": (lambda: nn.MultiHeadAttention(8, 2), ["qkv.*"], 0 + 1),
+    "residual": (lambda: nn.Residual(nn.Linear(8, 8)), [], 0 + 1),
+}
+"""Whole units at the data: what is frozen in them, and the products of backward: gradients of inputs and of weights."""
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_units_at_the_data_make_the_gradients_inside_of_them_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, frozen, products = BLOCKS[kind]
+
+    def run(comm: Communicator, leaf: bool) -> dict[str, Any]:
+        layer = made()
+        if not leaf:
+            monkeypatch.setattr(type(layer), "backward_leaf", nn.Layer.backward_leaf)
+        trainer = layer.as_distributed(
+            comm=comm, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), precision="float64", frozen=frozen
+        )
+        x = np.random.default_rng(0).normal(size=(2, 3, 8))
+        calls: list[str] = []
+        for name in ("gemm", "linear_gradients", "linear_backward"):
+            product, times = getattr(blas, name), 1 + (name == "linear_backward")
+            count = partial(lambda times, product, *a: (calls.extend("x" * times), product(*a))[1], times, product)
+            monkeypatch.setattr(blas, name, count)
+        trainer.step(x, x + 1)
+        monkeypatch.undo()
+        return {"products": len(calls), **trainer.parameters()}
+
+    want, got = (spawn(lambda comm: run(comm, leaf), 1)[0] for leaf in (False, True))  # noqa: B023
+    assert got.pop("products") == products < want.pop("products")
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+class Stop(nn.Layer):
+    """x, without a gradient."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x, ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return None, ()
+
+
+class Unread(nn.Composite):
+    """A unit with a branch that nobody reads."""
+
+    unit = True
+
+    def __init__(self) -> None:
+        self.inner, self.unread = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def compose(self, x: Any, z: Any) -> Any:
+        y = self.inner(x)
+        self.unread(nn.Tanh()(y))
+        return y
+
+
+class TestUnread(LayerContract):
+    def make(self) -> nn.Layer:
+        return nn.Graph({"u": (Unread(), "x", "x"), "v": (nn.Tanh(), "u"), "w": (nn.Tanh(), "x")}, outputs="v")
+
+    def inputs(self) -> Any:
+        return self.normal(4, 6)
+
+
+class Idle(nn.Composite):
+    """A unit with a branch that nobody reads, and one without a gradient."""
+
+    unit = True
+
+    def __init__(self) -> None:
+        self.inner, self.unread, self.held = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 6)
+        self.stop = Stop()
+
+    def compose(self, x: Any) -> Any:
+        y = self.inner(x)
+        self.unread(nn.Tanh()(y))
+        return y + self.stop(self.held(x))
+
+
+def model_with_idle(idle: bool) -> nn.Layer:
+    nodes: dict[str, Any] = {"up": (nn.Linear(6, 6), "x"), "act": (nn.Tanh(), "up"), "out": (nn.Linear(6, 4), "act")}
+    if idle:
+        branch = {"side": (nn.Linear(6, 5), "up"), "end": (nn.Linear(5, 5), "side"), "z": (nn.Linear(6, 2), "x")}
+        nodes = {"up": nodes["up"], **branch, "act": nodes["act"], "out": nodes["out"]}
+    return nn.Graph(nodes, inputs=("x", "w") if idle else ("x",), outputs=("out",))
+
+
+IDLE = ["side.weight", "side.bias", "end.weight", "end.bias", "z.weight", "z.bias"]
+
+
+def train_with_idle(comm: Communicator, idle: bool, **options: Any) -> Any:
+    options = {"precision": "float64", "group_bytes": 0, "seed": 3, **options}
+    trainer = model_with_idle(idle).as_distributed(loss=nn.MSE(), optimizer=optim.Adam(lr=1e-2), comm=comm, **options)
+    rng, data = np.random.default_rng(0), trainer.data
+    mine = slice(12 * data.rank // data.size, 12 * (data.rank + 1) // data.size)
+    x, y = rng.normal(size=(12, 6))[mine], rng.normal(size=(12, 4))[mine]
+    begin = trainer.parameters()
+    losses = [trainer.step((x, x) if idle else x, y) for _ in range(3)]
+    return losses, begin, trainer.parameters()
+
+
+@pytest.mark.filterwarnings("ignore:no gradient reaches")
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {}),
+        (2, {"strategy": "ddp"}),
+        (3, {"strategy": "fsdp", "microbatches": 2}),
+        (2, {"group_bytes": 1 << 20, "clip_norm": 0.1}),
+        (2, {"mesh": Mesh(pipe=2), "stages": [3, 3], "microbatches": 3}),
+        (3, {"mesh": Mesh(pipe=3), "stages": ["up", "end", "act"], "schedule": "zb-h1", "microbatches": 3}),
+        (2, {"recompute": "all"}),
+        (2, {"chunks": 4}),
+    ],
+    ids=["alone", "ddp", "fsdp", "one unit", "pipe", "split backward", "recompute", "chunks"],
+)
+def test_what_nobody_reads_changes_nothing(size: int, options: dict[str, Any]) -> None:
+    few = {name: value for name, value in options.items() if name in ("clip_norm",)}
+    losses, _, want = spawn(lambda comm: train_with_idle(comm, False, **few), 1)[0]
+    for got, begin, end in spawn(lambda comm: train_with_idle(comm, True, **options), size):
+        np.testing.assert_allclose(got, losses, rtol=1e-11)
+        assert sorted(end) == sorted([*want, *IDLE])
+        demand_close({name: end[name] for name in want}, want, 1e-11)
+        assert all((begin[name] == end[name]).all() for name in IDLE)
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_one_note_names_them(unit: bool) -> None:
+    def run(comm: Communicator) -> Any:
+        chain = nn.Chain({"a": nn.Linear(6, 6), "b": Idle() if unit else Stop(), "c": nn.Linear(6, 2)})
+        trainer = chain.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        for _ in range(3):
+            trainer.step(np.ones((4, 6)), np.ones((4, 2)))
+        trainer.accumulate(np.ones((4, 6)), np.ones((4, 2)))
+        return trainer.gradients()
+
+    names = ["b.unread.weight", "b.unread.bias", "b.held.weight", "b.held.bias"] if unit else ["a.weight", "a.bias"]
+    with pytest.warns(RuntimeWarning) as seen:
+        found = spawn(run, 2)[0]
+    (text,) = [str(w.message) for w in seen]
+    assert text == (
+        f"no gradient reaches {', '.join(names)}: the loss does not depend on them, so they are trained with a "
+        "gradient of zero: weight decay and momentum still move them, where PyTorch leaves them alone; leave their "
+        "layers out, or freeze them (frozen=[...])"
+    )
+    assert [name for name, g in found.items() if not g.any()] == names
+
+
+def test_frozen_ones_are_not_named() -> None:
+    def run(comm: Communicator) -> None:
+        chain = nn.Chain({"a": nn.Linear(6, 6), "b": Stop(), "c": nn.Linear(6, 2)})
+        trainer = chain.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, frozen=["a.weight"])
+        trainer.freeze("a.bias")
+        trainer.step(np.ones((4, 6)), np.ones((4, 2)))
+
+    spawn(run, 2)  # a warning would be an error

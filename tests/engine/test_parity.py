@@ -1,4 +1,4 @@
-"""The same result as one process: every strategy, odd world sizes, short and empty parts, every kind of model."""
+"""The same result as one process: any strategy, mesh and world size, short and empty parts, every kind of model."""
 
 from functools import lru_cache
 from typing import Any
@@ -9,11 +9,16 @@ from amount import examples, few, in_full
 from bits import Bits, bits, demand_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CASES, make, part, placed, train
+from meshes import reference as reference_on_mesh
+from meshes import train as train_on_mesh
+from models import CASES, HYBRID, STRATEGIES, make, part, placed, train
 
 import fsdpx
-from fsdpx import Sharding, optim
+from fsdpx import Mesh, Sharding, optim
+from fsdpx import spawn as spawn_all
 from fsdpx.comm import Communicator
+from fsdpx.config import PRESETS, sharding
+from fsdpx.errors import FsdpxError
 from fsdpx.testing import demand_close
 
 OPTIONS = {"clip_norm": 0.3}
@@ -233,3 +238,128 @@ def test_backward_twice_adds_up() -> None:
 
     once, twice = spawn(run, 2, 1)[0], spawn(run, 2, 2)[0]
     demand_close(twice, {k: 2 * v for k, v in once.items()}, 1e-14)
+
+
+def all_it_does(comm: Communicator, strategy: Any, **options: Any) -> tuple[Any, ...]:
+    """Whatever a strategy decides: each action of every call, its bytes, and what is held before and after."""
+    trainer = make(comm, "gpt", strategy, clip_norm=0.3, microbatches=2, group_bytes=600, **options)
+    x, y = CASES["gpt"].batch(np.random.default_rng(0), 7)
+    mine = part(trainer.data, 7)
+    actions: list[str] = []
+    trainer.inspect.engine.observers.append(lambda action: actions.append(str(action)))
+    before = trainer.report().memory
+    trainer.step(x[mine], y[mine])
+    trainer.accumulate(x[mine], y[mine])
+    with trainer.no_sync():
+        trainer.accumulate(x[mine], y[mine])
+    trainer.evaluate(x[mine], y[mine])
+    trainer.update()
+    trainer.backward(np.ones_like(trainer.forward(x[mine])))
+    trainer.predict(x[mine])
+    report = trainer.report()
+    return str(trainer.program), actions, report.traffic, report.predicted, before, report.memory
+
+
+@in_full
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_zero3_is_fsdp(size: int) -> None:
+    assert PRESETS["zero3"] == PRESETS["fsdp"]
+    assert spawn_all(all_it_does, size, "zero3") == spawn_all(all_it_does, size, "fsdp")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_hybrid_of_a_prime_number_of_ranks_is_fsdp(size: int) -> None:
+    assert sharding("hybrid", size) == sharding("fsdp", size)
+    if size < 7:
+        assert spawn_all(all_it_does, size, "hybrid") == spawn_all(all_it_does, size, "fsdp")
+
+
+@in_full
+def test_hybrid_is_else_a_mesh_of_its_own() -> None:
+    shapes = {size: (sharding("hybrid", size).replica, sharding("hybrid", size).shard) for size in HYBRID}
+    assert shapes == {4: (2, 2), 6: (2, 3), 8: (2, 4)}
+    assert spawn_all(all_it_does, 4, "hybrid") != spawn_all(all_it_does, 4, "fsdp")
+
+
+@in_full
+@pytest.mark.parametrize("strategy", [s for s in PRESETS if s != "fsdp"])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(shard=1, pipe=2)], ids=str)
+def test_with_one_data_rank_all_are_one(strategy: str, mesh: Mesh) -> None:
+    found = [spawn_all(lambda comm, s=s: all_it_does(comm, s, mesh=mesh), mesh.pipe) for s in (strategy, "fsdp")]
+    assert found[0] == found[1]
+
+
+@in_full
+def test_the_others_are_different() -> None:
+    """Else the list would be too long."""
+    found = [str(spawn_all(all_it_does, 2, strategy)) for strategy in STRATEGIES]
+    assert len(set(found)) == len(STRATEGIES)
+    assert {*STRATEGIES, "zero3", "hybrid"} == set(PRESETS)
+    assert placed([1, 2], [4]) == [("fsdp", 1), *((s, 2) for s in STRATEGIES), ("hybrid", 4)]
+    assert spawn_all(all_it_does, 2, Sharding(full_grads="step")) not in found
+
+
+SEQUENCES = (None, None, "parallel", "ulysses", "ring")
+NAMES = ("ddp", "zero1", "zero2", "fsdp", "hybrid")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    """Any choice of axes on at most 8 ranks, whether it fits the model or not."""
+    pipe = draw(st.integers(1, 5))
+    tensor = draw(st.integers(1, max(8 // pipe, 1)).filter(lambda n: n <= 4))
+    data = draw(st.integers(1, max(8 // (pipe * tensor), 1)))
+    strategy = draw(st.sampled_from(NAMES))
+    widths = {"replica": data, "shard": 1} if strategy == "ddp" else {"replica": 1, "shard": data}
+    if strategy == "hybrid":
+        widths = {"replica": draw(st.sampled_from([n for n in range(1, data + 1) if data % n == 0])), "shard": None}
+    case = draw(st.sampled_from(["wide", "gpt", "deep", "mlp", "graph", "untied"]))
+    found = {
+        "case": case,
+        "mesh": Mesh(pipe=pipe, tensor=tensor, **widths).resolve(pipe * tensor * data),
+        "strategy": strategy,
+        "schedule": draw(st.sampled_from(SCHEDULES)),
+        "microbatches": draw(st.integers(1, 6)),
+        "group_bytes": draw(st.sampled_from([0, 600, 1 << 20])),
+        "recompute": draw(st.sampled_from([None, None, "all", 2, "attention", "8KiB"])),
+        "ahead": draw(st.integers(0, 2)),
+    }
+    if tensor > 1:
+        found["sequence"] = draw(st.sampled_from(SEQUENCES))
+    return found
+
+
+@in_full
+def test_any_mesh_trains_to_parity_or_is_refused() -> None:
+    """It would say nothing if nearly all were refused."""
+    found: list[bool] = []
+
+    @given(configurations(), st.integers(0, 9))
+    def one(choice: dict[str, Any], delays: int) -> None:
+        found.append(attempt(dict(choice), delays))
+
+    one()
+    assert sum(found) > len(found) / 3
+
+
+def attempt(choice: dict[str, Any], delays: int = 0) -> bool:
+    """Whether it trained; all ranks are refused with the same words."""
+    case, mesh, strategy = choice.pop("case"), choice.pop("mesh"), choice.pop("strategy")
+    losses, want, _ = reference_on_mesh(case)
+
+    def run(comm: Any) -> Any:
+        try:
+            return train_on_mesh(comm, case, mesh, strategy, **choice)[:2]
+        except FsdpxError as error:
+            return f"{type(error).__name__}: {error}"
+
+    found = fsdpx.spawn(run, mesh.size, delays=delays or None)
+    if isinstance(found[0], str):
+        assert all(isinstance(one, str) for one in found), found
+        assert len(found[0]) > 30
+        return False
+    for got_losses, got in found:
+        np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+        demand_close(got, want, 1e-12)  # (case, mesh, strategy, choice)
+    return True

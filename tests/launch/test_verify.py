@@ -1,4 +1,4 @@
-"""`verify` on thread ranks and under MPI: every mesh, schedule and sequence, a line each; what differs is named."""
+"""python -m fsdpx verify and diff: where two runs differ."""
 
 import argparse
 import re
@@ -8,12 +8,15 @@ import pytest
 from amount import in_full
 
 import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.__main__ import main, parser
 from fsdpx.comm import Communicator
 from fsdpx.config import PRESETS
-from fsdpx.errors import ConfigError, MeshError
+from fsdpx.errors import ConfigError, LaunchError, MeshError
+from fsdpx.launch.diff import diff, first_difference
 from fsdpx.launch.verify import VerifyCase, VerifySize, cases, verify_on
-from fsdpx.program import SCHEDULES
+from fsdpx.observe.record import RankRecord, Recorder, read
+from fsdpx.program import SCHEDULES, Slot
 
 
 def arguments(line: str) -> argparse.Namespace:
@@ -144,3 +147,161 @@ def test_under_mpi(world: Communicator, line: str, capsys: pytest.CaptureFixture
     if world.size == 1:
         line = re.sub(r"--(schedule|sequence) \S+", "", line)
     assert verify_on(world, arguments(f"{line} --precision float64 --steps 2")) == 0, lines(capsys)
+
+
+ROWS, STEPS = 12, 3
+
+
+def mlp():
+    return nn.Chain(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 6))
+
+
+def record(size, strategy="fsdp", *, model=mlp, spoil=None, folder=None, seed=3, **options):
+    """What the ranks of a small training wrote. spoil: called with rank, engine and action, before it is recorded."""
+
+    def run(comm):
+        given = {"precision": "float64", "group_bytes": 512, "optimizer": optim.AdamW(lr=1e-2), **options}
+        trainer = model().as_distributed(loss=nn.MSE(), strategy=strategy, comm=comm, seed=seed, **given)
+        if spoil is not None:
+            trainer.inspect.engine.observers.append(lambda action: spoil(comm.rank, trainer.inspect.engine, action))
+        recorder = Recorder(trainer.inspect.engine, STEPS, folder)
+        rng = np.random.default_rng(1)
+        for _ in range(STEPS):
+            x, y = rng.normal(size=(ROWS, 6)), rng.normal(size=(ROWS, 6))
+            data = trainer.data
+            mine = slice(ROWS * data.rank // data.size, ROWS * (data.rank + 1) // data.size)
+            trainer.step(x[mine], y[mine])
+        trainer.close()
+        return recorder.kept
+
+    return spawn(run, size)
+
+
+def flip(rank, engine, action):
+    """Change the last bit of one element of a gradient of rank 1, in its second step, after the action that made it."""
+    if rank == 1 and engine.state.steps == 1 and str(action) == "B1.0":
+        page = engine.placement.layout.pages[1]
+        (field,) = (f for f in page.fields if f.name == "2.weight")
+        at = field.offset + 5 * 16 + 7
+        engine.state.store[Slot("grad", 1)].buffer[at : at + 1].view("u8")[...] ^= 1
+
+
+def test_two_runs_that_are_the_same():
+    assert first_difference(record(2), record(2)) is None
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1"])
+def test_a_bit_of_one_gradient_of_one_rank(strategy):
+    found = first_difference(record(2, strategy), record(2, strategy, spoil=flip))
+    assert (found.step, found.by[0]) == (2, "B1.0 on rank 1")
+    assert found.written.kind == "grad"
+    assert (found.worst.tensor, found.worst.index, found.worst.beyond) == ("2.weight", (5, 7), 1)
+    assert found.worst.relative < 1e-15
+    assert found.before > 50
+    words = "step 2, action B1.0 on rank 1, unit '1..2':\ngradient of this rank's samples, 2.weight[5, 7], is "
+    assert str(found).startswith(words)
+
+
+@pytest.mark.parametrize("other", [(2, "fsdp"), (3, "ddp"), (4, "zero1"), (4, "hybrid")])
+def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
+    def by_rows():
+        """Every sample by itself: the sums over samples alone depend on the number of ranks."""
+        return nn.Chain(nn.LayerNorm(6), nn.Tanh(), nn.LayerNorm(6))
+
+    found = first_difference(record(1, model=by_rows), record(*other, model=by_rows))
+    assert (found.step, found.written.kind) == (1, "total")
+    assert found.written.action == "REDUCE0"
+    assert 0 < found.worst.relative < 1e-14
+    assert f"The first run sums over 1 ranks and the second over {other[0]}, in another order." in str(found)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "zero1"), (4, "fsdp")])
+def test_with_chunks_nothing_differs(size, strategy):
+    assert first_difference(record(2, chunks=4), record(size, strategy, chunks=4)) is None
+
+
+def test_a_strategy_alone_changes_nothing():
+    assert first_difference(record(2, "ddp"), record(2, "zero2")) is None
+
+
+def test_another_precision_is_compared_with_a_tolerance():
+    double, single = record(2), record(2, precision="float32")
+    assert first_difference(double, single).written.action == "LOAD.0"
+    assert first_difference(double, single, 1e-4) is None
+
+
+def test_the_schedule_of_a_pipe_is_compared_by_samples():
+    options = {"mesh": Mesh(pipe=2), "microbatches": 4}
+    one, other = record(2, schedule="gpipe", **options), record(2, schedule="1f1b", **options)
+    assert first_difference(one, other, 1e-12) is None
+    found = first_difference(one, record(2, schedule="1f1b", seed=4, **options), 1e-12)
+    assert (found.step, found.written.kind) == (1, "full")
+
+
+def test_records_on_disk_and_the_command(tmp_path, capsys):
+    calm, wild = record(2, folder=tmp_path / "calm"), record(2, spoil=flip, folder=tmp_path / "wild")
+    found = first_difference(read(tmp_path / "calm"), read(tmp_path / "wild"))
+    assert str(found) == str(first_difference(calm, wild))
+    assert main(["diff", str(tmp_path / "calm"), str(tmp_path / "wild")]) == 1
+    assert capsys.readouterr().out == f"{found}\n"
+    assert main(["diff", str(tmp_path / "calm"), str(tmp_path / "calm")]) == 0
+    for rank in (1, 0):
+        for path in (tmp_path / "calm").glob(f"values-0000{rank}-*"):
+            path.unlink()
+        with pytest.raises(ConfigError, match="there are values of ranks"):
+            read(tmp_path / "calm")
+
+
+def test_nothing_in_common():
+    with pytest.raises(ConfigError, match="no value in common"):
+        first_difference(record(1), [RankRecord(0, 1, "")])
+
+
+SCRIPT = """
+import sys
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+
+comm = fsdpx.init()
+model = nn.Chain(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=float(sys.argv[1])), comm=comm)
+rng = np.random.default_rng(1)
+for _ in range(2):
+    x, y = rng.normal(size=(8, 4)), rng.normal(size=(8, 2))
+    each = 8 // trainer.data.size
+    mine = slice(trainer.data.rank * each, (trainer.data.rank + 1) * each)
+    trainer.step(x[mine], y[mine])
+trainer.close()
+"""
+
+
+@pytest.mark.jobs
+def test_the_command_starts_two_runs(tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    assert main(["diff", f"-n 2 {script} 0.1", f"-n 2 {script} 0.2"]) == 1
+    assert capfd.readouterr().out.startswith(
+        "step 1, action UPDATE0 on rank 0, page '0.weight..2.bias':\nparameter, 0.weight["
+    )
+    with pytest.raises(LaunchError, match="has ended with status"):
+        diff(parser().parse_args(["diff", f"{script} none", f"{script} 0.2"]))
+
+
+def test_traces_are_compared_by_their_actions(tmp_path, capsys):
+    for name, strategy in (("a", "fsdp"), ("b", "ddp")):
+        record(2, strategy, trace=tmp_path / name)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert re.match(r"rank 0, action \d+: FREE0 in the first trace, GATHER2 in the second$", capsys.readouterr().out)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+
+
+def test_what_cannot_be_run_or_compared(tmp_path):
+    record(1, folder=tmp_path / "values")
+    (tmp_path / "empty").mkdir()
+    for first, second, words in [
+        ("nothing", "here", "there is no script.py or run.toml in it to run"),
+        (tmp_path / "values", tmp_path / "empty", "two of one kind are compared"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            diff(parser().parse_args(["diff", str(first), str(second)]))

@@ -116,7 +116,7 @@ CASES = {
     "Graph": (two_ways, pair),
     "TokenEmbedding": (lambda: nn.TokenEmbedding(7, 4, 6, init=normal(1.0)), lambda: ids(7, 3, 5)),
     "GPT": (lambda: nn.GPT(11, 8, 2, 2, 6, dropout=0.1), lambda: ids(11, 3, 5)),
-    # on an axis of one rank, where they move nothing; `test_tensor.py` and `test_context.py` have more
+    # on an axis of one rank, where they move nothing; `test_tensor.py` has more
     "ColumnLinear": (lambda: nn.ColumnLinear(5, 6, blocks=3, grain=2), lambda: rows(4, 5)),
     "ColumnLinearGathered": (lambda: nn.ColumnLinear(5, 6, gather_output=True, sequence=True), lambda: rows(4, 2, 5)),
     "RowLinear": (lambda: nn.RowLinear(5, 3), lambda: rows(4, 5)),

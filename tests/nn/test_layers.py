@@ -1,5 +1,4 @@
-"""What the contract and PyTorch do not cover: options, 16 bits, statistics over ranks, "
-"dropout, bad indices."""
+"""Layers and functions keep the contract and have the right gradients."""
 
 import subprocess
 import sys
@@ -12,7 +11,10 @@ from fsdpx import nn
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.mesh import Mesh, connect
 from fsdpx.comm.opening import spawn
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError, DataError, ShapeError
+from fsdpx.nn.gradients import Entries, Gradients, destination
+from fsdpx.nn.layer import branches
+from fsdpx.testing import LayerContract
 
 from .setting import env, gradients, normal, parameters
 
@@ -231,3 +233,167 @@ print(nn.Linear(2, 3).as_distributed(strategy="ddp"), "mpi4py" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "(Linear(2, 3), {'strategy': 'ddp'}) False\n"
+
+
+def softclip(x):
+    return x / (1.0 + np.abs(x))
+
+
+def slope(x):
+    return 1.0 / np.square(1.0 + np.abs(x))
+
+
+def test_it_is_the_function_and_its_derivative():
+    layer, x, dy = nn.Lambda(softclip, slope), normal(4, 3), normal(4, 3, seed=1)
+    y, saved = layer.forward(env(), {}, x)
+    np.testing.assert_array_equal(y, softclip(x))
+    np.testing.assert_array_equal(layer.backward_input(env(), {}, saved, dy)[0], dy * slope(x))
+    assert repr(layer) == "Lambda(softclip, slope)"
+    assert repr(nn.Lambda(np.hypot, (lambda a, b: a / np.hypot(a, b), lambda a, b: b / np.hypot(a, b)))) == (
+        "Lambda(hypot, (<lambda>, <lambda>))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "derivative", "message"),
+    [
+        (
+            np.sin,
+            lambda x: -np.cos(x),
+            r"Lambda\(sin, <lambda>\): at 0\.12\S* the derivative gives -0\.99\S*, but the ",
+        ),
+        (np.exp, lambda x: np.exp(x) * 1.001, "the derivative gives"),
+        (np.multiply, (lambda a, b: b, lambda a, b: b), "the derivative by input 1 gives"),
+        (lambda x: x - x.mean(), lambda x: 1.0 + 0 * x, "does not act on each element by itself"),
+        (lambda x: x.sum(), np.ones_like, "does not act on each element by itself"),
+        (lambda x: x * np.float64(2), lambda x: 2.0 + 0 * x, "the function turns float32 into float64"),
+        (lambda x: x * 2.0, lambda x: np.full(x.shape, 2.0), "the derivative turns float32 into float64"),
+        (lambda x: np.log(x - 100), lambda x: 1 / (x - 100), "no finite value between -2 and 2"),
+        (
+            lambda a, b: a * b,
+            lambda a, b: b,
+            r"the function does not take 1 inputs, .*: two inputs need a tuple of two derivatives, nn\.Lambda\(f, \(by",
+        ),
+        (np.multiply, (lambda a, b: b, lambda b: b), "the derivative does not take 2 inputs, .* each of both inputs"),
+        (np.sin, (np.cos, np.cos), "the function does not take 2 inputs, which is the number of derivatives"),
+        (np.sin, None, "a function and its derivative are needed"),
+        (np.sin, (), "a function and its derivative are needed"),
+    ],
+)
+def test_what_is_no_function_with_its_derivative_is_refused(function, derivative, message):
+    with pytest.raises(ConfigError, match=message):
+        nn.Lambda(function, derivative)
+
+
+def test_where_the_function_is_not_finite_nothing_is_compared():
+    layer, x = nn.Lambda(np.log, lambda x: 1.0 / x), np.abs(normal(4, 3))
+    np.testing.assert_array_equal(layer.forward(env(), {}, x)[0], np.log(x))
+
+
+def test_a_derivative_may_be_a_number():
+    layer, x = nn.Lambda(lambda x: 3.0 * x, lambda x: 3.0), normal(4, 3).astype(np.float32)
+    _, saved = layer.forward(env(), {}, x)
+    dx, _ = layer.backward_input(env(), {}, saved, x)
+    assert dx.dtype == np.float32
+    np.testing.assert_array_equal(dx, 3 * x)
+
+
+def test_inputs_have_one_shape():
+    with pytest.raises(ShapeError, match=r"wants inputs of one shape, got \(4, 3\), \(4, 1\)"):
+        nn.Lambda(np.add, (lambda a, b: 1.0, lambda a, b: 1.0)).forward(env(), {}, (normal(4, 3), normal(4, 1)))
+
+
+class TestLayerScale(LayerContract):
+    def make(self):
+        from fsdpx.examples.custom_layer import LayerScale
+
+        return LayerScale(6)
+
+    def inputs(self):
+        return self.normal(4, 3, 6)
+
+
+def test_the_example_learns(capsys):
+    from fsdpx.examples.custom_layer import main
+
+    losses = main(steps=60)
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    assert "step  10  loss" in capsys.readouterr().out
+
+
+def test_the_example_does_the_same_on_three_ranks():
+    import pytest
+
+    from fsdpx.comm.opening import spawn
+    from fsdpx.examples.custom_layer import main
+
+    alone = main(steps=5)
+    for losses in spawn(lambda comm: main(steps=5), 3):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def blank(*names: str) -> Gradients:
+    entries = Entries({name: np.full(3, np.nan) for name in names})
+    entries.blank()
+    return Gradients(entries)
+
+
+def test_adding_in_place_begins_at_zero() -> None:
+    g = blank("weight")
+    g["weight"] += 1
+    g["weight"] += 1
+    np.testing.assert_array_equal(g["weight"], [2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    "look", [lambda g: g["a"], lambda g: g.get("a"), lambda g: dict(g)["a"], lambda g: next(iter(g.values()))]
+)
+def test_every_way_to_look_sees_zeros(look) -> None:
+    np.testing.assert_array_equal(look(blank("a")), [0, 0, 0])
+
+
+def test_asking_for_names_writes_nothing() -> None:
+    g = blank("a", "b")
+    assert "a" in g
+    assert "c" not in g
+    assert list(g) == ["a", "b"]
+    assert len(g) == 2
+    assert all(np.isnan(entry.array).all() for entry in g.entries.values())
+
+
+def test_a_destination_is_written_first_and_added_to_later() -> None:
+    g = blank("a")
+    array, add = destination(g, "a") or pytest.fail("a is there")
+    assert not add
+    assert np.isnan(array).all(), "zeros that are written over at once"
+    assert (destination(g, "a") or (None, None))[1]
+    assert destination(g, "frozen") is None
+
+
+def test_a_plain_dict_is_always_added_to() -> None:
+    array = np.ones(3)
+    assert destination({"a": array}, "a") == (array, True)
+    assert destination({}, "a") is None
+
+
+def test_branches_share_entries_and_ties_are_one() -> None:
+    g = blank("one.weight", "one.deep.bias")
+    parts = g.branches({"two.weight": "one.weight"})
+    assert set(parts) == {"one", "two"}
+    assert set(branches(parts["one"])) == {"weight", "deep"}
+    parts["two"]["weight"] += 1
+    parts["one"]["weight"] += 1
+    np.testing.assert_array_equal(g["one.weight"], [2, 2, 2])
+    assert g.entries["one.deep.bias"].blank
+
+
+def test_what_was_not_written_is_zero_in_the_end() -> None:
+    entries = Entries({"a": np.full(3, np.nan), "b": np.full(3, np.nan)})
+    entries.blank()
+    Gradients(entries)["a"] += 1
+    entries.complete()
+    np.testing.assert_array_equal(entries["a"].array, [1, 1, 1])
+    np.testing.assert_array_equal(entries["b"].array, [0, 0, 0])
+    entries["b"].array[...] = 2
+    entries.complete()
+    np.testing.assert_array_equal(entries["b"].array, [2, 2, 2])

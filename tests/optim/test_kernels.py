@@ -1,4 +1,4 @@
-"""Compiled and plain kernels give the same bits wherever an element lies, with a few blocks of scratch."""
+"""Optimisers are the published formulas, and their kernels have the same bits."""
 
 import tracemalloc
 from itertools import pairwise
@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from fsdpx import optim
 from fsdpx.errors import ConfigError
 from fsdpx.optim import Segment, Segments, kernels, plain
-from fsdpx.optim.average import Averaged
+from fsdpx.optim.average import Averaged, average_of
 from fsdpx.optim.optimizer import kept_of, zeros
 from fsdpx.testing import demand_close
+from fsdpx.testing.optimizer import OptimizerContract
 
 OPTIMIZERS = {
     "sgd": optim.SGD(weight_decay=0.1),
@@ -147,3 +148,234 @@ def test_arrays_that_hold_no_data_cost_nothing():
     for optimizer in OPTIMIZERS.values():
         slots = {name: Flat(kept.count(segments.items[0])) for name, kept in kept_of(optimizer).items()}
         optimizer.update(Shapes, Flat(n), Flat(n), slots, lr=0.1, step=1, segments=segments)
+
+
+SIZES = {"w": 300, "w.bias": 7, "norm.weight": 20}
+N = sum(SIZES.values())
+
+
+def places():
+    at = 0
+    for name, size in SIZES.items():
+        yield name, slice(at, at + size)
+        at += size
+
+
+SEGMENTS = Segments(
+    tuple(Segment(name, s.start, s.stop, 0, s.stop - s.start, (), "norm" in name) for name, s in places())
+)
+
+
+def gradients(steps=20):
+    random = np.random.default_rng(11)
+    return random.standard_normal(N), random.standard_normal((steps, N)) * 10 ** random.uniform(-3, 1, (steps, 1))
+
+
+def trained(optimizer, p, gs):
+    """The parameters after each step, and the averages."""
+    p, found = p.copy(), []
+    slots = zeros(np, optimizer, SEGMENTS, p.dtype)
+    for step, g in enumerate(gs, 1):
+        lr = optim.rate(optimizer, step)
+        optimizer.update(np, p, g * 4.0, slots, lr=lr, step=step, segments=SEGMENTS, scale=0.25)
+        name, factor = average_of(optimizer) or (None, 0.0)
+        found.append((p.copy(), None if name is None else p + factor * slots[name]))
+    return found
+
+
+def of_matrix(optimizer, p, gs, shape):
+    """One parameter of this shape after all steps."""
+    segments = Segments((Segment("w", 0, p.size, 0, p.size, shape),))
+    p, slots = p.copy(), zeros(np, optimizer, segments, p.dtype)
+    for step, g in enumerate(gs, 1):
+        optimizer.update(
+            np, p, g * 4.0, slots, lr=optim.rate(optimizer, step), step=step, segments=segments, scale=0.25
+        )
+    return p
+
+
+def ours(optimizer, p, gs):
+    return trained(optimizer, p, gs)[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 0.1}),
+        ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("Adam", {"lr": 0.01}),
+        ("Adam", {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
+        ("AdamW", {}),
+        ("AdamW", {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}),
+    ],
+)
+def test_as_pytorch(name, options):
+    torch = pytest.importorskip("torch")
+    p, gs = gradients()
+    theirs = torch.nn.Parameter(torch.tensor(p))
+    optimizer = getattr(torch.optim, name)([theirs], **options)
+    for g in gs:
+        theirs.grad = torch.tensor(g)
+        optimizer.step()
+    assert np.allclose(ours(getattr(optim, name)(**options), p, gs), theirs.detach().numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_groups_as_pytorch():
+    torch = pytest.importorskip("torch")
+    p, gs = gradients()
+    theirs = {name: torch.nn.Parameter(torch.tensor(p[at])) for name, at in places()}
+    groups = [
+        {"params": [theirs["w"]], "weight_decay": 0.5},
+        {"params": [theirs["w.bias"], theirs["norm.weight"]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for g in gs:
+        for name, at in places():
+            theirs[name].grad = torch.tensor(g[at])
+        optimizer.step()
+    result = np.concatenate([t.detach().numpy() for t in theirs.values()])
+    mine = ours(optim.AdamW(lr=0.01, weight_decay=0.5, groups=optim.no_decay), p, gs)
+    assert np.allclose(mine, result, rtol=1e-12, atol=1e-12)
+
+
+def test_warm_up_as_pytorch():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    of = torch.optim.lr_scheduler
+    parts = [of.LinearLR(optimizer, 1 / 8, total_iters=7), of.CosineAnnealingLR(optimizer, 32)]
+    schedule, theirs = of.SequentialLR(optimizer, parts, [8]), []
+    for _ in range(40):
+        theirs += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    mine = optim.schedules.WarmUp(8, optim.schedules.Cosine(0.1, 32))
+    assert [mine(step) for step in range(1, 41)] == pytest.approx(theirs)
+    assert mine(40) > 1e-4
+
+
+def test_cosine_as_pytorch():
+    torch = pytest.importorskip("torch")
+    p, gs = gradients()
+    theirs = torch.nn.Parameter(torch.tensor(p))
+    optimizer = torch.optim.SGD([theirs], lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20, 0.001)
+    for g in gs:
+        theirs.grad = torch.tensor(g)
+        optimizer.step()
+        schedule.step()
+    mine = ours(optim.SGD(lr=optim.schedules.Cosine(0.1, 20, 0.001)), p, gs)
+    assert np.allclose(mine, theirs.detach().numpy(), rtol=1e-12, atol=1e-12)
+
+
+def lion(p, gs, lr, b1, b2, decay):
+    """Algorithm 2 of Chen et al. 2023."""
+    m = 0.0
+    for g in gs:
+        c = b1 * m + (1 - b1) * g
+        p = p - lr * (np.sign(c) + decay * p)
+        m = b2 * m + (1 - b2) * g
+    return p
+
+
+def test_lion_as_in_its_paper():
+    p, gs = gradients()
+    mine = ours(optim.Lion(lr=0.01, betas=(0.9, 0.99), weight_decay=0.3), p, gs)
+    assert np.allclose(mine, lion(p, gs, 0.01, 0.9, 0.99, 0.3), rtol=1e-12, atol=1e-12)
+
+
+def lamb(p, gs, lr, b1, b2, eps, decay):
+    """Algorithm 2 of You et al. 2020 on one parameter, with phi(z) = z."""
+    m = v = 0.0
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g
+        r = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+        u = r + decay * p
+        p = p - lr * np.linalg.norm(p) / np.linalg.norm(u) * u
+    return p
+
+
+def test_lamb_as_in_its_paper():
+    p, gs = gradients()
+    mine = ours(optim.LAMB(lr=0.01, weight_decay=0.2), p, gs)
+    theirs = np.concatenate([lamb(p[at], gs[:, at], 0.01, 0.9, 0.999, 1e-6, 0.2) for _, at in places()])
+    assert np.allclose(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_lamb_steps_from_zero_with_a_ratio_of_one():
+    p = ours(optim.LAMB(lr=0.01, eps=0.0, weight_decay=0.0), np.zeros(N), np.full((1, N), 3.0))
+    assert np.allclose(p, -0.01)
+
+
+class AnyCut(OptimizerContract):
+    def make(self, **options):
+        return optim.LAMB(**options)
+
+
+def test_lamb_cut_anywhere_is_the_whole_to_rounding():
+    whole, cut = AnyCut()._train("float64", []), AnyCut()._train("float64", [1, 133, 2000, 2503, 5001])
+    for name in whole:
+        assert np.allclose(whole[name], cut[name], rtol=1e-13, atol=1e-15), name
+
+
+def test_exponential_averages():
+    p, gs = gradients()
+    average = None  # begins with the parameters after the first step, as PyTorch's AveragedModel does
+    for now, mine in trained(Averaged(optim.AdamW(lr=0.01), optim.EMA(0.8)), p, gs):
+        average = now if average is None else 0.8 * average + 0.2 * now
+        assert np.allclose(mine, average, rtol=1e-12, atol=1e-12)
+
+
+def test_stochastic_weight_averages():
+    p, gs = gradients()
+    found, counted = trained(Averaged(optim.SGD(lr=0.01, momentum=0.9), optim.SWA(start=4, every=3)), p, gs), []
+    for step, (now, mine) in enumerate(found, 1):
+        counted += [now] if step in (4, 7, 10, 13, 16, 19) else []
+        assert np.allclose(mine, np.mean(counted, axis=0) if counted else now, rtol=1e-12, atol=1e-12), step
+
+
+def test_an_average_leaves_the_training_alone():
+    p, gs = gradients()
+    plain, averaged = (ours(o, p, gs) for o in (optim.AdamW(), Averaged(optim.AdamW(), optim.EMA())))
+    assert np.array_equal(plain, averaged)
+
+
+def muon(p, gs, shape, lr, mu, decay):
+    """Jordan et al. 2024 with the factor of Liu et al. 2025 (equation 4). Singular values by decomposition: each goes
+    through the polynomial five times."""
+    m = np.zeros(shape)
+    p = p.reshape(shape)
+    for g in gs.reshape(-1, *shape):
+        m = mu * m + g
+        u, s, v = np.linalg.svd(g + mu * m, full_matrices=False)
+        s /= np.linalg.norm(s) + 1e-7
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        p = p - lr * (0.2 * np.sqrt(max(shape)) * (u * s) @ v + decay * p)
+    return p.reshape(-1)
+
+
+@pytest.mark.parametrize("shape", [(15, 20), (30, 10), (300, 1)])
+def test_muon_as_in_its_papers(shape):
+    p, gs = gradients()
+    segments = Segments((Segment("w", 0, 300, 0, 300, shape), *SEGMENTS.items[1:]))
+    optimizer = optim.Muon(lr=0.01, weight_decay=0.1, momentum=0.9)
+    mine, slots = p.copy(), {name: np.zeros(N) for name in optimizer.slots}
+    for step, g in enumerate(gs, 1):
+        optimizer.update(np, mine, g * 4.0, slots, lr=0.01, step=step, segments=segments, scale=0.25)
+    assert np.allclose(mine[:300], muon(p[:300], gs[:, :300], shape, 0.01, 0.9, 0.1), rtol=1e-8, atol=1e-9)
+    assert np.array_equal(mine[300:], ours(optim.AdamW(lr=0.01, weight_decay=0.1), p, gs)[300:])
+    assert not slots["v"][:300].any()
+
+
+def test_muon_leaves_matrices_of_some_names_to_the_other():
+    p, gs = gradients()
+    embed = Segments((Segment("embed.weight", 0, N, 0, N, (N, 1)),))
+    found = []
+    for optimizer in (optim.Muon(lr=0.01), optim.AdamW(lr=0.01)):
+        mine, slots = p.copy(), {name: np.zeros(N) for name in optimizer.slots}
+        optimizer.update(np, mine, gs[0], slots, lr=0.01, step=1, segments=embed)
+        found.append(mine)
+    assert np.array_equal(*found)

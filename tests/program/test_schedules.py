@@ -1,6 +1,7 @@
-"""Every schedule can run at every size, and nothing that cannot run passes."""
+"""Schedules of pipelines keep their contract, and those of published tables."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.check import validate
-from fsdpx.program.machine import PipelineSchedule
-from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, schedule
+from fsdpx.program.grid import arrow, grid
+from fsdpx.program.machine import Costs, Event, PipelineSchedule, simulate
+from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, schedule
 from fsdpx.program.verbs import Action, parse
+from fsdpx.testing import ScheduleContract
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 PREFERRED = {"interleaved": 2, "zbv": 2}
@@ -207,3 +210,166 @@ def test_numbers_that_do_not_fit() -> None:
         ConfigError, match=r"schedule='1f2b' is none of 'gpipe', '1f1b', .*, no function, and no text file"
     ):
         schedule("1f2b", 2, 2)
+
+
+class TestGPipe(ScheduleContract):
+    def make(self) -> str:
+        return "gpipe"
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+        return microbatches
+
+
+class Test1F1B(ScheduleContract):
+    def make(self) -> str:
+        return "1f1b"
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+        return ranks - rank
+
+
+class TestInterleaved(ScheduleContract):
+    def make(self) -> str:
+        return "interleaved"
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+        return 2 * (ranks - rank - 1) + ranks + 1
+
+
+class TestInterleavedDeeply(ScheduleContract):
+    per_rank = 3
+
+    def make(self) -> str:
+        return "interleaved"
+
+
+class TestZBH1(ScheduleContract):
+    def make(self) -> str:
+        return "zb-h1"
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+        return ranks
+
+
+class TestZBH2(ScheduleContract):
+    def make(self) -> str:
+        return "zb-h2"
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+        return 2 * ranks - 1
+
+
+class TestZBV(ScheduleContract):
+    def make(self) -> str:
+        return "zbv"
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+        return 2 * ranks
+
+
+Change = Callable[[list[Action]], Iterable[Action]]
+
+
+def contract(change: Change, most: int | None = None) -> ScheduleContract:
+    """That of 1F1B with the list of every rank changed, its schedule made without being validated."""
+
+    class Changed(ScheduleContract):
+        def _made(self) -> Iterable[PipelineSchedule]:
+            made = one_f_one_b(2, 3)
+            rows = tuple(tuple(change(list(row))) for row in made.ranks)
+            return [PipelineSchedule(made.name, rows, made.home, made.stages, made.microbatches)]
+
+        def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
+            return most
+
+    return Changed()
+
+
+def swapped(row: list[Action]) -> list[Action]:
+    """The last two backwards the other way round."""
+    return [*row[:-3], row[-1], row[-2], row[-3]]
+
+
+@pytest.mark.parametrize(
+    ("test", "change", "most", "message"),
+    [
+        ("every_microbatch_goes_forward_and_backward_through_every_stage", lambda row: row[:-1], None, "microbatch 2"),
+        ("gradients_are_added_in_the_order_of_microbatches", swapped, None, r"stage 0 adds \[0, 2, 1\]"),
+        ("no_rank_waits_for_ever", lambda row: row[::-1], None, "waits forever at B0.2"),
+        ("programs_of_all_ranks_come_to_their_end", lambda row: row[::-1], None, "wait for each other"),
+        ("activations_in_flight_stay_in_bounds", lambda row: row, 1, "2 in flight on rank 0, not 1"),
+    ],
+)
+def test_the_contract_finds_out(test: str, change: Change, most: int | None, message: str) -> None:
+    with pytest.raises((AssertionError, ProgramError), match=message):
+        getattr(contract(change, most), f"test_{test}")()
+
+
+def test_what_is_no_schedule_at_all_is_refused() -> None:
+    class Impatient(ScheduleContract):
+        def make(self) -> Callable[..., list[str]]:
+            return lambda ranks, microbatches, per_rank: [f"B{rank}.0 F{rank}.0" for rank in range(ranks)]
+
+    with pytest.raises(ProgramError, match=r"B0\.0 comes before the forward"):
+        Impatient().test_it_can_run_at_every_size()
+    with pytest.raises(TypeError, match=r"must define make\(\)"):
+        ScheduleContract().test_it_can_run_at_every_size()
+
+
+def test_one_stage_per_rank() -> None:
+    assert grid(schedule("1f1b", 3, 3)) == (
+        "rank 0  F0 F1 F2 .  .  .  .  B0 -- .  B1 -- .  B2 --\n"
+        "rank 1  .  F0 F1 .  .  B0 -- F2 B1 -- .  B2 --\n"
+        "rank 2  .  .  F0 B0 -- F1 B1 -- F2 B2 --"
+    )
+
+
+def test_letters_tell_stages_of_a_rank_apart() -> None:
+    assert grid(schedule("zbv", 2, 3)) == (
+        "rank 0  F0a F1a F2a F0b I0b W0b F1b I1b W1b I0a W0a F2b I2b W2b I1a W1a I2a W2a\n"
+        "rank 1  .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b I1a I2b I2a W1a W2b W2a\n"
+        "a: stages 0 1; b: stages 2 3"
+    )
+
+
+def test_long_lines_are_cut() -> None:
+    lines = grid(schedule("gpipe", 2, 30), width=40).splitlines()
+    assert lines == ["rank 0  F0  F1  F2  F3  F4  F5  F6 ...", "rank 1  .   F0  F1  F2  F3  F4  F5 ..."]
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_events_are_drawn_in_steps_of_the_shortest() -> None:
+    events = simulate(schedule("1f1b", 2, 2), Costs(0.5, 0.75, 0.25))
+    assert grid(events) == "rank 0  F0 F1 .  .  B0 -- .  B1 --\nrank 1  .  F0 B0 -- F1 B1 --"
+    assert grid([Event(0, parse("GATHER0")[0], 0, 1), Event(0, parse("NORM")[0], 1, 1)]) == "(nothing is computed)"
+
+
+@PROPERTY
+@given(name=st.sampled_from(sorted(SCHEDULES)), ranks=st.integers(1, 5), m=st.integers(1, 12))
+def test_every_step_is_drawn_once_and_lines_are_as_long_as_the_time(name: str, ranks: int, m: int) -> None:
+    plan = schedule(name, ranks, m)
+    rows = grid(plan, width=10_000).splitlines()[:ranks]
+    for rank, row in enumerate(rows):
+        cells = row.split()[2:]
+        wanted = [f"{a.op}{a.mb}" for a in plan.ranks[rank]]
+        assert [re.sub(r"[a-z]$", "", cell) for cell in cells if cell[0] not in ".-"] == wanted
+        last = max(e.end for e in simulate(plan, Costs(1, 1, 1)) if e.rank == rank)
+        assert len(cells) == last
+
+
+@pytest.mark.parametrize("position", [0, 5, 17, 23, 24])
+def test_the_arrow_stands_under_the_step(position: int) -> None:
+    plan = schedule("zb-h1", 3, 8)
+    assert len(plan.ranks[1]) == 24
+    for width in (30, 60, 400):
+        lines = arrow(plan, 1, position, width).splitlines()
+        assert [line[:6] for line in lines] == ["rank 0", "rank 1", " " * 6, "rank 2"]
+        assert all(len(line) <= width for line in lines)
+        under = lines[2].index("^")
+        step = str(plan.ranks[1][position]) if position < 24 else ""
+        assert lines[1][under : under + 4] == step
+
+
+def test_the_arrow_works_for_plans_that_cannot_run() -> None:
+    plan = PipelineSchedule.of("mine", ["B0.0 F0.0", "F1.0 B1.0 F1.1"], 2)
+    assert arrow(plan, 0, 1) == "rank 0  B0.0 F0.0\n             ^\nrank 1  F1.0 B1.0 F1.1"

@@ -1,17 +1,27 @@
-"""The ledger: rows say what a rank holds, and whoever allocates, saves, moves or reports it iterates them."""
+"""The ledger of all arrays of a rank, and the memory it foresees."""
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.checkpoint.pieces import held, owned
 from fsdpx.comm import Communicator
+from fsdpx.comm.local import single
+from fsdpx.errors import ConfigError
+from fsdpx.facade.dryrun import Baseline
 from fsdpx.layout.pages import Range
+from fsdpx.shapes.array import ShapeArray, as_one, metered
+from fsdpx.state import footprint as module_of_footprint
 from fsdpx.state import ledger
+from fsdpx.state.footprint import Footprint, ProcessBytes
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 
 F32 = np.dtype(np.float32)
@@ -195,3 +205,189 @@ def test_kinds_are_counted_under_words() -> None:
     assert all(kind.memory for kind in ledger.KINDS.values())
     saved = {"master", "slot", "memory", "statistic", "average", "outer", "velocity", "sum"}
     assert {name for name, kind in KINDS.items() if kind.saved} == saved
+
+
+MIB = 1 << 20
+WIDTH, LAYERS = 256, 8
+PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+
+
+def dry(ranks: int, here: int, strategy: str, **options):
+    batch = ((16, WIDTH), "float32")
+    return fsdpx.dry_run(
+        nn.Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), batch, batch, ranks=ranks, ranks_per_host=here,
+        loss=nn.MSE(), optimizer=optim.AdamW(), strategy=strategy, group_bytes=0, **options,
+    )  # fmt: skip
+
+
+def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
+    footprint = Footprint(
+        {"arena": ProcessBytes(3 * MIB, 3 * MIB), "shared windows": ProcessBytes(8 * MIB, 2 * MIB)}, 4
+    )
+    assert (footprint.rss, footprint.pss, footprint.host) == (11 * MIB, 5 * MIB, 20 * MIB)
+    assert footprint.fits("5MiB")
+    assert footprint.fits(5 * MIB)
+    assert not footprint.fits("4.9MiB")
+    assert str(footprint).splitlines() == [
+        "memory of the process         RSS        PSS",
+        "--------------------------------------------",
+        "arena                    3.00 MiB   3.00 MiB",
+        "shared windows           8.00 MiB   2.00 MiB",
+        "in all                  11.00 MiB   5.00 MiB",
+        "4 such ranks on a host             20.00 MiB",
+    ]
+    with pytest.raises(ConfigError, match=r"memory='much': a number of bytes is needed, such as 1048576, '1MiB'"):
+        footprint.fits("much")
+
+
+@in_full
+def test_without_neighbours_nothing_is_shared():
+    footprint = dry(4, 1, "fsdp").footprint
+    assert "shared windows" not in footprint.parts
+    assert footprint.rss == footprint.pss == footprint.host
+    assert footprint.parts["interpreter and libraries"].rss > 20 * MIB
+
+
+@in_full
+def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
+    run = dry(4, 4, "fsdp")
+    windows, slab = run.footprint.parts["shared windows"], run.report.memory["working set"]
+    assert windows.pss == pytest.approx(PARAMETERS / 4 + slab, rel=0.01)
+    assert windows.rss == pytest.approx(PARAMETERS + slab * 1.75, rel=0.01)
+    ddp = dry(4, 4, "ddp").footprint.parts["shared windows"]
+    assert ddp.pss == pytest.approx(PARAMETERS, rel=0.01)
+    assert ddp.rss == pytest.approx(PARAMETERS * 1.75, rel=0.01)
+
+
+@in_full
+def test_hosts_share_by_themselves():
+    apart, together = dry(4, 2, "fsdp"), dry(4, 4, "fsdp")
+    assert apart.footprint.ranks_here == 2
+    assert apart.footprint.host == 2 * apart.footprint.pss
+    assert together.footprint.host == 4 * together.footprint.pss
+    assert apart.report.memory["working set"] > together.report.memory["working set"], "pages travel between hosts"
+
+
+@in_full
+def test_messages_instead_of_windows_share_nothing(monkeypatch):
+    monkeypatch.setenv("FSDPX_NODE", "0")
+    assert "shared windows" not in dry(4, 4, "fsdp").footprint.parts
+    with pytest.raises(ConfigError, match="ranks_per_host=0: at least one rank is on a host"):
+        dry(4, 0, "fsdp")
+
+
+def test_what_is_alive_inside_an_action_is_counted():
+    run = dry(1, 1, "fsdp")
+    one = 16 * WIDTH * 4
+    assert run.activations >= LAYERS * one
+    assert run.activations < run.passing <= run.activations + 6 * one
+
+
+def test_a_kernel_counts_by_what_it_leaves():
+    def kernel():
+        a = ShapeArray(1000, np.uint8) + ShapeArray(1000, np.uint8)
+        return ShapeArray(10, np.uint8), a.sum()
+
+    with metered() as plain:
+        kernel()
+    with metered() as compiled:
+        kept = as_one(kernel)
+    assert plain.peak > 2000
+    assert kept[0].nbytes == 10
+    assert compiled.peak < 100
+    assert plain.live == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+def test_a_report_tells_what_the_process_holds():
+    model = nn.Chain(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=single())
+    x = np.ones((4, 1024), np.float32)
+    trainer.step(x, x)
+    report = trainer.report()
+    assert report.footprint is not None
+    assert report.footprint.parts["arena"].rss == sum(report.memory.values())
+    lines = Path("/proc/self/status").read_text().splitlines()
+    now = int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+    assert report.footprint.rss == pytest.approx(now, rel=0.02)
+    assert 0.98 * now <= report.peak_rss  # the system counts peaks now and then
+    text = str(report)
+    for word in ("memory of the process", "RSS", "PSS", "code of libraries", "arena", "in all"):
+        assert word in text, word
+
+
+def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_about(monkeypatch):
+    model = nn.Chain(nn.Linear(4, 4))
+    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(), comm=single())
+    read = []
+    monkeypatch.setattr(module_of_footprint, "_kilobytes", lambda file: read.append(file.name) or {"RssAnon": 0})
+    report = trainer.report()
+    assert "smaps_rollup" not in read
+    sent = pickle.dumps(report)
+    assert read.count("smaps_rollup") == 1
+    assert "footprint" in pickle.loads(sent).__dict__
+    str(report)
+    assert read.count("smaps_rollup") == 1
+
+
+def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(monkeypatch):
+    def init(*_):
+        pytest.fail("initial values were made")
+
+    class Own(nn.Linear):
+        def specs(self):
+            return {name: nn.Spec(spec.shape, init) for name, spec in super().specs().items()}
+
+    model = nn.Chain(Own(50_000, 50_000), nn.BatchNorm(50_000))
+    batch = ((2, 50_000), "float32")
+    run = fsdpx.dry_run(model, batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    assert run.report.memory["parameters"] > 10_000_000_000
+
+
+def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatch):
+    from fsdpx.facade import dryrun as module
+
+    asked = []
+    answer = module.Baseline(1, 2, 3, 4)
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_ask", lambda *how: asked.append(how) or answer)
+    for _ in range(2):
+        module.baseline.cache_clear()
+        assert module.baseline(True, "openblas", 2) == answer
+    assert asked == [(True, "openblas", 2)] * 2, "once to compile, once to measure"
+    assert [file.name.startswith("process-") for file in Path(tmp_path).iterdir()] == [True]
+    module.baseline.cache_clear()
+
+
+@pytest.mark.parametrize(("width", "found"), [(64, 2 * 64 * 64 * 4), (2048, 3 * MIB)])
+def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, found, monkeypatch):
+    from fsdpx.facade import dryrun as module
+
+    monkeypatch.setattr(module, "baseline", lambda *_: Baseline(MIB, MIB, workspace=3 * MIB))
+    batch = ((32, width), "float32")
+    run = fsdpx.dry_run(nn.Chain(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    parts = run.footprint.parts
+    assert parts["matrix products"] == ProcessBytes(found, found)
+    assert parts["between activations"].rss == parts["activations"].rss // 16
+
+
+def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
+    from fsdpx.facade import dryrun as module
+
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_ask", lambda mpi, *_: "no MPI" if mpi else module.Baseline(1, 2))
+    module.baseline.cache_clear()
+    assert module.baseline(True, "openblas", 2) == module.Baseline(1, 2)
+    monkeypatch.setattr(module, "_ask", lambda *_: "SyntaxError: wrong")
+    with pytest.raises(ConfigError, match="the memory of a process cannot be measured here: SyntaxError: wrong"):
+        module.baseline(False, "mkl", 3)
+    module.baseline.cache_clear()
+
+
+@in_full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
+    large = np.ones(60 * MIB)
+    code = "from fsdpx.state.footprint import peak_rss; print(peak_rss())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < large.nbytes

@@ -45,7 +45,7 @@ def cluster() -> Iterator[Communicator]:
 
 @pytest.fixture(params=[*STRATEGIES, "hybrid"])
 def strategy(request: Any, cluster: Communicator) -> str:
-    """See test_presets.py."""
+    """See test_parity.py."""
     if request.param == "hybrid" and cluster.size not in HYBRID:
         pytest.skip("hybrid is fsdp on so many ranks")
     if request.param != "fsdp" and cluster.size == 1:
