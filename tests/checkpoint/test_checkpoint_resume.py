@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     """Overflow, then growth: the scale and its count are part of the state."""
 
     def scales(comm: Communicator, stop: int | None) -> list[tuple[float, int]]:
-        precision = Precision(reduce="float16", loss_scale="dynamic", initial_scale=2.0**24, growth_interval=3)
+        precision = Precision(reduce="float16", loss_scale="dynamic", initial_scale=2.0**24, growth_interval=2)
 
         def begin() -> Any:
             return make(comm, "mlp", precision=precision)
@@ -100,6 +101,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
 
     whole = spawn(scales, 2, None)[0]
     assert len({scale for scale, _ in whole}) > 2
+    assert max(after / before for (before, _), (after, _) in pairwise(whole)) == 2.0, "it grows again"
     assert whole[-1][1] < 16
     for stop in (4, 7, 14):
         assert spawn(scales, 2, stop)[0] == whole

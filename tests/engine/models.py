@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx import Trainer, nn, optim
+from fsdpx import Trainer, nn, optim, spawn
 from fsdpx.comm import Communicator
+from fsdpx.errors import FsdpxError
 from fsdpx.layout.tree import chunks_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -129,3 +130,18 @@ def train(
         mine = part(comm, n, options.get("chunks"))
         losses.append(trainer.step(x[mine], y[mine]))
     return losses, trainer.parameters(), trainer
+
+
+def alike(size: int, act: Callable[[Communicator], Any]) -> str:
+    """The one error, "Type: text", that all ranks raise when they run `act`."""
+
+    def run(comm: Communicator) -> str:
+        try:
+            act(comm)
+        except FsdpxError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    texts = spawn(run, size, timeout=20)
+    assert len(set(texts)) == 1, texts
+    return texts[0]

@@ -22,6 +22,7 @@ def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[l
     losses, _, trainer = train(
         comm, case, strategy, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32", **options
     )
+    assert np.isfinite(losses).all()
     return losses, bits(trainer)
 
 
@@ -74,11 +75,8 @@ def test_batch_must_divide() -> None:
 
 def test_parts_must_hold_whole_chunks() -> None:
     def uneven(comm: Communicator) -> None:
-        from models import CASES, make
-        from numpy.random import default_rng
-
         trainer = make(comm, "mlp", chunks=4)
-        x, y = CASES["mlp"].batch(default_rng(0), 8)
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         mine = slice(0, 3) if comm.rank == 0 else slice(3, 8)
         trainer.step(x[mine], y[mine])
 
@@ -105,7 +103,6 @@ def test_batch_statistics_are_refused() -> None:
 
 def test_accumulate_is_refused() -> None:
     def go(comm: Communicator) -> None:
-        from models import make
 
         make(comm, "mlp", chunks=4).accumulate(None, None)
 
@@ -115,11 +112,8 @@ def test_accumulate_is_refused() -> None:
 
 def test_memory_does_not_grow_with_steps() -> None:
     def go(comm: Communicator) -> list[int]:
-        from models import CASES, make, part
-        from numpy.random import default_rng
-
         trainer = make(comm, "mlp", chunks=8, group_bytes=0)
-        x, y = CASES["mlp"].batch(default_rng(0), 8)
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         seen = []
         for _ in range(4):
             trainer.step(x[part(comm, 8, 8)], y[part(comm, 8, 8)])
@@ -137,10 +131,10 @@ def test_memory_does_not_grow_with_steps() -> None:
 )
 def test_counted_equals_predicted(strategy: str, size: int, chunks: int) -> None:
     def go(comm: Communicator) -> Any:
-        from models import CASES, make, part
-        from numpy.random import default_rng
-
-        trainer, (x, y) = make(comm, "mlp", strategy, chunks=chunks), CASES["mlp"].batch(default_rng(0), 2 * chunks)
+        trainer, (x, y) = (
+            make(comm, "mlp", strategy, chunks=chunks),
+            CASES["mlp"].batch(np.random.default_rng(0), 2 * chunks),
+        )
         mine = part(comm, 2 * chunks, chunks)
         trainer.step(x[mine], y[mine])
         return trainer.report()
@@ -151,10 +145,7 @@ def test_counted_equals_predicted(strategy: str, size: int, chunks: int) -> None
 
 def test_predict_and_evaluate_take_any_batch() -> None:
     def go(comm: Communicator) -> Any:
-        from models import CASES, make
-        from numpy.random import default_rng
-
-        trainer, (x, y) = make(comm, "mlp", chunks=4), CASES["mlp"].batch(default_rng(0), 5)
+        trainer, (x, y) = make(comm, "mlp", chunks=4), CASES["mlp"].batch(np.random.default_rng(0), 5)
         return trainer.predict(x).shape, trainer.evaluate(x, y) == pytest.approx(make(comm, "mlp").evaluate(x, y))
 
     assert spawn(go, 2) == [((5, 5), True)] * 2

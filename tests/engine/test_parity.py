@@ -14,7 +14,7 @@ from meshes import train as train_on_mesh
 from models import CASES, HYBRID, STRATEGIES, make, part, placed, train
 
 import fsdpx
-from fsdpx import Mesh, Sharding, optim
+from fsdpx import Mesh, Sharding, nn, optim
 from fsdpx import spawn as spawn_all
 from fsdpx.comm import Communicator
 from fsdpx.config import PRESETS, sharding
@@ -363,3 +363,38 @@ def attempt(choice: dict[str, Any], delays: int = 0) -> bool:
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
         demand_close(got, want, 1e-12)  # (case, mesh, strategy, choice)
     return True
+
+
+class Scale(nn.Layer):
+    """A layer of a user: adds in place, and one of its gradients now and then not at all."""
+
+    def specs(self) -> dict[str, nn.Spec]:
+        return {"scale": nn.Spec((12,)), "idle": nn.Spec((3,))}
+
+    def forward(self, env: nn.Env, p: Any, x: Any) -> tuple[Any, Any]:
+        return x * (1 + p["scale"]), (x,)
+
+    def backward_input(self, env: nn.Env, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+        return dy * (1 + p["scale"]), (saved[0], dy)
+
+    def backward_params(self, env: nn.Env, g: Any, kept: Any) -> None:
+        x, dy = kept
+        g["scale"] += (x * dy).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:no gradient reaches")
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_layer_that_adds_in_place(microbatches: int) -> None:
+    def go(comm: Communicator) -> list[np.ndarray]:
+        model = nn.Chain(Scale(), nn.Residual(nn.Chain(Scale(), nn.Linear(12, 12))))
+        trainer = model.as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", microbatches=microbatches
+        )
+        x, y = np.random.default_rng(1).normal(size=(2, 6, 12))
+        trainer.step(x[part(comm, 6)], y[part(comm, 6)])
+        return [a.copy() for a in trainer.parameters().values()]
+
+    alone = fsdpx.spawn(go, 1)[0]
+    for mine in fsdpx.spawn(go, 2):
+        for a, b in zip(mine, alone, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, equal_nan=False)

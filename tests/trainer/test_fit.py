@@ -561,11 +561,6 @@ def test_the_last_weights_stay_where_they_are_wanted() -> None:
     assert same(parameters, seen[1]), "without patience, too"
 
 
-def test_an_elastic_trainer_ends_with_the_best_weights() -> None:
-    for _, seen, parameters, _ in ranks(2, worse, None, elastic=Elastic()):
-        assert same(parameters, seen[1])
-
-
 def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best checkpoint is beside the last ones; started again, at any number of ranks, nothing changes."""
     _, _, best, _ = ranks(2, worse, tmp_path)[0]
