@@ -14,17 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
 from fsdpx import environment, files
-from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.comm.mpi.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import batch, node_cores
 from fsdpx.launch.deaths import Deaths
+from fsdpx.launch.endings import Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.hosts import look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find
@@ -32,84 +32,12 @@ from fsdpx.launch.notes import Follower, Note, ask, read_notes
 from fsdpx.launch.options import LaunchConfig, NodeRank
 from fsdpx.launch.rank import end_with_parent
 from fsdpx.watch.flight import FlightRecord, log, read_all
-from fsdpx.watch.leaving import LEFT
-from fsdpx.watch.preempt import PREEMPTED
-from fsdpx.watch.watchdog import HUNG
 
-__all__ = ["Ending", "Job", "RestartPlan", "decide", "main", "run"]
+__all__ = ["Job", "main", "run"]
 
-_MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_JOIN = 60.0
-_OF_DEATHS = ("RankLost", "StateLost")
-"""Errors that surviving ranks raise when another rank has died."""
-_OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
-"""Errors that a rank raises because another rank has failed."""
 _PREFIX, _OWNER = "fsdpx-run-", "owner"
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How one start of the job ended.
-
-    kind: "done", "preempted", "joined" (it has saved for others to come), "error" (a Python exception or sys.exit),
-    "hung" (a watchdog ended it) or "died".
-    first: the rank that ended first and its host, if known. step: the last one that any rank had begun."""
-
-    kind: str
-    status: int
-    first: tuple[int, str] | None = None
-    step: int | None = None
-    text: str = ""
-
-
-@dataclass
-class RestartPlan:
-    """How many ranks are started next, and how often. endings: of the starts so far."""
-
-    ranks: int
-    min_ranks: int
-    max_restarts: int
-    backoff: float = 1.0
-    endings: list[Ending] = field(default_factory=list)
-
-    @property
-    def restarts(self) -> int:
-        return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
-
-
-def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
-    """Record an ending: why the job is restarted or not, as text, and after how many seconds (None: it is not).
-
-    If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that
-    is raised twice at the same step ends the job. The seconds double while no start gets further than the one before.
-    """
-    before = plan.endings[-1] if plan.endings else None
-    plan.endings.append(ending)
-    if ending.kind in ("done", "preempted"):
-        return ending.kind, None
-    if ending.kind == "joined":
-        return f"{plan.ranks} ranks", 0.0
-    if ending.kind == "error" and before is not None and (before.kind, before.step) == ("error", ending.step):
-        return "the same error at the same step again: another start would not help", None
-    if plan.restarts >= plan.max_restarts:
-        return f"{plan.restarts} of {plan.max_restarts} restarts are used up", None
-    reason = ""
-    twice = before is not None and ending.kind == before.kind == "died" and ending.first == before.first
-    if twice and ending.first is not None and plan.ranks > plan.min_ranks:
-        plan.ranks -= 1
-        reason = f"rank {ending.first[0]} on {ending.first[1]} died twice: one rank fewer, "
-    return f"{reason}{plan.ranks} ranks", min(plan.backoff * 2 ** _stuck(plan.endings), _MOST_SECONDS_BETWEEN)
-
-
-def _stuck(endings: Sequence[Ending]) -> int:
-    """How many starts in a row did not get further than the one before."""
-    count, last = 0, endings[-1].step or 0
-    for earlier in reversed(endings[:-1]):
-        if (earlier.step or 0) < last:
-            break
-        count += 1
-    return count
 
 
 def main(args: argparse.Namespace) -> int:
@@ -322,15 +250,13 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, gu
     if logs is not None:
         logs.close({note.rank: note.text() for note in notes.values()})
     flights = _flights(own, notes)
-    waited = waiting(own)
-    if waited and (status or deaths.in_vain.is_set()):
-        ending = _before_the_start(notes, deaths.missed + deaths.order, waited, late(own), ranks)
-    else:
-        ending = _ending(status, notes, flights, deaths.order, job.config.elastic)
+    waited = waiting(own) if status or deaths.in_vain.is_set() else set()
     asked = signals.received or deaths.in_vain.is_set()
-    if process.returncode < 0 and not asked and ending.kind in ("died", "hung"):  # no rank ends a launcher by a signal
-        text = f"the launcher, {job.found.words[0]}, was killed ({signal.Signals(-process.returncode).name})"
-        ending = Ending("died", status, None, ending.step, f"{text}, and its ranks with it")
+    ending = Evidence(
+        status, notes, flights, [*deaths.missed, *deaths.order] if waited else deaths.order, waited, late(own), ranks,
+        job.config.elastic, job.found.words[0],
+        "" if process.returncode >= 0 or asked else signal.Signals(-process.returncode).name,
+    ).ending()  # fmt: skip
     if ending.kind in ("done", "preempted"):
         files.remove(own)
     elif flights:
@@ -347,81 +273,6 @@ def _flights(folder: Path, notes: dict[int, Note]) -> dict[int, FlightRecord]:
             rank = started.get((flight.host, flight.process), flight.rank)
             found[rank] = replace(flight, rank=rank)
     return dict(sorted(found.items()))
-
-
-def _ending(
-    status: int, notes: dict[int, Note], flights: dict[int, FlightRecord], deaths: list[int], elastic: bool = False
-) -> Ending:
-    """How the job ended, from the launcher's status, the ranks' notes and records, and the order of their deaths.
-
-    elastic: ranks may have died before the end, so the notes of the others count: Open MPI returns 0 also for a job
-    whose last rank aborts, and another status for a job that has survived deaths."""
-    step = max((f.step for f in flights.values() if f.program), default=None)
-    statuses = {note.status for note in notes.values()}
-    survived = status != HUNG and 0 in statuses and statuses <= {0, None}
-    if survived if elastic and notes else status == 0 and None not in statuses:
-        return Ending("done", 0)
-    left, status = status == LEFT, status or 1
-    if status == PREEMPTED or PREEMPTED in statuses:
-        return Ending("preempted", PREEMPTED, step=step, text="the job was asked to stop and has saved")
-    errors = [n for n in notes.values() if n.status not in (None, 0)]
-    if errors and not all(n.error in _OF_OTHERS for n in errors):
-        first = next(n for n in errors if n.error not in _OF_OTHERS)
-        what = first.error or f"exit status {first.status}"
-        where = f"rank {first.rank} on {first.host}"
-        at = "" if step is None else f" in step {step + 1}"
-        return Ending("error", status, (first.rank, first.host), step, f"{where} ended with {what}{at}")
-    early = [n for n in notes.values() if n.status == 0]
-    if left and early and not errors:
-        first, text = early[0], "ended with status 0 while others waited for it"
-        return Ending("error", LEFT, (first.rank, first.host), step, f"rank {first.rank} on {first.host} {text}")
-    if status == HUNG or any(n.error not in _OF_DEATHS for n in errors):
-        return Ending("hung", HUNG, None, step, "the job hung, see the report above")
-    return _death(status, notes, flights, deaths, step)
-
-
-def _before_the_start(
-    notes: dict[int, Note], ended: list[int], waited: set[int], late: bool = False, ranks: int | None = None
-) -> Ending:
-    """How a job ended in which some had waited in MPI's start for others.
-
-    ended: in this order, where known. late: the clock has ended those that waited, and the launcher then the others.
-    ranks: how many there are; if all of them had come, one died in there, or MPI itself failed."""
-    first = next((rank for rank in ended if rank in notes and rank not in waited), None)
-    if len(waited) == ranks and not late:
-        which = next((f"rank {rank}" for rank in ended if rank in waited), "a rank")
-        text = f"all ranks had come to MPI's start, where {which} ended: what MPI says of it, if anything, is above"
-        return Ending("died", 1, None, None, text)
-    if first is None:
-        text = f"{ranks_text(waited)} waited in MPI's start for others that did not come"
-        return Ending("hung", HUNG, None, None, text)
-    note = notes[first]
-    if note.status is None and late:
-        text = f"{ranks_text(notes.keys() - waited)} did not come to MPI's start, where {ranks_text(waited)} waited"
-        return Ending("hung", HUNG, None, None, text)
-    who, when = (note.rank, note.host), "before all ranks had started"
-    if note.status is None:
-        return Ending("died", 1, who, None, f"rank {note.rank} on {note.host} died {when}")
-    what = note.error or f"exit status {note.status}"
-    return Ending("error", note.status or 1, who, None, f"rank {note.rank} on {note.host} ended with {what} {when}")
-
-
-def _death(
-    status: int, notes: dict[int, Note], flights: dict[int, FlightRecord], deaths: list[int], step: int | None
-) -> Ending:
-    """How a job ended that the death of a rank has ended."""
-    more = "; with it and others parts of the state" if any(n.error == "StateLost" for n in notes.values()) else ""
-    if not notes:
-        return Ending(
-            "died", status, None, step, f"the launcher ended with status {status}; no rank has left a note here"
-        )
-    dead = next((rank for rank in deaths if rank in notes and notes[rank].status is None), None)
-    if dead is None:
-        return Ending("died", status, None, step, f"a rank died (status {status}){more}")
-    text = f"rank {dead} on {notes[dead].host} died (status {status})"
-    if dead in flights:
-        text += f" in step {flights[dead].step + 1}, {flights[dead].where(time.time())}"
-    return Ending("died", status, (dead, notes[dead].host), step, text + more)
 
 
 class _Signals:

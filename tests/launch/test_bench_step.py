@@ -12,7 +12,7 @@ from fsdpx import nn, spawn
 from fsdpx.__main__ import main
 from fsdpx.launch import turns
 from fsdpx.launch.catalog import CatalogModel
-from fsdpx.launch.run import Ending
+from fsdpx.launch.endings import Ending
 from fsdpx.nn import models
 from fsdpx.trainer.trainer import Trainer
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from amount import pairs
@@ -15,8 +16,8 @@ from trials import Done, alive_in, environment, job, none_left
 
 from fsdpx.comm.mpi.clock import report
 from fsdpx.environment import StartedBy
+from fsdpx.launch.endings import Ending, Evidence
 from fsdpx.launch.notes import Note
-from fsdpx.launch.run import Ending, _before_the_start
 
 FIRST = """
 import os, sys, time
@@ -46,23 +47,27 @@ def test_who_is_missing_is_said_as_far_as_it_is_known() -> None:
     assert "call fsdpx.init() before other long work, or set FSDPX_START_TIMEOUT" in report(came, 3, 5, 5, True)
 
 
+def before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int], **more: Any) -> Ending:
+    return Evidence(1, notes, order=ended, waited=waited, **more).ending()
+
+
 def test_who_ended_before_the_start_gives_message_and_status() -> None:
     notes = {0: Note(0, 1, "n1"), 1: Note(1, 2, "n1", 3)}
     text = "rank 1 on n1 ended with exit status 3 before all ranks had started"
-    assert _before_the_start(notes, [1], {0}) == Ending("error", 3, (1, "n1"), None, text)
+    assert before_the_start(notes, [1], {0}) == Ending("error", 3, (1, "n1"), None, text)
     notes[1] = Note(1, 2, "n1", 0)
-    assert _before_the_start(notes, [1], {0}).status == 1  # a job that did not run is not done
-    assert _before_the_start({1: Note(1, 2, "n1")}, [1], {0}).text == "rank 1 on n1 died before all ranks had started"
+    assert before_the_start(notes, [1], {0}).status == 1  # a job that did not run is not done
+    assert before_the_start({1: Note(1, 2, "n1")}, [1], {0}).text == "rank 1 on n1 died before all ranks had started"
     notes[1] = Note(1, 2, "n1")  # the clock ends those who wait, and the launcher then the one who did not come
     for ended in ([0, 2, 1], [1, 0, 2]):  # in whatever order their ends are seen
-        late = _before_the_start({**notes, 2: Note(2, 3, "n1")}, ended, {0, 2}, late=True)
+        late = before_the_start({**notes, 2: Note(2, 3, "n1")}, ended, {0, 2}, late=True)
         assert (late.kind, late.text) == ("hung", "rank 1 did not come to MPI's start, where ranks 0, 2 waited")
-    late = _before_the_start(notes, [0, 2], {0, 2})
+    late = before_the_start(notes, [0, 2], {0, 2})
     assert (late.kind, late.text) == ("hung", "ranks 0, 2 waited in MPI's start for others that did not come")
-    inside = _before_the_start(notes, [1, 0], {0, 1}, ranks=2)  # as MPI ends those of a host with too long a name
+    inside = before_the_start(notes, [1, 0], {0, 1}, ranks=2)  # as MPI ends those of a host with too long a name
     said = "all ranks had come to MPI's start, where rank 1 ended: what MPI says of it, if anything, is above"
     assert (inside.kind, inside.text) == ("died", said)
-    assert _before_the_start(notes, [1, 0], {0, 1}, ranks=3).kind == "hung"
+    assert before_the_start(notes, [1, 0], {0, 1}, ranks=3).kind == "hung"
 
 
 def started(folder: Path, what: str, after: float = 0.0, rest: str = INIT, **variables: str) -> Done:
@@ -126,7 +131,7 @@ def run(folder: Path, what: str, rest: str = INIT, **variables: str) -> tuple[su
         [INIT, IMPORT + INIT],
     ),
 )
-def test_run_ends_with_who_ended_before_the_start(tmp_path: Path, ending: tuple[str, str, int], rest: str) -> None:
+def test_run_ends_with_who_endedbefore_the_start(tmp_path: Path, ending: tuple[str, str, int], rest: str) -> None:
     what, said, status = ending
     done, seconds = run(tmp_path, what, rest)
     assert f" {said}" in done.stderr.partition("fsdpx run: rank 1 on ")[2], done.stderr

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from trials import ENDLESS, MPIEXEC, ROOT, STEPS, TRAINER, asked_to_stop, environment, none_left
 
 from fsdpx.__main__ import main
+from fsdpx.launch.endings import Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.join import _listener
 from fsdpx.launch.notes import Note, read_notes
 from fsdpx.launch.rank import _note_handlers
-from fsdpx.launch.run import Ending, RestartPlan, _ending, decide
 from fsdpx.watch.preempt import PREEMPTED, Preemption
 
 KINDS = st.sampled_from(["died", "hung", "error"])
@@ -242,25 +242,26 @@ def test_a_death_that_is_survived_is_no_reason_to_start_again(tmp_path: Path, st
 
 def test_what_counts_is_how_the_others_ended() -> None:
     notes = {0: Note(0, 1, "n1", 0), 1: Note(1, 2, "n1")}
-    assert _ending(137, notes, {}, [1]) == Ending("died", 137, (1, "n1"), None, "rank 1 on n1 died (status 137)")
-    assert _ending(137, notes, {}, [1], elastic=True) == Ending("done", 0)
-    assert _ending(124, notes, {}, [1], elastic=True).kind == "hung"
+    said = "rank 1 on n1 died (status 137)"
+    assert Evidence(137, notes, order=[1]).ending() == Ending("died", 137, (1, "n1"), None, said)
+    assert Evidence(137, notes, order=[1], elastic=True).ending() == Ending("done", 0)
+    assert Evidence(124, notes, order=[1], elastic=True).ending().kind == "hung"
     lost = "rank 1 on n1 died (status 1); with it and others parts of the state"
     notes[0] = Note(0, 1, "n1", 1, "StateLost")
-    assert _ending(0, notes, {}, [1], elastic=True) == Ending("died", 1, (1, "n1"), None, lost)
+    assert Evidence(0, notes, order=[1], elastic=True).ending() == Ending("died", 1, (1, "n1"), None, lost)
     notes[0] = Note(0, 1, "n1", 1, "KeyError")
-    assert _ending(0, notes, {}, [1], elastic=True).text == "rank 0 on n1 ended with KeyError"
-    assert _ending(0, {}, {}, [], elastic=True).kind == "done"  # no folder that the launcher sees
+    assert Evidence(0, notes, order=[1], elastic=True).ending().text == "rank 0 on n1 ended with KeyError"
+    assert Evidence(0, elastic=True).ending().kind == "done"  # no folder that the launcher sees
 
 
 def test_a_rank_that_leaves_with_status_0_in_the_middle_is_no_good_end() -> None:
     notes = {0: Note(0, 1, "n1"), 1: Note(1, 2, "n1", 0)}
     said = "rank 1 on n1 ended with status 0 while others waited for it"
-    assert _ending(1, notes, {}, [1, 0]) == Ending("error", 1, (1, "n1"), None, said)
+    assert Evidence(1, notes, order=[1, 0]).ending() == Ending("error", 1, (1, "n1"), None, said)
     notes[1] = Note(1, 2, "n1")  # it ended without a word, and the launcher took that for the end of all
     notes[0] = Note(0, 1, "n1", 0)
-    assert _ending(0, notes, {}, [1]) == Ending("died", 1, (1, "n1"), None, "rank 1 on n1 died (status 1)")
-    assert _ending(0, {0: notes[0]}, {}, []).kind == "done"
+    assert Evidence(0, notes, order=[1]).ending() == Ending("died", 1, (1, "n1"), None, "rank 1 on n1 died (status 1)")
+    assert Evidence(0, {0: notes[0]}).ending().kind == "done"
 
 
 @pytest.mark.jobs
