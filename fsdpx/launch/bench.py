@@ -24,7 +24,7 @@ from fsdpx.comm.opening import backend_name, carrier_of, node_of
 from fsdpx.config import byte_count
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
-from fsdpx.launch import deaths, turns
+from fsdpx.launch import info, turns
 from fsdpx.state.tuning import table
 from fsdpx.version import __version__
 
@@ -303,7 +303,7 @@ def _in_place() -> Any:
 
 def _library() -> str | None:
     mpi = sys.modules.get("mpi4py.MPI")
-    return None if mpi is None else deaths.first_line(mpi.Get_library_version())
+    return None if mpi is None else info.first_line(mpi.Get_library_version())
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from fsdpx.comm.opening import backend_name, node_of
 from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
-from fsdpx.launch import deaths
+from fsdpx.launch import info
 from fsdpx.state import tuning
 from fsdpx.state.tuning import bytes_text
 from fsdpx.version import __version__
@@ -78,7 +78,7 @@ def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     rows = [
         ("versions", ", ".join(f"{n} {v}" for n, v in {"fsdpx": __version__, **facts[0].versions}.items())),
         ("MPI", _mpi(threads)),
-        ("launcher", deaths.launcher()),
+        ("launcher", info.launcher()),
         ("ranks", f"{comm.size}: {', '.join(f'{ranks_text(ranks)} on {host}' for host, ranks in hosts.items())}"),
         ("cores", f"{', '.join(str(len(one.cores)) for one in facts)} by rank; {_binding(facts)}"),
         ("threads", f"{', '.join(str(one.threads) for one in facts)} by rank"),
@@ -101,10 +101,10 @@ def _rank_facts() -> RankFacts:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     folder = next(f for f in (settings.cache, *settings.cache.parents) if f.exists())  # the cache may come to be there
-    versions = {name: deaths.version(name) for name in PACKAGES} | {"cupy": re.split("[:,]", deaths.cupy()[0])[0]}
+    versions = {name: info.version(name) for name in PACKAGES} | {"cupy": re.split("[:,]", info.cupy()[0])[0]}
     return RankFacts(
         platform.node(), versions, affinity, parallel.threads(),
-        deaths.free_shared(), str(settings.cache), os.access(folder, os.W_OK), gpus,
+        info.free_shared(), str(settings.cache), os.access(folder, os.W_OK), gpus,
         os.path.exists("/dev/nvidiactl"), tuning.load(),
     )  # fmt: skip
 
@@ -138,12 +138,12 @@ def _thread_level() -> str | None:
 def _mpi(threads: str | None) -> str:
     """The library that this process has loaded, and why that one."""
     if threads is None:
-        return f"not in use; Python would load {deaths.mpi()}"
+        return f"not in use; Python would load {info.mpi()}"
     path, wanted = devices.library_path(), environment.mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
     if not wanted and path is not None and path.startswith((sys.prefix, sys.base_prefix)):
         how = "a wheel in this environment"
-    library = deaths.first_line(sys.modules["mpi4py.MPI"].Get_library_version())
+    library = info.first_line(sys.modules["mpi4py.MPI"].Get_library_version())
     return f"{library}, thread level {threads}; {path}: {how}"
 
 
@@ -157,7 +157,7 @@ def _way(comm: Communicator) -> str:
     if not node.shares:
         return f"{name}: messages only: no host has several ranks, or hosts have different numbers of them"
     hosts = "one host" if len(node.machines) == 1 else f"each of {len(node.machines)} hosts"
-    return f"{name}: shared memory, {len(node.machine)} ranks on {hosts}, {deaths.shared()}"
+    return f"{name}: shared memory, {len(node.machine)} ranks on {hosts}, {info.shared()}"
 
 
 def _gpu_way(comm: Communicator) -> str:

@@ -1,16 +1,29 @@
 """`info`: what fsdpx finds on this machine and in this Python."""
 
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from fsdpx import config, environment
 from fsdpx.array import blas
+from fsdpx.array.cores import cores
 from fsdpx.comm.default import place
+from fsdpx.comm.mpi.start import left
 from fsdpx.comm.opening import backend_name
-from fsdpx.launch import deaths
-from fsdpx.state.tuning import BUSY, stored
+from fsdpx.state.tuning import BUSY, bytes_text, stored
 from fsdpx.version import __version__
 
-__all__ = ["info"]
+__all__ = [
+    "LEFT", "cupy", "first_line", "free_shared", "info", "launcher", "library", "mpi", "shared", "version",
+]  # fmt: skip
+
+LEFT = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
@@ -31,15 +44,15 @@ def info() -> Info:
     dict : name -> what was found; `print` shows a table. backend is that in use, or that which `init()` would open;
         device is "cuda" if there is a GPU that CuPy can use
     """
-    cupy, gpus = deaths.cupy()
+    gpu_library, gpus = cupy()
     here: dict[str, Any] = place()._asdict()
     here |= {"backend": backend_name(), "device": "cuda" if gpus else "cpu"}
-    numpy = f"{deaths.version('numpy')}, BLAS {deaths.blas_of_numpy()}"
-    rows = [("fsdpx", __version__), ("Python", deaths.python()), ("machine", deaths.machine()), ("NumPy", numpy)]
-    rows += [("Numba", _numba()), ("ml_dtypes", deaths.version("ml_dtypes"))]
-    rows += [("mpi4py", deaths.version("mpi4py")), ("MPI library", deaths.mpi()), ("launcher", deaths.launcher())]
-    rows += [("CuPy", cupy), ("PyTorch", deaths.version("torch")), ("shared memory", deaths.shared())]
-    rows += [("left in /dev/shm", deaths.leftovers())]
+    numpy = f"{version('numpy')}, BLAS {blas_of_numpy()}"
+    rows = [("fsdpx", __version__), ("Python", python()), ("machine", machine()), ("NumPy", numpy)]
+    rows += [("Numba", _numba()), ("ml_dtypes", version("ml_dtypes"))]
+    rows += [("mpi4py", version("mpi4py")), ("MPI library", mpi()), ("launcher", launcher())]
+    rows += [("CuPy", gpu_library), ("PyTorch", version("torch")), ("shared memory", shared())]
+    rows += [("left in /dev/shm", leftovers())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.halves.available().items()]
     rows += [("BLAS in use", blas.chosen())]
@@ -67,5 +80,91 @@ def _tuned() -> list[tuple[str, str]]:
 
 
 def _numba() -> str:
-    version = deaths.version("numba")
-    return version if version != "not installed" else "not installed: plain kernels are used"
+    found = version("numba")
+    return found if found != "not installed" else "not installed: plain kernels are used"
+
+
+def library() -> tuple[str, str]:
+    """The library's own description, or "" and the reason why there is none."""
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        return "", (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return " ".join(done.stdout.strip("\0\n ").split("\n")[0].strip("\0").split()), ""
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def python() -> str:
+    return f"{platform.python_version()} at {sys.executable}"
+
+
+def machine() -> str:
+    return f"{platform.system()} {platform.machine()}, {cores()} cores for this process"
+
+
+def mpi() -> str:
+    """The library that Python would load."""
+    loaded, reason = library()
+    return loaded or f"none ({reason}); pip install 'fsdpx[mpich]'"
+
+
+def first_line(text: str) -> str:
+    """The name that an MPI library gives itself."""
+    return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
+
+
+def launcher() -> str:
+    settings = environment.read()
+    if settings.launcher is None:
+        return "none: this process is alone"
+    meet = "" if settings.launcher.mpi else f", who meet at {settings.launcher.store}"
+    return f"{settings.launcher.name}, {settings.expected_size} ranks{meet}"
+
+
+def cupy() -> tuple[str, int]:
+    """As text, and how many GPUs it can use."""
+    try:
+        import cupy
+    except ImportError:
+        return "not installed: device='cuda' is not available", 0
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:
+        return f"{cupy.__version__}, but no GPU ({type(error).__name__})", 0
+    return f"{cupy.__version__}, {count} GPUs", count
+
+
+def free_shared() -> int | None:
+    """Free bytes of shared memory, for the windows of the ranks of this host; None: no limit of its own."""
+    if not Path("/dev/shm").is_dir():
+        return None
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
+
+
+def shared() -> str:
+    free = free_shared()
+    return "no limit of its own" if free is None else f"{bytes_text(free)} free in /dev/shm"
+
+
+def leftovers() -> str:
+    """MPI's files that killed jobs have left there; the next job removes those of fsdpx."""
+    found = left()
+    if not found:
+        return "nothing by killed MPI jobs"
+    size = bytes_text(sum(path.stat().st_size for path in found))
+    return f"{size} in {len(found)} files by killed MPI jobs; to remove them: {LEFT} | xargs rm"
+
+
+def blas_of_numpy() -> str:
+    import numpy as np
+
+    config: Any = np.show_config(mode="dicts")
+    found = config["Build Dependencies"]["blas"]
+    return f"{found.get('name', '?')} {found.get('version', '')}".strip()

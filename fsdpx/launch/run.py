@@ -23,8 +23,7 @@ from fsdpx import environment, files
 from fsdpx.comm.mpi.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import batch, node_cores
-from fsdpx.launch.deaths import Deaths
-from fsdpx.launch.endings import Ending, Evidence, RestartPlan, decide
+from fsdpx.launch.endings import Deaths, Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.hosts import look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpx.launch.deaths import Deaths
+from fsdpx.launch.endings import Deaths
 from fsdpx.launch.notes import hold_lifeline, open_lifeline
 
 pytestmark = [
