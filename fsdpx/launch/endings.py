@@ -228,16 +228,16 @@ class Evidence:
         }
 
     def ending(self) -> Ending:
-        """The first row of `TABLE` that this evidence shows."""
-        for row in TABLE:
-            if found := row.shown(self):
+        """That of the first case of `TABLE` that this evidence shows."""
+        for case in TABLE:
+            if found := case.shown(self):
                 first = found if isinstance(found, Note) else None
                 who = None if first is None else (first.rank, first.host)
                 own = first.status if first is not None else None
-                status = {OF_LAUNCHER: self.status or 1, OF_RANK: own or 1}.get(row.status, row.status)
-                step = None if row.verdict == DONE else self.step
-                return Ending(row.verdict.kind, status, who, step, row.text.format(**self.facts(first)))
-        raise AssertionError("the last row is always shown")
+                status = {OF_LAUNCHER: self.status or 1, OF_RANK: own or 1}.get(case.status, case.status)
+                step = None if case.verdict == DONE else self.step
+                return Ending(case.verdict.kind, status, who, step, case.text.format(**self.facts(first)))
+        raise AssertionError("the last case is always shown")
 
 
 class Verdict(NamedTuple):
@@ -260,7 +260,7 @@ OF_LAUNCHER, OF_RANK = -1, -2
 """The status of the job is that of the launcher, or that of the rank that ended first."""
 
 
-class Row(NamedTuple):
+class Case(NamedTuple):
     """shown: by which evidence. status: that `fsdpx run` ends with. text: with the words of `Evidence.facts`."""
 
     shown: Callable[[Evidence], Note | bool | None]
@@ -270,24 +270,24 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    Row(Evidence.failed_before_the_start, ERROR, OF_RANK, "{rank} ended with {error} before all ranks had started"),
-    Row(Evidence.all_ended_well, DONE, 0, ""),
-    Row(Evidence.saved_when_asked, SAVED, PREEMPTED, "the job was asked to stop and has saved"),
-    Row(Evidence.failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
-    Row(Evidence.left_others, ERROR, LEFT, "{rank} ended with status 0 while others waited for it"),
-    Row(Evidence.launcher_killed, DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), and its ranks "
+    Case(Evidence.failed_before_the_start, ERROR, OF_RANK, "{rank} ended with {error} before all ranks had started"),
+    Case(Evidence.all_ended_well, DONE, 0, ""),
+    Case(Evidence.saved_when_asked, SAVED, PREEMPTED, "the job was asked to stop and has saved"),
+    Case(Evidence.failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
+    Case(Evidence.left_others, ERROR, LEFT, "{rank} ended with status 0 while others waited for it"),
+    Case(Evidence.launcher_killed, DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), and its ranks "
         "with it"),
-    Row(Evidence.all_came, DEATH, 1, "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if "
+    Case(Evidence.all_came, DEATH, 1, "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if "
         "anything, is above"),
-    Row(Evidence.waited_in_vain, HANG, HUNG, "{waited} waited in MPI's start for others that did not come"),
-    Row(Evidence.some_did_not_come, HANG, HUNG, "{missing} did not come to MPI's start, where {waited} waited"),
-    Row(Evidence.ended_before_the_start, DEATH, 1, "{rank} died before all ranks had started"),
-    Row(Evidence.hung, HANG, HUNG, "the job hung, see the report above"),
-    Row(Evidence.no_notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank has left a note here"),
-    Row(Evidence.died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
-    Row(Evidence.anything, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
+    Case(Evidence.waited_in_vain, HANG, HUNG, "{waited} waited in MPI's start for others that did not come"),
+    Case(Evidence.some_did_not_come, HANG, HUNG, "{missing} did not come to MPI's start, where {waited} waited"),
+    Case(Evidence.ended_before_the_start, DEATH, 1, "{rank} died before all ranks had started"),
+    Case(Evidence.hung, HANG, HUNG, "the job hung, see the report above"),
+    Case(Evidence.no_notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank has left a note here"),
+    Case(Evidence.died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
+    Case(Evidence.anything, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
 )  # fmt: skip
-"""What tells how a start ended: the first row that its evidence shows."""
+"""What tells how a start ended: the first case that its evidence shows."""
 
 
 @dataclass
