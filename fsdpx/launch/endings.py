@@ -228,7 +228,7 @@ class Evidence:
         }
 
     def ending(self) -> Ending:
-        """That of the first case of `TABLE` that this evidence shows."""
+        """How the start ended: the first case of `TABLE` that this evidence shows."""
         for case in TABLE:
             if found := case.shown(self):
                 first = found if isinstance(found, Note) else None
@@ -241,10 +241,10 @@ class Evidence:
 
 
 class Verdict(NamedTuple):
-    """kind: of the ending. again: whether the job is started again, if there are restarts left."""
+    """kind: of the ending. restart: whether the job is started again, if there are restarts left."""
 
     kind: str
-    again: str
+    restart: str
 
 
 NEVER, AT_ONCE, UNLESS_REPEATED, ALWAYS = "no", "at once", "unless it is raised at the same step twice", "yes"
@@ -254,7 +254,7 @@ JOINED = Verdict("joined", AT_ONCE)
 ERROR = Verdict("error", UNLESS_REPEATED)
 HANG = Verdict("hung", ALWAYS)
 DEATH = Verdict("died", ALWAYS)
-_AGAIN = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
+_RESTARTS = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
 
 OF_LAUNCHER, OF_RANK = -1, -2
 """The status of the job is that of the launcher, or that of the rank that ended first."""
@@ -283,7 +283,8 @@ TABLE = (
     Case(Evidence.some_did_not_come, HANG, HUNG, "{missing} did not come to MPI's start, where {waited} waited"),
     Case(Evidence.ended_before_the_start, DEATH, 1, "{rank} died before all ranks had started"),
     Case(Evidence.hung, HANG, HUNG, "the job hung, see the report above"),
-    Case(Evidence.no_notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank has left a note here"),
+    Case(Evidence.no_notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank has left a note "
+        "here"),
     Case(Evidence.died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
     Case(Evidence.anything, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
 )  # fmt: skip
@@ -311,14 +312,14 @@ def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
     If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that
     is raised twice at the same step ends the job. The seconds double while no start gets further than the one before.
     """
-    before, again = plan.endings[-1] if plan.endings else None, _AGAIN[ending.kind]
+    before, restart = plan.endings[-1] if plan.endings else None, _RESTARTS[ending.kind]
     plan.endings.append(ending)
-    if again == NEVER:
+    if restart == NEVER:
         return ending.kind, None
-    if again == AT_ONCE:
+    if restart == AT_ONCE:
         return f"{plan.ranks} ranks", 0.0
     repeated = before is not None and (before.kind, before.step) == (ending.kind, ending.step)
-    if again == UNLESS_REPEATED and repeated:
+    if restart == UNLESS_REPEATED and repeated:
         return "the same error at the same step again: another start would not help", None
     if plan.restarts >= plan.max_restarts:
         return f"{plan.restarts} of {plan.max_restarts} restarts are used up", None
