@@ -59,6 +59,7 @@ def combine(op: ReduceOp) -> np.ufunc:
     return _UFUNCS[op]
 
 
+@lru_cache(maxsize=64)
 def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
     """Why `op` has no meaning for `dtype`, or None."""
     if op is ReduceOp.AVG and kind_of(dtype) in ("integer", "bool"):

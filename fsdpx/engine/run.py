@@ -166,5 +166,8 @@ def demand_alike(run: ProgramRun, comm: Communicator, rows: list[list[float]], n
 
 
 def words(run: ProgramRun, action: Action) -> str:
-    """An action and its page as text, for errors."""
-    return f"{action} {run.place.name(number_of(action))}"
+    """An action and its page as text, for errors; made once."""
+    known = run.workspace.words
+    if action not in known:
+        known[action] = f"{action} {run.place.name(number_of(action))}"
+    return known[action]

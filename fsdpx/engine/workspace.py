@@ -14,7 +14,7 @@ from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
 from fsdpx.nn.gradients import Entries, GradientEntry, Gradients
 from fsdpx.nn.layer import Parameters, dotted
-from fsdpx.program import SLOTS, Program, Slot, lifetimes
+from fsdpx.program import SLOTS, Action, Program, Slot, lifetimes
 from fsdpx.state.disk import root_of
 from fsdpx.state.gradients import Gradient
 from fsdpx.state.ledger import Key, local_gradient
@@ -207,6 +207,7 @@ class Workspace:
         self.place = state.placement
         self.plan = _agreed(state, plan(state, program))
         self.births: Counter[Slot] = Counter()
+        self.words: dict[Action, str] = {}
         pages, ledger = self.place.pages, state.ledger  # looked up once: what is kept stays where it is
         self._full = {p: ledger.array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(Key("part", p)))}

@@ -11,8 +11,8 @@ from fsdpx.nn.gradients import destination
 from fsdpx.shapes.array import as_one
 
 __all__ = [
-    "add_linear", "add_product", "add_sum", "affine", "as_indices", "flat", "is_index", "linear_backward", "product",
-    "wide",
+    "add_linear", "add_product", "add_sum", "affine", "as_indices", "as_taken", "flat", "is_index", "linear_backward",
+    "product", "wide",
 ]  # fmt: skip
 
 
@@ -29,6 +29,15 @@ def is_index(x: Any) -> bool:
 def as_indices(x: Any) -> Any:
     """Whole numbers and bools as int32 or int64, which kernels take."""
     return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
+
+
+def as_taken(array: Any, takes: str, dtype: Any) -> Any:
+    """An input of a model as its first layers take it, by a word of `Layer.takes`. dtype: of numbers."""
+    if not is_index(array) or takes == "given":
+        return array
+    if takes == "numbers":
+        return array.astype(dtype)
+    return as_indices(array)
 
 
 def flat(x: Any) -> Any:

@@ -14,11 +14,11 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, LayerAxes, Params, Spec, dotted, time_of
-from fsdpx.nn.numeric import as_indices, is_index
+from fsdpx.nn.numeric import as_taken
 from fsdpx.nn.ties import canonical
 
 __all__ = [
-    "CALLS_NUMPY", "AsNumbers", "Node", "Sorted", "as_taken", "calls_numpy", "infer", "shapes", "sort", "specs_of",
+    "CALLS_NUMPY", "AsNumbers", "Node", "Sorted", "calls_numpy", "infer", "shapes", "sort", "specs_of",
     "taken", "with_numbers",
 ]  # fmt: skip
 
@@ -135,15 +135,6 @@ def _wants(
 
 def _word(words: frozenset[str]) -> str:
     return next((word for word in ("indices", "given") if word in words), "numbers")
-
-
-def as_taken(array: Array, takes: str, dtype: Any) -> Array:
-    """An input of a model as its first layers take it, by a word of `Layer.takes`. dtype: of numbers."""
-    if not is_index(array) or takes == "given":
-        return array
-    if takes == "numbers":
-        return array.astype(dtype)
-    return as_indices(array)
 
 
 class AsNumbers(Layer):

@@ -158,7 +158,9 @@ class Optimizer(Protocol):
 
 def rate(optimizer: Optimizer, step: int) -> float:
     """The learning rate of 1-based `step`; ConfigError if a schedule returns no finite number >= 0."""
-    value = python_number(optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr)
+    value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
+    if type(value) is not float:
+        value = python_number(value)
     if not _is_number(value) or value < 0:
         raise ConfigError(
             f"the learning rate of step {step} is {value!r}: {optimizer.lr!r} must give a finite number >= 0"

@@ -27,7 +27,7 @@ class StageUnit:
     reads: tuple[int, ...]
     gives: tuple[int, ...]
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
         return self.takes + self.reads
 

@@ -19,7 +19,7 @@ from fsdpx.comm.guarded import compare, grouped
 from fsdpx.comm.mesh import REPLICA, Axes
 from fsdpx.cuda.devices import current, is_on_gpu, where
 from fsdpx.errors import DataError, DesyncError, FsdpxError
-from fsdpx.nn.sort import as_taken
+from fsdpx.nn.numeric import as_taken
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement

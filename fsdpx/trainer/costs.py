@@ -17,7 +17,8 @@ from fsdpx.engine.warm import warm
 from fsdpx.engine.workspace import roots
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Env, Layer, dotted, time_of
-from fsdpx.nn.sort import Node, Sorted, as_taken, sort, specs_of, with_numbers
+from fsdpx.nn.numeric import as_taken
+from fsdpx.nn.sort import Node, Sorted, sort, specs_of, with_numbers
 from fsdpx.program import Action, Stage
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement

@@ -6,6 +6,7 @@ position.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,7 @@ def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
     return dy * (s + x * s * (1.0 - s) * slope)
 
 
+@cache
 def exact(approximate: str) -> bool:
     """Whether the GELU is the exact one, and not its tanh form."""
     if approximate not in ("none", "tanh"):
