@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
     from fsdpx.comm.mesh import Mesh
     from fsdpx.comm.opening import spawn
-    from fsdpx.config import Async, Gossip, Offload, Precision, Sharding
-    from fsdpx.elastic.options import Elastic
+    from fsdpx.config import Async, Elastic, Gossip, Offload, Precision, Sharding
     from fsdpx.facade.adapters import load_adapter, merged_parameters, save_adapter
     from fsdpx.facade.builder import ModelBuilder
     from fsdpx.facade.distribute import distribute
@@ -50,8 +49,7 @@ _NAMES = {
     "fsdpx.comm.backend": ("FakeCommunicator",),
     "fsdpx.comm.mesh": ("Mesh",),
     "fsdpx.comm.opening": ("spawn",),
-    "fsdpx.config": ("Async", "Gossip", "Offload", "Precision", "Sharding"),
-    "fsdpx.elastic.options": ("Elastic",),
+    "fsdpx.config": ("Async", "Elastic", "Gossip", "Offload", "Precision", "Sharding"),
     "fsdpx.facade.adapters": ("load_adapter", "merged_parameters", "save_adapter"),
     "fsdpx.facade.builder": ("ModelBuilder",),
     "fsdpx.facade.distribute": ("distribute",),

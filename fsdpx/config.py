@@ -1,19 +1,23 @@
-"""The choices of a user as values: what is sharded for how long, and in which number formats.
+"""The choices of a user as values: what is sharded for how long, in which number formats, and how an elastic run goes
+on.
 
 A strategy is the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO: Rajbhandari
 et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
+
+from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from os import PathLike
 from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
 from fsdpx.words import left, meant
 
 __all__ = [
-    "APART", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
+    "APART", "PRESETS", "Apart", "Async", "Elastic", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
     "byte_count", "half_name", "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
@@ -163,7 +167,7 @@ def apart(strategy: Any) -> Apart | None:
     return APART.get(strategy) if isinstance(strategy, str) else strategy if isinstance(strategy, Apart) else None
 
 
-def sharding(strategy: "str | Sharding | Apart", ranks: int) -> Sharding:
+def sharding(strategy: str | Sharding | Apart, ranks: int) -> Sharding:
     """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
 
     "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
@@ -225,7 +229,7 @@ class Offload:
             raise ConfigError(f"Offload(direct={self.direct!r}): choose True, False or None")
 
     @classmethod
-    def of(cls, choice: "Offload | None") -> "Offload | None":
+    def of(cls, choice: Offload | None) -> Offload | None:
         """ConfigError for anything that says no folder."""
         if choice is None or isinstance(choice, cls):
             return choice
@@ -268,7 +272,7 @@ class Precision:
     initial_scale: float = 256.0
     growth_interval: int = 2000
 
-    def __new__(cls, *choices: object, **named: object) -> "Precision":
+    def __new__(cls, *choices: object, **named: object) -> Precision:
         if gone := {"frozen", "block"} & named.keys():
             raise ConfigError(
                 f"Precision({min(gone)}=): matrices in 8 and 4 bits are no longer in fsdpx: use Precision('bf16'), and "
@@ -346,7 +350,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-def precision(choice: "str | Precision | None") -> Precision:
+def precision(choice: str | Precision | None) -> Precision:
     """The `Precision` of a name; None means float32."""
     if choice is None:
         return PRECISIONS["float32"]
@@ -357,3 +361,37 @@ def precision(choice: "str | Precision | None") -> Precision:
         names = "float64, float32, bf16, bf16-true, fp16"
         raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
     return PRECISIONS[name]
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """For `distribute(..., elastic=Elastic(...))`; elastic=True is all defaults.
+
+    Parameters
+    ----------
+    copies : ranks that keep a copy of each rank's state, beside replicas: any of this number may die at once
+    every : steps between two copies; up to this many may have to be repeated (default: at about 1 % of the time)
+    ranks : how many train at first (default: all that the mesh can use); the others are idle and follow
+    resize : a file; whenever its text is another number, that many ranks train from the next step on
+    """
+
+    copies: int = 1
+    every: int | None = None
+    ranks: int | None = None
+    resize: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        for name, least in (("copies", 0), ("every", 1), ("ranks", 1)):
+            value = getattr(self, name)
+            if not (value is None and name != "copies") and (type(value) is not int or value < least):
+                raise ConfigError(f"Elastic({name}={value!r}): a whole number, {least} or more")
+
+    @classmethod
+    def of(cls, choice: Any) -> Elastic | None:
+        """From what `distribute(elastic=...)` was given; None for a run that is not elastic."""
+        if isinstance(choice, cls):
+            return choice
+        if isinstance(choice, bool) or choice is None:
+            return cls() if choice else None
+        raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.Elastic(...)")

@@ -42,7 +42,7 @@ OPENED_ELSEWHERE = {
         "launch/bench.py bench write_text", "launch/turns.py step write_text", "launch/turns.py unwritable open",
     ),
     "the folder of a test": ("testing/chaos.py note open", "testing/chaos.py starts read_text"),
-    "no file at all": ("nn/gradients.py __getitem__ open", "nn/gradients.py complete open"),
+    "no file at all": ("nn/numeric.py __getitem__ open", "nn/numeric.py complete open"),
 }  # fmt: skip
 """Where files are opened past `fsdpx/files.py`, "file function call", by the reason why they may be."""
 

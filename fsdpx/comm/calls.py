@@ -1,8 +1,8 @@
 """Communication as values: a call, the operation it reduces by, how its arrays are cut; and how one waits for it.
 
-Whatever is not ready yet is a `Handle`. Transfers of several steps are `Steps`, those with something to do at the end
-`Finish`. Every wait pokes all that are under way, and a `Poker` does so while the rank computes.
-"""
+Whatever is not ready yet is a `Handle`, and a `Transfer` is a value on its way to this rank. Transfers of several steps
+are `Steps`, those with something to do at the end `Finish`. Every wait pokes all that are under way, and a `Poker` does
+so while the rank computes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from threading import get_ident
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,8 +25,8 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "DONE", "EVERY", "NOT_ALONE", "PATIENT", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Finish",
-    "Handle", "Pieces", "Poker", "Progress", "Ranks", "ReduceOp", "Steps", "Wait", "address", "copy", "even_pieces",
-    "named", "overlay", "pieces", "progress_of", "spin", "split_evenly", "waits",
+    "Handle", "Pieces", "Poker", "Progress", "Ranks", "ReduceOp", "Steps", "Transfer", "Wait", "address", "copy",
+    "even_pieces", "named", "overlay", "pieces", "progress_of", "spin", "split_evenly", "waits",
 ]  # fmt: skip
 
 Array = Any
@@ -386,3 +387,41 @@ class Poker:
                 except BaseException as error:
                     self._error, self._poke = error, None
             time.sleep(EVERY)
+
+
+class Transfer:
+    """`wait` ends the transfer and gives the value.
+
+    issued, landed: when the transfer began, and when this rank saw its end. busy: seconds of the time between in which
+    this rank moved it on or waited for it; the rest was computed over."""
+
+    __slots__ = ("busy", "finish", "handle", "issued", "landed")
+
+    def __init__(self, handle: Handle, finish: Callable[[], Any]) -> None:
+        self.handle = handle
+        self.finish = finish
+        self.issued = perf_counter()
+        self.landed = 0.0
+        self.busy = 0.0
+
+    def wait(self) -> Any:
+        begin = perf_counter()
+        self.handle.wait()
+        self._note(begin)
+        return self.finish()
+
+    def test(self) -> bool:
+        """Move the transfer on; whether it is complete."""
+        begin = perf_counter()
+        done = self.handle.test()
+        if self._note(begin) and not done:
+            self.landed = 0.0
+        return done
+
+    def _note(self, begin: float) -> bool:
+        """Whether the transfer was still under way at `begin`."""
+        under_way = self.landed == 0.0
+        if under_way:
+            self.landed = perf_counter()
+            self.busy += self.landed - begin
+        return under_way

@@ -15,10 +15,9 @@ from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.communicator import Communicator, Survivor
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.plain import LIMIT, pack, unpack
-from fsdpx.config import Apart, Sharding
+from fsdpx.config import Apart, Elastic, Sharding
 from fsdpx.elastic.copies import Copies, Generation
 from fsdpx.elastic.descriptors import Descriptor, describe, missing, uncovered
-from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import recut
 from fsdpx.engine.engine import ActionRecorder
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
@@ -32,6 +31,7 @@ from fsdpx.trainer.session import Commit, Session
 from fsdpx.watch.watchdog import Watchdog, watch
 
 __all__ = ["Assembler", "Assembly", "Member", "hear", "mesh_for", "seated", "tell"]
+
 
 def mesh_for(mesh: Mesh | None, strategy: str | Sharding | Apart, ranks: int) -> Mesh:
     """The widest mesh for at most `ranks` ranks: the pipe and tensor axes as they are, the data axes as they must be.

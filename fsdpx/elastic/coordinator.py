@@ -16,10 +16,10 @@ import numpy as np
 from fsdpx import environment, errors
 from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.comm.communicator import Survivor
+from fsdpx.config import Elastic
 from fsdpx.elastic.assembly import Assembler, Assembly, Member, hear, mesh_for, tell
 from fsdpx.elastic.copies import Generation
 from fsdpx.elastic.descriptors import live, moving
-from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import let_go
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
 from fsdpx.files import read

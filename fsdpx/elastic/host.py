@@ -15,9 +15,9 @@ from fsdpx.checkpoint.commit import alone
 from fsdpx.checkpoint.state import Scalars, restore
 from fsdpx.comm.communicator import Communicator, ReduceOp, Survivor
 from fsdpx.comm.local import single
+from fsdpx.config import Elastic
 from fsdpx.elastic.coordinator import Coordinator, Recovery
-from fsdpx.elastic.options import Elastic
-from fsdpx.engine.workspace import GradientScale, Mean
+from fsdpx.engine.run import GradientScale, Mean
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.state.accumulation import Accumulation
 from fsdpx.state.feed import Feed

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import blas
-from fsdpx.array.denormals import flushed
-from fsdpx.engine import compute
+from fsdpx.array.parallel import flushed
+from fsdpx.engine import computing
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
 from fsdpx.engine.run import number_of
@@ -72,7 +72,7 @@ class Direct:
         with flushed():
             for unit, envs, params, words in self.units:
                 try:
-                    compute.forward(unit, envs, params, values, False)
+                    computing.unit_forward(unit, envs, params, values, False)
                 except Exception as error:
                     engine.failed(error, words)
                     raise

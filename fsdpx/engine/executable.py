@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fsdpx.engine.operations import OPERATIONS
-from fsdpx.engine.run import Operation
-from fsdpx.engine.workspace import Workspace
+from fsdpx.engine.run import Operation, Workspace
 from fsdpx.program import SLOTS, VERBS, Action, Request, Slot, check, compile
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState

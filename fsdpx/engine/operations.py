@@ -14,21 +14,29 @@ import numpy as np
 
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, padded
-from fsdpx.comm.calls import Finish
+from fsdpx.comm.calls import Finish, Transfer
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.engine import computing, updating
-from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, microbatch_of, number_of, words
-from fsdpx.engine.workspace import GradientScale, Mean, planned
+from fsdpx.engine.run import (
+    GradientScale,
+    Mean,
+    Operation,
+    ProgramRun,
+    Values,
+    demand_alike,
+    microbatch_of,
+    number_of,
+    planned,
+    words,
+)
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.optim import rate
 from fsdpx.optim.rounded import UNSCHEDULED, scheduled
 from fsdpx.program import Action, Edge
 from fsdpx.state.disk import root_of, spill
 from fsdpx.state.gradients import Reduction
-from fsdpx.state.pipe import tag
-from fsdpx.state.placement import Placement
+from fsdpx.state.placement import Placement, tag
 from fsdpx.state.ties import add_together
-from fsdpx.state.transfer import Transfer
 
 __all__ = ["OPERATIONS", "evict", "fetch", "receive", "send", "store_record", "travelling"]
 

@@ -9,13 +9,13 @@ from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 from fsdpx.array.arena import Arena
+from fsdpx.comm.calls import Transfer
 from fsdpx.engine.executable import ExecutableAction
-from fsdpx.engine.workspace import Activations, is_activation
+from fsdpx.engine.run import Activations, is_activation
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Node
 from fsdpx.program import Action, Program
-from fsdpx.state.transfer import Transfer
 
 __all__ = ["Acted", "LayerSpan", "LayerTime", "Outside", "Recording", "TransferSpan", "Turn"]
 

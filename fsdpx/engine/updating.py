@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from fsdpx.array.sums import exact_sum
+from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, split_evenly
-from fsdpx.engine.run import ProgramRun, Values, demand_alike, number_of, words
-from fsdpx.engine.workspace import RoundShare
+from fsdpx.engine.run import ProgramRun, RoundShare, Values, demand_alike, number_of, words
 from fsdpx.optim import Segments, rate
 from fsdpx.optim.optimizer import Kept, kept_of, places
 from fsdpx.optim.rounded import scheduled
 from fsdpx.program import Action
-from fsdpx.state.transfer import Transfer
 
 __all__ = ["adopt", "delta", "mix", "move", "outer", "pull", "push", "share", "tick", "update"]
+
 
 def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = number_of(action), read[0], added

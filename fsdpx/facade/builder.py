@@ -11,9 +11,9 @@ from os import PathLike
 from typing import Any
 
 from fsdpx import codecs, config, data, nn, optim
+from fsdpx import config as elastic
 from fsdpx.comm import mesh
 from fsdpx.data.loader import DataLoader
-from fsdpx.elastic import options as elastic
 from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import OPTIONS, distribute
 from fsdpx.files import read

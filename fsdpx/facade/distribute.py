@@ -16,13 +16,12 @@ from fsdpx.comm.guarded import with_arguments
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
-from fsdpx.config import Apart, Offload, Precision, Sharding
+from fsdpx.config import Apart, Elastic, Offload, Precision, Sharding
 from fsdpx.cuda.devices import DeviceMap
-from fsdpx.elastic.options import Elastic
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.interop import handed_on, native, same_values
-from fsdpx.layout.stages import Stages
+from fsdpx.layout.units import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
 from fsdpx.state.local import Local

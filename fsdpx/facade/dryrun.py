@@ -18,7 +18,8 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
-from fsdpx.engine.workspace import Activations, is_activation
+from fsdpx.comm.calls import Transfer
+from fsdpx.engine.run import Activations, is_activation
 from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import distribute
 from fsdpx.files import typed
@@ -29,7 +30,6 @@ from fsdpx.program.pipeline import Slots
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state import tuning
 from fsdpx.state.footprint import Footprint, ProcessBytes, held
-from fsdpx.state.transfer import Transfer
 from fsdpx.trainer.fit import passing
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer

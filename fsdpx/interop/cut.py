@@ -25,8 +25,8 @@ from fsdpx.interop.recorded import Run
 from fsdpx.interop.surroundings import REPLACED
 from fsdpx.interop.tensors import tensor_of
 from fsdpx.nn.container import ChildCall, Container
-from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.layer import Env, Params, Spec, dotted
+from fsdpx.nn.numeric import Gradients
 from fsdpx.words import demand_match, patterns_of
 
 __all__ = ["CutModule", "UnitFunction", "cut", "shared"]

@@ -22,9 +22,8 @@ from fsdpx.interop.recorded import Recorded, Run
 from fsdpx.interop.surroundings import GlobalNorm, around
 from fsdpx.interop.tensors import array_of
 from fsdpx.interop.values import Values
-from fsdpx.nn.gradients import destination
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
-from fsdpx.nn.numeric import is_index
+from fsdpx.nn.numeric import destination, is_index
 
 __all__ = ["Differentiated", "Module", "chosen", "is_norm", "values_of"]
 

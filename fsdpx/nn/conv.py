@@ -6,9 +6,9 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.gradients import destination
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, pair, positive, want_image
+from fsdpx.nn.numeric import destination
 
 __all__ = ["AvgPool2d", "Conv2d", "MaxPool2d"]
 

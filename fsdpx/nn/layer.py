@@ -14,14 +14,14 @@ from fsdpx.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.cut import Cut, CutRequest, Features, Kind, Positions, Samples, share
-from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.numeric import is_index
+from fsdpx.nn.numeric import Gradients, is_index
 
 __all__ = [
     "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
     "describe", "dotted", "fraction", "pair", "positive", "prefixed", "time_of", "want_image", "want_last", "want_time",
 ]  # fmt: skip
+
 
 def positive(owner: object, **values: Any) -> None:
     """Each value must be a whole number of at least 1."""

@@ -16,15 +16,15 @@ import numpy as np
 from fsdpx import files
 from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.pieces import Held
+from fsdpx.comm.calls import Transfer
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import about
-from fsdpx.engine.workspace import GradientScale, Mean
+from fsdpx.engine.run import GradientScale, Mean
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Range
 from fsdpx.nn.layer import Spec
 from fsdpx.program import VERBS, Action, Program, Slot
 from fsdpx.state.gradients import same_memory
-from fsdpx.state.transfer import Transfer
 
 __all__ = ["RankRecord", "Recorder", "Written", "read"]
 

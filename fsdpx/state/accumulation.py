@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdpx.codecs import Compressed, Moves, Plain, Route
+from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError
@@ -24,7 +25,6 @@ from fsdpx.state.gradients import (
     parcel_nbytes,
     same_memory,
 )
-from fsdpx.state.transfer import Transfer
 
 __all__ = ["Accumulation", "ByChunk", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]
 

@@ -14,14 +14,15 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import Stretch
 from fsdpx.codecs import Codec, Compressed
 from fsdpx.codecs.compressed import TURNS, pieces_of
+from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
 from fsdpx.layout.pages import Piece, ShardedPage
 from fsdpx.layout.tree import Stack, TreeNode, depth, root
-from fsdpx.state.transfer import Transfer
 
 __all__ = [
     "ChunkGradients", "Gradient", "Parcels", "Reduction", "Subtrees", "WholeGradient", "parcel_nbytes", "same_memory",
 ]  # fmt: skip
+
 
 class Reduction(NamedTuple):
     """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
+from fsdpx.comm.calls import Transfer
 from fsdpx.config import Precision
 from fsdpx.errors import NumericsError
 from fsdpx.program import Slot
@@ -18,7 +19,6 @@ from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.ties import Tie
-from fsdpx.state.transfer import Transfer
 
 __all__ = ["BATCHES", "PROGRESS", "TRAINED", "Beyond", "Clock", "Scaler", "Spent", "TrainState"]
 

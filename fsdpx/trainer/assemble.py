@@ -25,11 +25,9 @@ from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.cuda.devices import current, take
-from fsdpx.engine.engine import ActionRecorder, Engine
-from fsdpx.engine.warm import warm
+from fsdpx.engine.engine import ActionRecorder, Engine, warm
 from fsdpx.errors import ConfigError
-from fsdpx.layout.stages import cut_stages, deal
-from fsdpx.layout.units import Layout, Spread, lay_out
+from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort, with_numbers
@@ -42,10 +40,8 @@ from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
 from fsdpx.state.local import Local, local_of
-from fsdpx.state.pipe import Pipe
-from fsdpx.state.placement import Formats, Options, Placement, Recompute, recompute, statistics_of
+from fsdpx.state.placement import Formats, Options, Pipe, Placement, Recompute, recompute, statistics_of
 from fsdpx.state.tuning import Tuning, kept, tune_for
-from fsdpx.trainer.absent import NoOptimizer
 from fsdpx.trainer.choices import (
     CHUNKS,
     LOCAL,
@@ -59,7 +55,7 @@ from fsdpx.trainer.choices import (
     is_collective,
 )
 from fsdpx.trainer.progress import say, slow
-from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
+from fsdpx.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
 from fsdpx.words import demand_match
 

@@ -12,9 +12,9 @@ import numpy as np
 from fsdpx import shapes as xp
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import alone
-from fsdpx.engine import compute
-from fsdpx.engine.warm import warm
-from fsdpx.engine.workspace import roots
+from fsdpx.engine import computing
+from fsdpx.engine.engine import warm
+from fsdpx.engine.run import roots
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Env, Layer, dotted, time_of
 from fsdpx.nn.numeric import as_taken
@@ -167,11 +167,11 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
         {name: xp.ShapeArray(spread.shape(spec), placement.compute) for name, spec in node.layer.specs().items()}
         for node in one.nodes
     ]
-    saved = compute.forward(one, envs, params, values, True, stage.constant)
+    saved = computing.unit_forward(one, envs, params, values, True, stage.constant)
     mine = {key for p in params for key, _ in roots(p)}
     whole, inputs = _total(roots(saved), mine), _total(roots(read), mine)
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
-    late = compute.backward_input(one, envs, params, saved, dvalues, stage.constant)
+    late = computing.unit_backward_input(one, envs, params, saved, dvalues, stage.constant)
     return UnitBytes(whole, inputs, _total(roots(late), mine))
 
 

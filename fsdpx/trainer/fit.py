@@ -28,13 +28,12 @@ from fsdpx.state.feed import Feed
 from fsdpx.state.footprint import memory_limits
 from fsdpx.state.state import TrainState
 from fsdpx.state.tuning import Tuning, bytes_text, table
-from fsdpx.trainer.absent import NoOptimizer, demand
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.callbacks import Events, Log, Metric, Metrics, on_host
 from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
-from fsdpx.trainer.recipe import Recipe
+from fsdpx.trainer.recipe import NoOptimizer, Recipe, demand
 from fsdpx.trainer.routing import METRICS, Watched, routes
 from fsdpx.trainer.saves import Saves, Trains
 from fsdpx.trainer.series import Checkpoints, History

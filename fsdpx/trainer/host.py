@@ -18,7 +18,7 @@ from fsdpx.checkpoint.load import load
 from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.comm.communicator import Communicator
-from fsdpx.engine.workspace import GradientScale
+from fsdpx.engine.run import GradientScale
 from fsdpx.errors import ConfigError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement

@@ -1,12 +1,14 @@
 """The recipe of a trainer: a model and every choice about it. A session can be made of it on any world, and again on
-another one."""
+another one.
+
+Where no loss or no optimiser was given, a stand-in takes its place: a trainer of it predicts, and trains nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 from fsdpx import environment
 from fsdpx.codecs import Choice
@@ -14,15 +16,67 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count, python_fields
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
-from fsdpx.layout.stages import Stages
+from fsdpx.layout.units import Stages
 from fsdpx.nn.layer import Layer
+from fsdpx.nn.losses import Loss
 from fsdpx.observe.trace import Trace
+from fsdpx.optim.rounded import inside
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
-from fsdpx.trainer.absent import NoLoss, NoOptimizer
 from fsdpx.trainer.choices import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 
-__all__ = ["Distribution", "Machinery", "Recipe", "Training"]
+__all__ = ["Distribution", "Machinery", "NoLoss", "NoOptimizer", "Recipe", "Training", "demand", "lacks"]
+
+
+class NoLoss(Loss):
+    """Where no loss was given."""
+
+    acts_on = "position"  # suits every cut: it compares nothing
+
+    def forward(self, env: Any, y: Any, target: Any) -> NoReturn:
+        raise AssertionError("there is no loss")
+
+    def backward(self, env: Any, saved: Any, seed: float) -> NoReturn:
+        raise AssertionError("there is no loss")
+
+    def validate(self, shape: tuple[int, ...], target: Any) -> None:
+        """Nothing is compared."""
+
+    def __repr__(self) -> str:
+        return "no loss"
+
+
+@dataclass(frozen=True, repr=False)
+class NoOptimizer:
+    """Where no optimiser was given: all parameters are frozen, and it keeps nothing."""
+
+    lr: float = 0.0
+    slots: tuple[str, ...] = ()
+
+    def update(self, *_: Any, **__: Any) -> None:
+        """No parameter is trained."""
+
+    def __repr__(self) -> str:
+        return "no optimizer"
+
+
+REMEDY = {"loss": "loss=nn.MSE()", "optimizer": "optimizer=optim.AdamW(lr=1e-3)"}
+
+
+def lacks(loss: Any, optimizer: Any) -> bool:
+    """Whether the loss or the optimiser was not given to `distribute`."""
+    return isinstance(loss, NoLoss) or isinstance(inside(optimizer), NoOptimizer)
+
+
+def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:
+    """ConfigError where a call needs the loss or the optimiser given here, and it was not given to `distribute`."""
+    without = ["loss"] if isinstance(loss, NoLoss) else []
+    without += ["optimizer"] if isinstance(inside(optimizer), NoOptimizer) else []
+    if without:
+        raise ConfigError(
+            f"{call}: this trainer was made without {' and '.join(without)}, to predict alone; say "
+            f"distribute({', '.join(REMEDY[name] for name in without)}, ...)"
+        )
 
 
 @dataclass(frozen=True)

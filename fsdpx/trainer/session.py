@@ -19,8 +19,7 @@ from fsdpx.config import Async
 from fsdpx.engine.direct import Direct
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
-from fsdpx.engine.run import demand_finite
-from fsdpx.engine.workspace import GradientScale, Mean
+from fsdpx.engine.run import GradientScale, Mean, demand_finite
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index

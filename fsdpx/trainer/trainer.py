@@ -22,10 +22,10 @@ from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import fit as fitting
-from fsdpx.trainer.absent import demand, lacks
 from fsdpx.trainer.generate import generate
 from fsdpx.trainer.host import KEEPS, LOOKS, REPLACES, STEP, LastUpdate, TrainerHost, hosted
 from fsdpx.trainer.inspect import Inspection
+from fsdpx.trainer.recipe import demand, lacks
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import (

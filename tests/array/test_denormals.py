@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fsdpx.array import kernels, parallel
-from fsdpx.array.denormals import flushed
+from fsdpx.array.parallel import flushed
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
 TINY = np.full(100, 1e-40, np.float32)

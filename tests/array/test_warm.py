@@ -69,7 +69,7 @@ def test_a_step_finds_all_kernels_warm(precision):
         + """
 import warnings
 from fsdpx import nn, optim
-from fsdpx.engine.warm import warm as warm_all
+from fsdpx.engine.engine import warm as warm_all
 warnings.filterwarnings("ignore", "fsdpx: bf16 is computed as float32")  # on processors without instructions for it
 block = nn.TransformerBlock(8, 2, dropout=0.1)
 model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))

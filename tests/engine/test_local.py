@@ -13,8 +13,8 @@ from models import KNOWN, make, part
 import fsdpx
 from fsdpx import Local, Mesh, data, nn, optim, spawn
 from fsdpx.comm import Communicator
+from fsdpx.comm.calls import Transfer
 from fsdpx.errors import CheckpointError, ConfigError, DesyncError
-from fsdpx.state.transfer import Transfer
 from fsdpx.testing import demand_close, difference
 
 MEAN = optim.SGD(lr=1.0)

@@ -16,7 +16,7 @@ import fsdpx
 from fsdpx import Mesh, Precision, Sharding, nn, optim, spawn
 from fsdpx.array.arena import ALIGN, Arena, Life, place
 from fsdpx.comm import Communicator, FakeCommunicator
-from fsdpx.engine.workspace import roots
+from fsdpx.engine.run import roots
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.program import parse

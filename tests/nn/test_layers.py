@@ -12,8 +12,8 @@ from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.mesh import Mesh, connect
 from fsdpx.comm.opening import spawn
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.gradients import Entries, Gradients, destination
 from fsdpx.nn.layer import branches
+from fsdpx.nn.numeric import Entries, Gradients, destination
 from fsdpx.testing import LayerContract
 
 from .setting import env, gradients, normal, parameters

@@ -1,8 +1,7 @@
 """Matrix products by the chosen libraries, written or added in place."""
 
 from fsdpx.array.blas import halves
-from fsdpx.array.blas.choice import available, choose, chosen, pointer, threads
-from fsdpx.array.blas.libraries import present
+from fsdpx.array.blas.libraries import available, choose, chosen, pointer, present, threads
 from fsdpx.array.blas.measure import measure, measure_halves
 from fsdpx.array.blas.products import affine, gemm, linear_backward, linear_gradients
 

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 from fsdpx.array import parallel
-from fsdpx.array.blas import choice, mkl, onednn
+from fsdpx.array.blas import libraries, mkl, onednn
 from fsdpx.array.blas.libraries import intel, present
 from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.array.kernels.half import widened
@@ -82,7 +82,7 @@ def product(
     bias: `(n,)`, of their dtype; not where `out` is added to."""
     if small_product(out, a, b, accumulate, bias):
         return
-    if choice.cut > 1 and bias is None and (cut := pieces(out, a, b)):
+    if libraries.cut > 1 and bias is None and (cut := pieces(out, a, b)):
         parallel.run(_whole, [(*piece, accumulate, None) for piece in cut])
     else:
         _whole(out, a, b, accumulate, bias)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import numpy as np
 
-from fsdpx.array.blas import choice, halves
+from fsdpx.array.blas import halves, libraries
 from fsdpx.array.blas.products import gemm
 from fsdpx.array.namespace import dtype
 
@@ -24,7 +24,7 @@ def measure() -> dict[str, float]:
 
     The libraries take turns, and the fastest call of each product counts: what else runs here slows some of them.
     The figure is the harmonic mean over the shapes: small products must not be lost among large ones."""
-    return _rates(choice, list(choice.available()), gemm, np.dtype(np.float32))
+    return _rates(libraries, list(libraries.available()), gemm, np.dtype(np.float32))
 
 
 def measure_halves() -> dict[str, float]:

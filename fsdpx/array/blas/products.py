@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import parallel
-from fsdpx.array.blas import choice
-from fsdpx.array.blas.choice import ADDRESSES
+from fsdpx.array.blas import libraries
+from fsdpx.array.blas.libraries import ADDRESSES
 from fsdpx.array.kernels import activation
 from fsdpx.array.kernels.half import narrowed, widened
 
@@ -33,7 +33,7 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without
     a copy; all others to `numpy.matmul`."""
-    if choice.cut > 1 and (cut := pieces(out, a, b)):
+    if libraries.cut > 1 and (cut := pieces(out, a, b)):
         parallel.run(_whole, [(*piece, accumulate) for piece in cut])
     else:
         _whole(out, a, b, accumulate)
@@ -53,7 +53,7 @@ def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
     """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
     dtype = out.dtype
     at = ADDRESSES[dtype.char]
-    fits = _runs(at, x) and dtype is x.dtype is weight.dtype and (choice.cut == 1 or not _large(out, x))
+    fits = _runs(at, x) and dtype is x.dtype is weight.dtype and (libraries.cut == 1 or not _large(out, x))
     if fits and COMPILED["affine"](at, out, x, weight, NO_VECTOR[dtype.char] if bias is None else bias):
         return
     gemm(out, x, weight.T)
@@ -64,7 +64,7 @@ def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
 def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) -> None:
     """dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
     at = ADDRESSES[dy.dtype.char]
-    if at and dy.dtype is x.dtype and dy.flags.c_contiguous and (choice.cut == 1 or not _large(dy, x)):
+    if at and dy.dtype is x.dtype and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
         dweight, add_weight = weight or (NO_MATRIX[dy.dtype.char], False)
         dbias, add_bias = bias or (NO_VECTOR[dy.dtype.char], False)
         if COMPILED["linear_gradients"](at, dweight, dbias, dy, x, add_weight, add_bias):
@@ -79,7 +79,7 @@ def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, 
     """dx = dy @ by, and `linear_gradients`, in one call."""
     dtype = dy.dtype
     at = ADDRESSES[dtype.char]
-    if at and dtype is x.dtype is by.dtype and dy.flags.c_contiguous and (choice.cut == 1 or not _large(dy, x)):
+    if at and dtype is x.dtype is by.dtype and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
         dweight, add_weight = weight or (NO_MATRIX[dtype.char], False)
         dbias, add_bias = bias or (NO_VECTOR[dtype.char], False)
         if COMPILED["linear_backward"](at, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
@@ -125,7 +125,7 @@ def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
 
 def _runs(at: int, a: Array) -> bool:
     """Whether compiled code may know how to multiply by `a`, with the library at `at` or without."""
-    return at != 0 or (a.shape[0] <= choice.FEW and a.dtype.char in "fd" and choice.compiles())
+    return at != 0 or (a.shape[0] <= libraries.FEW and a.dtype.char in "fd" and libraries.compiles())
 
 
 def _large(a: Array, b: Array) -> bool:
@@ -137,7 +137,7 @@ def pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """The product in as many pieces as there are threads, cut along the longer dim of `out`; none if it is small.
 
     The cut changes the last bits: a library may add long sums in an order that depends on the shape."""
-    (m, n), count = out.shape, choice.cut
+    (m, n), count = out.shape, libraries.cut
     if not _large(a, b) or max(m, n) < count * LINE:
         return []
     edges = [max(m, n) * i // count // LINE * LINE for i in range(count)] + [max(m, n)]

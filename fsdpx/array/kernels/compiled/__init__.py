@@ -1,6 +1,9 @@
 """Kernels as Numba code, for NumPy arrays of float32 and float64; same names and signatures as the plain ones."""
 
 from fsdpx.array.kernels.compiled.activation import (
+    add,
+    add_bias,
+    bias_gelu,
     gated,
     gated_backward,
     gelu,
@@ -11,8 +14,8 @@ from fsdpx.array.kernels.compiled.activation import (
     sigmoid,
     silu,
     silu_backward,
+    sum_rows,
 )
-from fsdpx.array.kernels.compiled.addition import add, add_bias, bias_gelu, sum_rows
 from fsdpx.array.kernels.compiled.attention import attention, attention_backward, rotate, softmax, softmax_backward
 from fsdpx.array.kernels.compiled.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
 from fsdpx.array.kernels.compiled.half import add_widened, round_randomly, store

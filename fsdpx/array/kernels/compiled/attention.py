@@ -17,9 +17,21 @@ from fsdpx.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.array.kernels.attention import rotate as plain_rotate
 from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.kernels.compiled.attention16 import available
-from fsdpx.array.kernels.compiled.half import fallback, put, real, wide, zero
+from fsdpx.array.kernels.compiled.half import (
+    dot,
+    exponentials,
+    fallback,
+    in_line,
+    largest,
+    numbers,
+    owned,
+    put,
+    real,
+    total,
+    wide,
+    zero,
+)
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
-from fsdpx.array.kernels.compiled.rows import dot, exponentials, in_line, largest, numbers, owned, total
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.parallel import over
 from fsdpx.cuda.head_layout import merged, time_first

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx import environment
-from fsdpx.array.kernels.compiled.half import put
-from fsdpx.array.kernels.compiled.rows import dot
+from fsdpx.array.kernels.compiled.half import dot, put
 from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
 from fsdpx.native.compiled import REORDER, fixed, jit
 from fsdpx.native.late import cgutils, intrinsic, ir, types

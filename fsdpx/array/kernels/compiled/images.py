@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.rows import owned
+from fsdpx.array.kernels.compiled.half import owned
 from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.parallel import over
 from fsdpx.native.compiled import jit

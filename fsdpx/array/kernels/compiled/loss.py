@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.half import number, put, real, wide
-from fsdpx.array.kernels.compiled.rows import exponentials, largest, numbers, owned
+from fsdpx.array.kernels.compiled.half import exponentials, largest, number, numbers, owned, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.norm import BLOCK
 from fsdpx.array.parallel import over, over_columns

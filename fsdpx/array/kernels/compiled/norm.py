@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.half import number, put, real, wide, zero
+from fsdpx.array.kernels.compiled.half import number, owned, put, real, square_distance, total, wide, zero
 from fsdpx.array.kernels.compiled.images import rows_first, rows_of
-from fsdpx.array.kernels.compiled.rows import owned, square_distance, total
 from fsdpx.array.kernels.norm import BLOCK as SQUARES
 from fsdpx.array.parallel import GRAIN, cuts, over, over_columns, run
 from fsdpx.native.compiled import REORDER, jit

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.blas.choice import FEW
-from fsdpx.array.kernels.compiled.addition import column_sums
-from fsdpx.array.kernels.compiled.half import put, real
-from fsdpx.array.kernels.compiled.rows import dot, in_line, prefetch
+from fsdpx.array.blas.libraries import FEW
+from fsdpx.array.kernels.compiled.activation import column_sums
+from fsdpx.array.kernels.compiled.half import dot, in_line, prefetch, put, real
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import intrinsic, ir, register_jitable, types
