@@ -47,7 +47,7 @@ def unit_forward(
         try:
             values[node.output], kept = node.layer.forward(env, p, x)
         except Exception as error:
-            _blame(error, "unit_forward", node)
+            _blame(error, "forward", node)
             raise
         saved.append(kept if keep and node.output not in constant else None)
     return saved
@@ -74,7 +74,7 @@ def unit_backward(
         try:
             dx = run(envs[i], params[i], grads[i], held, dy)
         except Exception as error:
-            _blame(error, "unit_backward", node)
+            _blame(error, "backward", node)
             raise
         if not leaf:
             if getattr(dx, "dtype", None) is not dy.dtype:
@@ -101,7 +101,7 @@ def unit_backward_input(
             dx, late = node.layer.backward_input(envs[i], params[i], held, dy)
             kept[i] = late if unit.trains[i] else NOTHING
         except Exception as error:
-            _blame(error, "unit_backward", node)
+            _blame(error, "backward", node)
             raise
         _demand_format(node, dx, dy)
         _spread(node.inputs, dx, dvalues, constant)
