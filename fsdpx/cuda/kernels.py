@@ -4,7 +4,7 @@ are more than one pass over memory as array code. `on_gpu` finds the one for a c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ PARTS, ROWS = 128, 64
 BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
 KINDS = {"float64": 64, "float32": 32, "bfloat16": 16}
-SOURCE = Path(__file__).with_name("kernels.cu")
+SOURCE, ATTENTION = (Path(__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 OPTIONS = ("--std=c++17", "--fmad=false")
 """Without fused multiplications and additions, updates have the bits that the host computes."""
 
@@ -36,6 +36,14 @@ def module(kind: int, gpu: int) -> Any:
     """The kernels for a format, compiled when they are first needed, for the GPU that is current; CuPy keeps them on
     disk."""
     return cupy().RawModule(code=SOURCE.read_text(), options=(*OPTIONS, f"-DKIND={kind}"))
+
+
+@functools.cache
+def flash(features: int, gpu: int) -> Any:
+    """The kernels of attention in bfloat16 for heads with that many features, for the GPU that is current."""
+    return cupy().RawModule(
+        code=ATTENTION.read_text(), options=("--std=c++17", "--use_fast_math", f"-DHEAD={features}")
+    )
 
 
 class Launch:
@@ -262,24 +270,22 @@ def cross_entropy_backward(
     return dx
 
 
-# -- attention, one sample after the other -----------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------------------------------
+
+WARPS, OWN, MOST_FEATURES, AMPERE = 4, 64, 128, 80
+"""As in `attention.cu`; and the compute capability from which GPUs multiply matrices of bfloat16."""
 
 
 @form("view view view any any any index?")
 def attention(
     launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[Any, Any]:
-    xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
-    o = time_first(xp, q)
-    lse, scores = xp.empty((b, h, t), dtype=launch.wide), xp.empty((h, t, n), dtype=launch.wide)
-    p, names = xp.empty((h, t, n), dtype=q.dtype), _names(segments, b)
-    turns = _turns(h, shared)
-    for i in range(b):
-        for heads in turns:
-            batched(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
-        launch("attention_rows", (h * t,), scores, p, lse[i], names[i], t, n, bool(causal), int(window))
-        for heads in turns:
-            batched(o[i, heads], p[heads], v[i])
+    o, lse = time_first(launch.xp, q), launch.xp.empty(q.shape[:3], dtype=launch.wide)
+    given = causal, scale, window, _names(segments)
+    if _takes_tiles(launch, q, k, v, o):
+        _walk("flash", -(-q.shape[2] // OWN) * lse.shape[0] * lse.shape[1], (q, k, v, o), (lse,), q, k, *given)
+    else:
+        _attention_by_samples(launch, q, k, v, o, lse, *given)
     return o, lse
 
 
@@ -288,17 +294,80 @@ def attention_backward(
     launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,
 ) -> Any:  # fmt: skip
+    made = merged(launch.xp, q, k)
+    given = causal, scale, window, _names(segments)
+    if not _takes_tiles(launch, q, k, v, o, do, *made):
+        _attention_backward_by_samples(launch, q, k, v, lse, do, made, *given)
+        return made
+    sums, (dq, dk, dv) = launch.xp.empty_like(lse), made
+    (samples, heads, t, d), (_, shared, n, _) = q.shape, k.shape
+    _flash("flash_sums", d, -(-lse.size // WARPS), *_views(o, do), sums, heads, t, lse.size)
+    _walk("flash_queries", -(-t // OWN) * samples * heads, (q, k, v, do, dq), (lse, sums), q, k, *given)
+    _walk("flash_keys", -(-n // OWN) * samples * shared, (q, k, v, do, dk, dv), (lse, sums), q, k, *given)
+    return made
+
+
+def _takes_tiles(launch: Launch, *matrices: Any) -> bool:
+    """Whether `attention.cu` takes these arrays (B, H, T, D): bfloat16, rows of packs of 16 bytes, a GPU that
+    multiplies matrices of them."""
+    if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
+        return False
+    d = matrices[0].shape[3]
+    packed = all(x.strides[3] == 2 and not any(n % 16 for n in (*x.strides[:3], x.data.ptr)) for x in matrices)
+    return packed and d % 16 == 0 and d <= MOST_FEATURES
+
+
+def _walk(
+    name: str, blocks: int, matrices: tuple[Any, ...], rows: tuple[Any, ...], q: Any, k: Any, causal: bool,
+    scale: float, window: int, segments: Any,
+) -> None:  # fmt: skip
+    (_, heads, t, d), (_, shared, n, _) = q.shape, k.shape
+    mask = np.float32(scale), bool(causal), int(window), segments
+    _flash(name, d, blocks, *_views(*matrices), *rows, heads, shared, t, n, *mask)
+
+
+def _flash(name: str, features: int, blocks: int, *given: Any) -> None:
+    kernel = flash(features, cupy().cuda.Device().id).get_function(f"fsdpx_{name}")
+    kernel((blocks,), (32 * WARPS,), tuple(map(_typed, given)))
+
+
+def _views(*matrices: Any) -> Iterator[Any]:
+    """Where each begins, and how far its samples, heads and rows are from each other."""
+    for x in matrices:
+        yield np.uint64(x.data.ptr)
+        yield from (stride // 2 for stride in x.strides[:3])
+
+
+def _attention_by_samples(
+    launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, causal: bool, scale: float, window: int, segments: Any
+) -> None:
+    """Products of whole matrices, one sample after the other: its scores exist at a time."""
+    xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
+    scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
+    turns = _turns(h, shared)
+    for i in range(b):
+        for heads in turns:
+            batched(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
+        named = None if segments is None else segments[i]
+        launch("attention_rows", (h * t,), scores, p, lse[i], named, t, n, bool(causal), int(window))
+        for heads in turns:
+            batched(o[i, heads], p[heads], v[i])
+
+
+def _attention_backward_by_samples(
+    launch: Launch, q: Any, k: Any, v: Any, lse: Any, do: Any, made: Any, causal: bool, scale: float, window: int,
+    segments: Any,
+) -> None:  # fmt: skip
     xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
-    made = merged(xp, q, k)
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
-    turns, names = _turns(h, shared), _names(segments, b)
+    turns = _turns(h, shared)
     sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # over queries that share keys
     for i in range(b):
         for heads in turns:
             batched(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
             batched(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
-        given = names[i], t, n, float(scale), bool(causal), int(window)
+        given = None if segments is None else segments[i], t, n, float(scale), bool(causal), int(window)
         launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, *given)
         dk, dv = (x.swapaxes(0, 1) for x in sums) if len(turns) > 1 else (made[1][i], made[2][i])
         for turn, heads in enumerate(turns):
@@ -307,7 +376,6 @@ def attention_backward(
             batched(dv, p[heads].swapaxes(1, 2), do[i, heads], accumulate=turn > 0)
         for x, out in zip(sums if len(turns) > 1 else (), made[1:], strict=False):
             store(launch, x, out[i].swapaxes(0, 1))
-    return made
 
 
 def _turns(heads: int, shared: int) -> list[slice]:
@@ -316,9 +384,9 @@ def _turns(heads: int, shared: int) -> list[slice]:
     return [slice(first, None, group) for first in range(group)]
 
 
-def _names(segments: Any, samples: int) -> Any:
-    """The segments of each sample, as the kernels take them."""
-    return [None] * samples if segments is None else segments.astype(np.int64, copy=False)
+def _names(segments: Any) -> Any:
+    """The segments as the kernels take them."""
+    return None if segments is None else segments.astype(np.int64, copy=False)
 
 
 # -- formats, norms, dropout -------------------------------------------------------------------------------------------

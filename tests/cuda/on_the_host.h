@@ -12,6 +12,7 @@
 #define __global__
 #define __device__
 #define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
 
 struct Place { unsigned x, y, z; };
 static Place blockIdx, threadIdx, blockDim, gridDim;
@@ -63,6 +64,57 @@ template <typename T> static T __shfl_xor_sync(unsigned, T v, int step) {
     __syncthreads();
     return other;
 }
+
+// The matrix units: threads of a warp lay down what they have, and each reads what its part of the result needs.
+static unsigned left[MOST][4], right[MOST][2];
+static const unsigned short* rows[MOST];
+
+static float element(unsigned both, int which) {
+    unsigned bits = (both >> 16 * which) << 16;
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+
+static void mma(float* c, const unsigned* a, const unsigned* b) {
+    int thread = threadIdx.x, warp = thread & ~31, lane = thread & 31;
+    memcpy(left[thread], a, sizeof left[0]), memcpy(right[thread], b, sizeof right[0]);
+    __syncthreads();
+    for (int e = 0; e < 4; e++) {
+        int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k++) {
+            unsigned one = left[warp + row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], two = right[warp + column * 4 + k % 8 / 2][k / 8];
+            c[e] += element(one, k % 2) * element(two, k % 2);
+        }
+    }
+    __syncthreads();
+}
+
+template <bool TURNED> static void matrices(unsigned* out, const unsigned short* row) {
+    int thread = threadIdx.x, warp = thread & ~31, lane = thread & 31;
+    rows[thread] = row;
+    __syncthreads();
+    for (int i = 0; i < 4; i++) {
+        int down = lane / 4, along = lane % 4 * 2, first = warp + 8 * i;
+        unsigned low = TURNED ? rows[first + along][down] : rows[first + down][along];
+        unsigned high = TURNED ? rows[first + along + 1][down] : rows[first + down][along + 1];
+        out[i] = low | high << 16;
+    }
+    __syncthreads();
+}
+
+static unsigned rounded(float low, float high) {
+    unsigned short parts[2];
+    float both[2] = {low, high};
+    for (int i = 0; i < 2; i++) {
+        unsigned bits;
+        memcpy(&bits, &both[i], 4);
+        parts[i] = both[i] != both[i] ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    }
+    return parts[0] | (unsigned)parts[1] << 16;
+}
+
+struct uint4 { unsigned x, y, z, w; };
 
 static float __uint_as_float(unsigned bits) { float v; memcpy(&v, &bits, 4); return v; }
 static unsigned __float_as_uint(float v) { unsigned bits; memcpy(&bits, &v, 4); return bits; }

@@ -28,6 +28,8 @@ _at = threading.local()
 
 
 class Device:
+    compute_capability = "90"
+
     def __init__(self, number: int | None = None) -> None:
         self.id = getattr(_at, "gpu", 0) if number is None else number
 
@@ -260,9 +262,13 @@ class RawModule:
 
 def _launchers(code: str) -> list[str]:
     """For each kernel a function that runs it on a grid."""
-    made = []
+    made, macros = [], re.findall(r"^#define (\w+)(?:\((\w+)\))? (.*)", code, re.M)
     for name, given in re.findall(r"^KERNEL\((\w+)\)\((.*?)\) *\{", code, re.M | re.S):
-        names = ", ".join(word.split()[-1] for word in given.split(","))
+        for macro, parameter, body in macros:
+            pattern = rf"\b{macro}\((\w+)\)" if parameter else rf"\b{macro}\b"
+            text = re.sub(rf"(##)?\b{parameter}\b(##)?", r"\\1", body) if parameter else body
+            given = re.sub(pattern, text, given)
+        names = ", ".join(word.split()[-1].lstrip("*") for word in given.split(","))
         body = f"run(grid_x, grid_y, block, [&] {{ fsdpx_{name}({names}); }});"
         made.append(f'extern "C" void host_{name}(int grid_x, int grid_y, int block, {given}) {{ {body} }}\n')
     return made
