@@ -24,7 +24,7 @@ typedef long long number;
 
 // -- the matrix units -----------------------------------------------------------------------------------------------------
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)  // tests have their own, for the host
+#ifndef ON_THE_HOST  // tests have their own
 // c (16 x 8) += a (16 x 16) b (16 x 8), as the registers of a warp.
 __device__ inline void mma(float* c, const unsigned* a, const unsigned* b) {
     asm volatile(

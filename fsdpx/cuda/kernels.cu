@@ -1,6 +1,7 @@
 // Kernels for what cuBLAS does not do, compiled once for each format: KIND is 64 (double), 32 (float) or 16 (bfloat16,
 // as its bits, computed in float). Sums are made in `wide`, in an order that follows from shapes and block sizes alone:
 // nothing is added atomically. Blocks have a multiple of 32 threads. Functions of one row run one block per row.
+// Threads read and write 16 bytes at a time, a pack, wherever an array begins at a multiple of them.
 
 #if KIND == 64
 typedef double real;
@@ -17,6 +18,11 @@ typedef long long number;
 #define KERNEL(name) extern "C" __global__ void fsdpx_##name
 #define EACH(i, n) for (number i = blockIdx.x * (number)blockDim.x + threadIdx.x; i < (n); i += gridDim.x * (number)blockDim.x)
 #define ALONG(i, n) for (number i = threadIdx.x; i < (n); i += blockDim.x)
+#define LANES (16 / sizeof(real))
+// Packs of n elements: the first place of each.
+#define PACKS(i, n) for (number i = (blockIdx.x * (number)blockDim.x + threadIdx.x) * LANES; i < (n); i += gridDim.x * (number)blockDim.x * LANES)
+#define PACKS_ALONG(i, n) for (number i = threadIdx.x * LANES; i < (n); i += blockDim.x * LANES)
+#define LANE(k) for (int k = 0; k < LANES; k++)
 
 // -- formats ----------------------------------------------------------------------------------------------------------
 
@@ -30,6 +36,51 @@ __device__ inline void put(unsigned short* x, number i, float v) {  // to the ne
     unsigned bits = __float_as_uint(v);
     x[i] = v != v ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
+
+// Elements of one pack, in `wide`. What lies beyond n is 0 when it is read, and is not written.
+struct __align__(16) Bits { real at[LANES]; };
+struct Pack {
+    wide at[LANES];
+    __device__ Pack() {}
+    __device__ Pack(const real* x, number i, number n) {
+        if (i + LANES <= n && (size_t)(x + i) % 16 == 0) {
+            Bits bits = *(const Bits*)(x + i);
+            LANE(k) at[k] = get(bits.at, k);
+        } else
+            LANE(k) at[k] = i + k < n ? get(x, i + k) : 0;
+    }
+    __device__ void write(real* x, number i, number n) const {
+        if (i + LANES <= n && (size_t)(x + i) % 16 == 0) {
+            Bits bits;
+            LANE(k) put(bits.at, k, at[k]);
+            *(Bits*)(x + i) = bits;
+        } else
+            LANE(k) if (i + k < n) put(x, i + k, at[k]);
+    }
+    __device__ void round() {
+        Bits bits;
+        LANE(k) put(bits.at, k, at[k]);
+        LANE(k) at[k] = get(bits.at, k);
+    }
+};
+
+// What features that come round and round add to the elements of a pack.
+__device__ inline Pack of_features(const real* bias, number i, number features) {
+    Pack found;
+    number first = i % features;
+    if (first + LANES <= features) return Pack(bias, first, features);
+    LANE(k) found.at[k] = get(bias, (i + k) % features);
+    return found;
+}
+
+// In float where results are rounded to bfloat16: the GPU's own exponential and division, right to six digits.
+#if KIND == 16 && !defined(ON_THE_HOST)
+__device__ inline wide power(wide x) { return __expf(x); }
+__device__ inline wide ratio(wide a, wide b) { return __fdividef(a, b); }
+#else
+__device__ inline wide power(wide x) { return exp(x); }
+__device__ inline wide ratio(wide a, wide b) { return a / b; }
+#endif
 
 // -- sums over the threads of a block, the same bits in each of them -------------------------------------------------
 
@@ -59,19 +110,32 @@ KERNEL(norm)(const real* x, const real* weight, const real* bias, real* y, wide*
     x += row * n, y += row * n;
     wide middle = 0, squares = 0;
     if (centred) {
-        ALONG(i, n) middle += get(x, i);
+        PACKS_ALONG(i, n) {
+            Pack a(x, i, n);
+            LANE(k) middle += a.at[k];
+        }
         middle = sum(middle) / n;
     }
-    ALONG(i, n) {
-        wide c = get(x, i) - middle;
-        squares += c * c;
+    PACKS_ALONG(i, n) {
+        Pack a(x, i, n);
+        LANE(k) {
+            wide c = a.at[k] - middle;
+            squares += i + k < n ? c * c : 0;
+        }
     }
     wide scale = 1 / sqrt(sum(squares) / n + (wide)eps);
-    ALONG(i, n) {
-        wide v = (get(x, i) - middle) * scale;
-        if (weight) v *= get(weight, i);
-        if (bias) v += get(bias, i);
-        put(y, i, v);
+    PACKS_ALONG(i, n) {
+        Pack a(x, i, n);
+        LANE(k) a.at[k] = (a.at[k] - middle) * scale;
+        if (weight) {
+            Pack w(weight, i, n);
+            LANE(k) a.at[k] *= w.at[k];
+        }
+        if (bias) {
+            Pack b(bias, i, n);
+            LANE(k) a.at[k] += b.at[k];
+        }
+        a.write(y, i, n);
     }
     if (threadIdx.x == 0) {
         if (centred) mean[row] = middle;
@@ -83,16 +147,27 @@ KERNEL(norm_backward)(const real* x, const real* weight, const wide* mean, const
     number row = blockIdx.x;
     x += row * n, dy += row * n, dx += row * n;
     wide middle = centred ? mean[row] : 0, scale = rstd[row], along = 0, total = 0;
-    ALONG(i, n) {
-        wide h = weight ? get(dy, i) * get(weight, i) : get(dy, i);
-        along += h * ((get(x, i) - middle) * scale);
-        total += h;
+    PACKS_ALONG(i, n) {
+        Pack a(x, i, n), h(dy, i, n);
+        if (weight) {
+            Pack w(weight, i, n);
+            LANE(k) h.at[k] *= w.at[k];
+        }
+        LANE(k) {
+            along += h.at[k] * ((a.at[k] - middle) * scale);
+            total += h.at[k];
+        }
     }
     along = sum(along) / n;
     total = centred ? sum(total) / n : 0;
-    ALONG(i, n) {
-        wide h = weight ? get(dy, i) * get(weight, i) : get(dy, i);
-        put(dx, i, (h - total - (get(x, i) - middle) * scale * along) * scale);
+    PACKS_ALONG(i, n) {
+        Pack a(x, i, n), h(dy, i, n);
+        if (weight) {
+            Pack w(weight, i, n);
+            LANE(k) h.at[k] *= w.at[k];
+        }
+        LANE(k) a.at[k] = (h.at[k] - total - (a.at[k] - middle) * scale * along) * scale;
+        a.write(dx, i, n);
     }
 }
 
@@ -140,42 +215,78 @@ KERNEL(add_parts_wide)(const wide* parts, wide* out, number count, number n, int
 #define ROOT_HALF (wide)0.7071067811865476
 
 __device__ inline wide sigmoid(wide x) {
-    wide e = exp(-fabs(x));
-    return (x < 0 ? e : 1) / (e + 1);
+    wide e = power(-fabs(x));
+    return ratio(x < 0 ? e : 1, e + 1);
 }
 
-__device__ inline wide gelu_of(wide x, int tanh) {
-    if (tanh) return x * sigmoid(x * (x * x * CUBIC + 1) * SLOPE);
-    return x * (erfc(-x * ROOT_HALF) / 2);
-}
+struct Gelu { wide value, slope; };
 
-__device__ inline wide gelu_slope(wide x, int tanh) {
+__device__ inline Gelu gelu_at(wide x, int tanh) {
     if (tanh) {
         wide s = sigmoid(x * (x * x * CUBIC + 1) * SLOPE);
-        return s + x * s * (1 - s) * ((x * x * (3 * CUBIC) + 1) * SLOPE);
+        return {x * s, s + x * s * (1 - s) * ((x * x * (3 * CUBIC) + 1) * SLOPE)};
     }
-    return erfc(-x * ROOT_HALF) / 2 + x * exp(-x * x / 2) * DENSITY;
+    wide half = erfc(-x * ROOT_HALF) / 2;
+    return {x * half, half + x * power(-x * x / 2) * DENSITY};
 }
 
 KERNEL(gelu)(const real* x, real* y, number n, int tanh) {
-    EACH(i, n) put(y, i, gelu_of(get(x, i), tanh));
+    PACKS(i, n) {
+        Pack a(x, i, n);
+        LANE(k) a.at[k] = gelu_at(a.at[k], tanh).value;
+        a.write(y, i, n);
+    }
 }
 
 KERNEL(gelu_backward)(const real* x, const real* dy, real* dx, number n, int tanh) {
-    EACH(i, n) put(dx, i, get(dy, i) * gelu_slope(get(x, i), tanh));
+    PACKS(i, n) {
+        Pack a(x, i, n), d(dy, i, n);
+        LANE(k) d.at[k] *= gelu_at(a.at[k], tanh).slope;
+        d.write(dx, i, n);
+    }
 }
 
 KERNEL(gelu_recompute)(const real* x, real* dy, real* y, number n, int tanh) {
-    EACH(i, n) {
-        put(dy, i, get(dy, i) * gelu_slope(get(x, i), tanh));
-        put(y, i, gelu_of(get(x, i), tanh));
+    PACKS(i, n) {
+        Pack a(x, i, n), d(dy, i, n);
+        LANE(k) {
+            Gelu one = gelu_at(a.at[k], tanh);
+            a.at[k] = one.value, d.at[k] *= one.slope;
+        }
+        d.write(dy, i, n);
+        a.write(y, i, n);
     }
 }
 
 KERNEL(bias_gelu)(real* h, const real* bias, real* y, number n, number features, int tanh) {
-    EACH(i, n) {
-        if (bias) put(h, i, get(h, i) + get(bias, i % features));
-        put(y, i, gelu_of(get(h, i), tanh));
+    PACKS(i, n) {
+        Pack a(h, i, n);
+        if (bias) {
+            Pack b = of_features(bias, i, features);
+            LANE(k) a.at[k] += b.at[k];
+            a.round();
+            a.write(h, i, n);
+        }
+        LANE(k) a.at[k] = gelu_at(a.at[k], tanh).value;
+        a.write(y, i, n);
+    }
+}
+
+// -- sums of arrays -----------------------------------------------------------------------------------------------------
+
+KERNEL(add)(const real* a, const real* b, real* y, number n) {
+    PACKS(i, n) {
+        Pack one(a, i, n), two(b, i, n);
+        LANE(k) one.at[k] += two.at[k];
+        one.write(y, i, n);
+    }
+}
+
+KERNEL(add_bias)(real* y, const real* bias, number n, number features) {
+    PACKS(i, n) {
+        Pack a(y, i, n), b = of_features(bias, i, features);
+        LANE(k) a.at[k] += b.at[k];
+        a.write(y, i, n);
     }
 }
 
@@ -241,11 +352,22 @@ KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, re
     }
 }
 
-// A target that is no class gives NaN.
+// A target that is no class gives NaN. A row is read once: each thread keeps its largest number and its sum for that.
 KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, double* each, number n, number ignored, double smoothing) {
     number row = blockIdx.x, wanted = target[row];
     logits += row * n;
-    wide top = top_of(logits, n), all = log(exponentials(logits, top, n)) + top;
+    wide least = -1 / (wide)0, top = least, total = 0;
+    PACKS_ALONG(i, n) {
+        Pack a(logits, i, n);
+        wide most = top;
+        LANE(k) if (i + k < n) most = larger(a.at[k], most);
+        if (most == least) continue;
+        wide more = 0;
+        LANE(k) more += i + k < n ? power(a.at[k] - most) : 0;
+        total = total * power(top - most) + more;
+        top = most;
+    }
+    wide whole = over_block<true>(top), all = log(sum(total * power(top - whole))) + whole;
     double mean = 0;
     if (smoothing) {
         ALONG(i, n) mean += get(logits, i);
@@ -263,11 +385,15 @@ KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, doubl
 
 KERNEL(cross_entropy_backward)(const real* logits, const number* target, const wide* lse, real* dx, number n, double seed, number ignored, double smoothing) {
     number row = blockIdx.x, wanted = target[row];
-    wide share = smoothing / n, rest = 1 - smoothing, all = lse[row];
+    wide share = smoothing / n, rest = 1 - smoothing, all = lse[row], factor = wanted == ignored ? 0 : seed;
     logits += row * n, dx += row * n;
-    ALONG(i, n) {
-        wide v = exp(get(logits, i) - all) - (i == wanted ? rest : 0) - share;
-        put(dx, i, wanted == ignored ? (wide)0 : v * (wide)seed);
+    PACKS_ALONG(i, n) {
+        Pack a(logits, i, n);
+        LANE(k) {
+            wide v = power(a.at[k] - all) - (i + k == wanted ? rest : 0) - share;
+            a.at[k] = factor ? v * factor : 0;
+        }
+        a.write(dx, i, n);
     }
 }
 

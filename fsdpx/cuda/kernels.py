@@ -23,10 +23,13 @@ PARTS, ROWS = 128, 64
 """Sums over rows: the most parts, and the fewest rows of each."""
 BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
+PACK = 16
+"""Bytes that a thread reads and writes at a time, in kernels over packs."""
 KINDS = {"float64": 64, "float32": 32, "bfloat16": 16}
 SOURCE, ATTENTION = (Path(__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
-OPTIONS = ("--std=c++17", "--fmad=false")
-"""Without fused multiplications and additions, updates have the bits that the host computes."""
+OPTIONS = ("--fmad=false", "--std=c++17")
+"""Without fused multiplications and additions, updates have the bits that the host computes; there are none of
+bfloat16, where the first is left out."""
 
 Body = Callable[..., Any]
 
@@ -35,7 +38,7 @@ Body = Callable[..., Any]
 def module(kind: int, gpu: int) -> Any:
     """The kernels for a format, compiled when they are first needed, for the GPU that is current; CuPy keeps them on
     disk."""
-    return cupy().RawModule(code=SOURCE.read_text(), options=(*OPTIONS, f"-DKIND={kind}"))
+    return cupy().RawModule(code=SOURCE.read_text(), options=(*OPTIONS[kind == 16 :], f"-DKIND={kind}"))
 
 
 @functools.cache
@@ -52,14 +55,23 @@ class Launch:
     def __init__(self, kind: int) -> None:
         self.kind, self.xp = kind, cupy()
         self.wide = np.dtype(np.float64 if kind == 64 else np.float32)
+        self.pack = PACK * 8 // kind
 
-    def __call__(self, name: str, grid: tuple[int, ...], *given: Any) -> None:
+    def __call__(self, name: str, grid: tuple[int, ...], *given: Any, threads: int = THREADS) -> None:
         kernel = module(self.kind, self.xp.cuda.Device().id).get_function(f"fsdpx_{name}")
-        kernel(grid, (THREADS,), tuple(map(_typed, given)))
+        kernel(grid, (threads,), tuple(map(_typed, given)))
 
     def each(self, name: str, n: int, *given: Any) -> None:
         """Over n elements."""
         self(name, (min(-(-n // THREADS), MOST_BLOCKS),), *given)
+
+    def packs(self, name: str, n: int, *given: Any) -> None:
+        """Over the packs of n elements."""
+        self.each(name, -(-n // self.pack), *given)
+
+    def rows(self, name: str, rows: int, n: int, *given: Any) -> None:
+        """A block for each row of n elements, with a thread for each pack."""
+        self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS))
 
     def parts(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
         """Sums of n columns, each over a part of the rows. given: what the kernel takes before these arrays, and, as a
@@ -147,14 +159,14 @@ def _plays(role: str, value: Any, kind: int, wide: str) -> bool:
 def layer_norm(launch: Launch, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     (rows, n), xp = x.shape, launch.xp
     y, mean, rstd = xp.empty_like(x), xp.empty(rows, dtype=launch.wide), xp.empty(rows, dtype=launch.wide)
-    launch("norm", (rows,), x, weight, bias, y, mean, rstd, n, float(eps), True)
+    launch.rows("norm", rows, n, x, weight, bias, y, mean, rstd, n, float(eps), True)
     return y, mean, rstd
 
 
 @form("real real? wide wide real")
 def layer_norm_backward_input(launch: Launch, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
     dx = launch.xp.empty_like(x)
-    launch("norm_backward", (x.shape[0],), x, weight, mean, rstd, dy, dx, x.shape[1], True)
+    launch.rows("norm_backward", *x.shape, x, weight, mean, rstd, dy, dx, x.shape[1], True)
     return dx
 
 
@@ -170,14 +182,14 @@ def layer_norm_backward_params(launch: Launch, x: Any, mean: Any, rstd: Any, dy:
 def rms_norm(launch: Launch, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     (rows, n), xp = x.shape, launch.xp
     y, rstd = xp.empty_like(x), xp.empty(rows, dtype=launch.wide)
-    launch("norm", (rows,), x, weight, None, y, None, rstd, n, float(eps), False)
+    launch.rows("norm", rows, n, x, weight, None, y, None, rstd, n, float(eps), False)
     return y, rstd
 
 
 @form("real real? wide real")
 def rms_norm_backward_input(launch: Launch, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
     dx = launch.xp.empty_like(x)
-    launch("norm_backward", (x.shape[0],), x, weight, None, rstd, dy, dx, x.shape[1], False)
+    launch.rows("norm_backward", *x.shape, x, weight, None, rstd, dy, dx, x.shape[1], False)
     return dx
 
 
@@ -192,29 +204,41 @@ def rms_norm_backward_params(launch: Launch, x: Any, rstd: Any, dy: Any, gw: Any
 @form("real any")
 def gelu(launch: Launch, x: Any, approximate: str = "none") -> Any:
     y = launch.xp.empty_like(x)
-    launch.each("gelu", x.size, x, y, x.size, approximate == "tanh")
+    launch.packs("gelu", x.size, x, y, x.size, approximate == "tanh")
     return y
 
 
 @form("real real any")
 def gelu_backward(launch: Launch, x: Any, dy: Any, approximate: str = "none") -> Any:
     dx = launch.xp.empty_like(x)
-    launch.each("gelu_backward", x.size, x, dy, dx, x.size, approximate == "tanh")
+    launch.packs("gelu_backward", x.size, x, dy, dx, x.size, approximate == "tanh")
     return dx
 
 
 @form("real real any")
 def gelu_recompute(launch: Launch, x: Any, dy: Any, approximate: str = "none") -> Any:
     y = launch.xp.empty_like(x)
-    launch.each("gelu_recompute", x.size, x, dy, y, x.size, approximate == "tanh")
+    launch.packs("gelu_recompute", x.size, x, dy, y, x.size, approximate == "tanh")
     return y
 
 
 @form("real real? any")
 def bias_gelu(launch: Launch, h: Any, bias: Any, approximate: str = "none") -> Any:
     y = launch.xp.empty_like(h)
-    launch.each("bias_gelu", h.size, h, bias, y, h.size, h.shape[-1], approximate == "tanh")
+    launch.packs("bias_gelu", h.size, h, bias, y, h.size, h.shape[-1], approximate == "tanh")
     return y
+
+
+@form("real real")
+def add(launch: Launch, a: Any, b: Any) -> Any:
+    y = launch.xp.empty_like(a)
+    launch.packs("add", a.size, a, b, y, a.size)
+    return y
+
+
+@form("real real")
+def add_bias(launch: Launch, y: Any, bias: Any) -> None:
+    launch.packs("add_bias", y.size, y, bias, y.size, bias.size)
 
 
 @form("real sum any")
@@ -255,7 +279,7 @@ def cross_entropy(
     (rows, n), xp = logits.shape, launch.xp
     wanted = target.astype(np.int64, copy=False)
     lse, each = xp.empty(rows, dtype=launch.wide), xp.empty(rows, dtype=np.float64)
-    launch("cross_entropy", (rows,), logits, wanted, lse, each, n, int(ignore_index), float(label_smoothing))
+    launch.rows("cross_entropy", rows, n, logits, wanted, lse, each, n, int(ignore_index), float(label_smoothing))
     return float(each.sum()), float((wanted != ignore_index).sum()), lse
 
 
@@ -266,7 +290,7 @@ def cross_entropy_backward(
 ) -> Any:  # fmt: skip
     dx, wanted = launch.xp.empty_like(logits), target.astype(np.int64, copy=False)
     numbers = logits.shape[1], float(seed), int(ignore_index), float(label_smoothing)
-    launch("cross_entropy_backward", (logits.shape[0],), logits, wanted, lse, dx, *numbers)
+    launch.rows("cross_entropy_backward", *logits.shape, logits, wanted, lse, dx, *numbers)
     return dx
 
 

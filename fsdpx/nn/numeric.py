@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import blas, kernels
+from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.cuda.gemm import gemm, takes
 from fsdpx.shapes.array import as_one
 
@@ -184,7 +185,9 @@ def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
         blas.halves.product(out, x, weight.T, bias=bias)
         return out
     y = product(xp, x, weight.T)
-    if bias is not None:
+    if bias is not None and is_on_gpu(y):
+        kernels.add_bias(xp, y, bias)
+    elif bias is not None:
         y += bias
     return y
 
@@ -195,7 +198,7 @@ def add_linear(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
         blas.linear_gradients(destination(g, "weight"), destination(g, "bias"), dy, x)
         return
     add_product(xp, g, "weight", dy.T, x)
-    if _halves(xp, dy, x) and (into := destination(g, "bias")):
+    if (_halves(xp, dy, x) or is_on_gpu(dy)) and (into := destination(g, "bias")):
         kernels.sum_rows(xp, dy, *into)
     elif "bias" in g:
         add_sum(xp, g["bias"], dy, 0)

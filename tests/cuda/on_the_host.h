@@ -9,6 +9,7 @@
 #include <cstring>
 #include <ucontext.h>
 
+#define ON_THE_HOST
 #define __global__
 #define __device__
 #define __shared__ static

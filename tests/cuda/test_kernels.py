@@ -20,7 +20,7 @@ from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
 from fsdpx.cuda import kernels as cuda
 from fsdpx.cuda.devices import is_on_gpu
-from fsdpx.cuda.kernels import FORMS, OPTIONS, SOURCE, UPDATES, on_gpu
+from fsdpx.cuda.kernels import ATTENTION, FORMS, OPTIONS, SOURCE, UPDATES, on_gpu
 from fsdpx.optim import kernels as updates
 from fsdpx.optim import plain
 
@@ -33,10 +33,13 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     made = Cupy()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    cuda.module.cache_clear()
+    caches = cuda.module, cuda.flash
+    for cache in caches:
+        cache.cache_clear()
     Device(0).use()
     yield made
-    cuda.module.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -73,6 +76,8 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "gelu_backward": [(3 * X, DY, "none"), (3 * X, DY, "tanh")],
     "gelu_recompute": [(X, DY, "none")],
     "bias_gelu": [(X, B, "tanh"), (X, None, "none")],
+    "add": [(X, DY)],
+    "add_bias": [(X, B)],
     "sum_rows": [(X, B, True), (X, B, False)],
     "embedding_backward": [(noise(9, N), INDEX, DY)],
     "softmax": [(5 * X,)],
@@ -211,6 +216,61 @@ def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
     assert not cuda.update("sgd", (half, half), (np.float16(1),) * 3)
 
 
+Shape = tuple[int, int, int, int, int, int]
+TILES: list[tuple[Shape, bool, int, int]] = [
+    ((1, 2, 2, 64, 64, 64), True, 0, 0),  # one tile
+    ((2, 2, 1, 70, 70, 16), True, 0, 0),  # the second is in part; queries share keys
+    ((1, 4, 2, 150, 150, 32), True, 40, 0),  # a window that leaves out tiles
+    ((1, 2, 2, 33, 170, 80), False, 0, 0),  # another length
+    ((1, 2, 1, 100, 100, 128), True, 0, 0),  # narrower tiles
+    ((2, 2, 2, 70, 70, 16), True, 0, 3),  # documents
+    ((1, 2, 2, 70, 70, 48), False, 0, 3),
+]
+"""Samples, heads, heads of keys, queries, keys, features; causal; window; documents."""
+
+
+def in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int) -> None:
+    """Attention in bfloat16 and its gradients against float64, of numbers that are the same."""
+    import ml_dtypes
+
+    samples, heads, shared, t, n, d = shape
+    sizes = (heads, t), (shared, n), (shared, n), (heads, t)
+    half = [noise(samples, *size, d, seed=i).astype(ml_dtypes.bfloat16) for i, size in enumerate(sizes)]
+    named = np.sort(np.random.default_rng(9).integers(0, documents, (samples, t)), axis=1) if documents else None
+    rest = causal, d**-0.5, window
+    q, k, v, do = (a.astype(float) for a in half)
+    with kernels.use("plain"):
+        o, lse = kernels.attention(np, q, k, v, *rest, named)
+        want = (o, lse, *kernels.attention_backward(np, q, k, v, o, lse, do, *rest, named))
+    q, k, v, do = map(cupy.asarray, half)
+    there = None if named is None else cupy.asarray(named)
+    o, lse = kernels.attention(cupy, q, k, v, *rest, there)
+    got = (o, lse, *kernels.attention_backward(cupy, q, k, v, o, lse, do, *rest, there))
+    for name, one, other in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        distance = np.linalg.norm(one.get().astype(float) - other) / np.linalg.norm(other)
+        assert distance < (1e-6 if name == "lse" else 4e-3), f"{name} of {shape}: {distance:.1e}"
+
+
+@needs_compiler
+@pytest.mark.parametrize(("shape", "causal", "window", "documents"), TILES)
+def test_attention_in_tiles(
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch, shape: Shape, causal: bool, window: int, documents: int
+) -> None:
+    called, run = list[str](), cuda._flash
+    monkeypatch.setattr(cuda, "_flash", lambda name, *given: (called.append(name), run(name, *given)))
+    in_tiles(cupy, shape, causal, window, documents)
+    assert called == ["flash", "flash_sums", "flash_queries", "flash_keys"]
+
+
+@needs_compiler
+def test_a_gpu_without_units_for_bfloat16_computes_whole_matrices(
+    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_flash", lambda *_: pytest.fail("it has none"))
+    monkeypatch.setattr(Device, "compute_capability", "75")
+    in_tiles(cupy, *TILES[1])
+
+
 @needs_compiler
 def test_targets_that_are_no_classes_give_nan(cupy: Cupy) -> None:
     total, _, _ = kernels.cross_entropy(cupy, cupy.asarray(X), cupy.asarray(np.full(ROWS, N)))
@@ -225,15 +285,19 @@ def nvrtc() -> Any:
     return None
 
 
-@pytest.mark.parametrize("kind", [16, 32, 64])
-def test_nvrtc_compiles_them(kind: int) -> None:
+@pytest.mark.parametrize(
+    ("source", "define", "name"),
+    [*((SOURCE, f"-DKIND={kind}", b"fsdpx_cross_entropy") for kind in (16, 32, 64)),
+     *((ATTENTION, f"-DHEAD={d}", b"fsdpx_flash_keys") for d in (16, 64, 128))],
+)
+def test_nvrtc_compiles_them(source: Path, define: str, name: bytes) -> None:
     library = nvrtc()
     if library is None:
         pytest.skip("no NVRTC (pip install nvidia-cuda-nvrtc): CUDA C was not compiled for GPUs")
     for architecture in ("sm_80", "sm_90"):
-        program, source = ctypes.c_void_p(), SOURCE.read_bytes()
-        assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
-        options = [*OPTIONS, f"-DKIND={kind}", f"-arch={architecture}"]
+        program = ctypes.c_void_p()
+        assert library.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), b"kernels.cu", 0, None, None) == 0
+        options = [*OPTIONS, define, f"-arch={architecture}"]
         words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
         status = library.nvrtcCompileProgram(program, len(options), words)
         size = ctypes.c_size_t()
@@ -244,4 +308,4 @@ def test_nvrtc_compiles_them(kind: int) -> None:
         library.nvrtcGetCUBINSize(program, ctypes.byref(size))
         code = ctypes.create_string_buffer(size.value)
         library.nvrtcGetCUBIN(program, code)
-        assert b"fsdpx_cross_entropy" in code.raw
+        assert name in code.raw

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_kernels import BOUNDS, CALLS, compare
+from test_kernels import BOUNDS, CALLS, TILES, Shape, compare, in_tiles
 from trials import job
 
 from fsdpx import nn, optim, spawn
@@ -40,6 +40,11 @@ def cupy() -> Any:
 def test_kernels_equal_the_host(cupy: Any, name: str, dtype: str) -> None:
     for arguments in CALLS[name]:
         compare(cupy, name, arguments, dtype)
+
+
+@pytest.mark.parametrize(("shape", "causal", "window", "documents"), TILES)
+def test_attention_in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int) -> None:
+    in_tiles(cupy, shape, causal, window, documents)
 
 
 @pytest.mark.parametrize("start", [0, 3, 2**33 + 1])
