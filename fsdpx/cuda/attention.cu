@@ -1,8 +1,9 @@
 // Attention in bfloat16 that never has its scores in memory (FlashAttention-2, Dao 2023): products by the matrix units of
 // NVIDIA's GPUs since Ampere, sums in float32. HEAD is the number of features of a head, a multiple of 16, at most 128.
 //
-// A block owns OWN rows, 16 for each warp, and walks over tiles of WALK rows of the other side, which it keeps in shared
-// memory. Nothing is added atomically: gradients of queries and those of keys and values are two walks.
+// A block owns OWN rows, 16 for each warp, and walks over tiles of WALK rows of the other side, of which one is copied to
+// shared memory while the one before it is computed with. Nothing is added atomically: gradients of queries and those of
+// keys and values are two walks.
 
 typedef unsigned short real;  // the bits of a bfloat16
 typedef long long number;
@@ -15,6 +16,7 @@ typedef long long number;
 #define STEPS (HEAD / 16)     // a product adds 16 numbers at a time
 #define PACKS (HEAD / 8)      // 16 bytes each
 #define ACROSS (WALK / 8)     // pieces of 16 x 8 in a warp's scores
+#define TILE (WALK * PITCH)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define NONE (-INFINITY)
@@ -49,27 +51,42 @@ __device__ inline unsigned rounded(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+
+// 16 bytes to shared memory, zeros unless `there`; `arrive` waits for all that this thread has begun to copy.
+__device__ inline void begin_copy(real* to, const real* from, bool there) {
+    unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(there ? 16 : 0));
+}
+__device__ inline void arrive() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
+
+// What probabilities are exponentials of, less than scores in units of log 2: nothing is left where a row saw no key.
+__device__ inline float base_of(float lse) { return lse == NONE ? INFINITY : lse * LOG2E; }
 
 __device__ inline float wide(unsigned bits) { return __uint_as_float(bits << 16); }
 
 // -- tiles ----------------------------------------------------------------------------------------------------------------
 
-// Rows first to first + rows of a matrix into a tile; beyond `last` there are zeros.
-__device__ inline void fill(real* tile, const real* matrix, number pitch, number first, number last, int rows) {
+// Begins to copy rows first to first + rows of a matrix into a tile; beyond `last` there are zeros.
+__device__ inline void fill(real* tile, const real* matrix, number pitch, int first, int last, int rows) {
+#pragma unroll
     for (int i = threadIdx.x; i < rows * PACKS; i += 32 * WARPS) {
         int row = i / PACKS, column = i % PACKS * 8;
-        uint4 pack = {0, 0, 0, 0};
-        if (first + row < last) pack = *(const uint4*)(matrix + (first + row) * pitch + column);
-        *(uint4*)(tile + row * PITCH + column) = pack;
+        bool there = first + row < last;
+        begin_copy(tile + row * PITCH + column, matrix + (there ? first + row : 0) * pitch + column, there);
     }
 }
 
-// The 16 rows of this warp from a tile, as the left side of products.
-__device__ inline void own_rows(unsigned (*out)[4], const real* tile) {
+// A matrix's rows that belong to this block, as the left side of products of this warp.
+__device__ inline void own_rows(unsigned (*out)[4], real* tiles, const real* matrix, number pitch, int first, int last) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncthreads();
+    fill(tiles, matrix, pitch, first, last, OWN);
+    arrive();
+    __syncthreads();
     for (int step = 0; step < STEPS; step++)
-        matrices<false>(out[step], tile + (warp * 16 + lane % 16) * PITCH + step * 16 + lane / 16 * 8);
+        matrices<false>(out[step], tiles + (warp * 16 + lane % 16) * PITCH + step * 16 + lane / 16 * 8);
+    __syncthreads();
 }
 
 // c = a tile^T: (16, WALK).
@@ -106,9 +123,8 @@ __device__ inline void along(float (*c)[4], const float (*p)[4], const real* til
 }
 
 // The rows of this warp, times a factor for each half of them, to memory.
-__device__ inline void write(real* matrix, number pitch, number first, number last, const float (*c)[4], float upper, float lower) {
-    int lane = threadIdx.x % 32;
-    number row = first + threadIdx.x / 32 * 16 + lane / 4;
+__device__ inline void write(real* matrix, number pitch, int first, int last, const float (*c)[4], float upper, float lower) {
+    int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < PACKS; i++) {
         int column = i * 8 + lane % 4 * 2;
@@ -130,71 +146,73 @@ __device__ inline float total(float v) {
 // -- who attends to whom ----------------------------------------------------------------------------------------------------
 
 struct Mask {
-    number t, n, window;  // queries, keys; 0: no window
-    int causal;
+    int t, n, window;  // queries, keys; 0: no window
+    bool causal;
     const number* segments;
 
-    __device__ bool attends(number at, number i) const {
+    __device__ bool attends(int at, int i) const {
         return at < t && i < n && (!causal || i <= at) && (!window || i > at - window) && (!segments || segments[i] == segments[at]);
     }
-    // Whether all queries from `at` attend to all keys from `i` on, so far as the two tiles reach.
-    __device__ bool whole(number at, int queries, number i, int keys) const {
+    // Whether all of some queries from `at` on attend to all of some keys from `i` on.
+    __device__ bool whole(int at, int queries, int i, int keys) const {
         return !segments && at + queries <= t && i + keys <= n && (!causal || i + keys - 1 <= at) && (!window || i > at + queries - 1 - window);
     }
-    // The keys that some query of a tile attends to, and the queries that attend to some key of one.
-    __device__ number first_key(number at) const { return window && at >= window ? (at - window + 1) / WALK * WALK : 0; }
-    __device__ number last_key(number at) const { return causal && at + OWN < n ? at + OWN : n; }
-    __device__ number first_query(number i) const { return causal ? i / WALK * WALK : 0; }
-    __device__ number last_query(number i) const { return window && i + OWN - 1 + window < t ? i + OWN - 1 + window : t; }
+    // The keys that some query of a block attends to, and the queries that attend to some key of one.
+    __device__ int first_key(int at) const { return window && at >= window ? (at - window + 1) / WALK * WALK : 0; }
+    __device__ int last_key(int at) const { return causal && at + OWN < n ? at + OWN : n; }
+    __device__ int first_query(int i) const { return causal ? i / WALK * WALK : 0; }
+    __device__ int last_query(int i) const { return window && i + OWN - 1 + window < t ? i + OWN - 1 + window : t; }
 };
 
 #define VIEW(x) real *x, number x##_sample, number x##_head, number x##_row
 #define PART(x, sample, head) (x + (sample) * x##_sample + (head) * x##_head)
 #define SHAPE number heads, number shared, number t, number n, float scale, int causal, number window, const number *segments
-#define MASK {t, n, window, causal, segments ? segments + sample * t : 0}
+#define MASK {(int)t, (int)n, (int)window, causal != 0, segments ? segments + sample * t : 0}
 
 // -- forward ------------------------------------------------------------------------------------------------------------
 
 KERNEL(flash)(VIEW(q), VIEW(k), VIEW(v), VIEW(o), float* lse, SHAPE) {
-    __shared__ __align__(16) real tiles[2 * WALK * PITCH];
-    real *keys = tiles, *values = tiles + WALK * PITCH;
-    number blocks = (t + OWN - 1) / OWN, begin = (blocks - 1 - blockIdx.x % blocks) * OWN;  // the longest walks first
+    __shared__ __align__(16) real tiles[4 * TILE];
+    int blocks = (t + OWN - 1) / OWN, begin = (blocks - 1 - blockIdx.x % blocks) * OWN;  // the longest walks first
     number pair = blockIdx.x / blocks, sample = pair / heads, head = pair % heads, other = head / (heads / shared);
     Mask mask = MASK;
     unsigned queries[STEPS][4];
     float out[PACKS][4] = {}, scores[ACROSS][4], top[2] = {NONE, NONE}, sum[2] = {0, 0}, factor = scale * LOG2E;
-    int lane = threadIdx.x % 32;
-    number at = begin + threadIdx.x / 32 * 16 + lane / 4;
+    int lane = threadIdx.x % 32, at = begin + threadIdx.x / 32 * 16 + lane / 4;
+    k = PART(k, sample, other), v = PART(v, sample, other);
 
-    fill(tiles, PART(q, sample, head), q_row, begin, t, OWN);
-    __syncthreads();
-    own_rows(queries, tiles);
-    for (number i = mask.first_key(begin), last = mask.last_key(begin); i < last; i += WALK) {
+    own_rows(queries, tiles, PART(q, sample, head), q_row, begin, t);
+    int i = mask.first_key(begin), last = mask.last_key(begin), turn = 0;
+    fill(tiles, k, k_row, i, n, WALK);
+    fill(tiles + TILE, v, v_row, i, n, WALK);
+    for (; i < last; i += WALK, turn ^= 1) {
+        real *keys = tiles + 2 * TILE * turn, *values = keys + TILE, *next = tiles + 2 * TILE * (turn ^ 1);
+        arrive();
         __syncthreads();
-        fill(keys, PART(k, sample, other), k_row, i, n, WALK);
-        fill(values, PART(v, sample, other), v_row, i, n, WALK);
-        __syncthreads();
+        if (i + WALK < last) {
+            fill(next, k, k_row, i + WALK, n, WALK);
+            fill(next + TILE, v, v_row, i + WALK, n, WALK);
+        }
         across(scores, queries, keys);
-        bool whole = mask.whole(begin, OWN, i, WALK);
-        float most[2] = {top[0], top[1]};
+        if (!mask.whole(begin, OWN, i, WALK))
 #pragma unroll
-        for (int j = 0; j < ACROSS; j++)
+            for (int j = 0; j < ACROSS; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                bool seen = whole || mask.attends(at + e / 2 * 8, i + j * 8 + lane % 4 * 2 + e % 2);
-                scores[j][e] = seen ? scores[j][e] * factor : NONE;
-                most[e / 2] = fmaxf(most[e / 2], scores[j][e]);
-            }
+                for (int e = 0; e < 4; e++)
+                    if (!mask.attends(at + e / 2 * 8, i + j * 8 + lane % 4 * 2 + e % 2)) scores[j][e] = NONE;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            most[half] = largest(most[half]);
-            float base = most[half] == NONE ? 0 : most[half], shrink = exp2f(top[half] - base);
-            top[half] = most[half];
+            float most = top[half];
+#pragma unroll
+            for (int j = 0; j < ACROSS; j++) most = fmaxf(most, fmaxf(scores[j][2 * half], scores[j][2 * half + 1]));
+            most = largest(most);
+            float base = most == NONE ? 0 : most * factor, shrink = exp2f(top[half] * factor - base);
+            top[half] = most;
             sum[half] *= shrink;
 #pragma unroll
             for (int j = 0; j < ACROSS; j++)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) sum[half] += scores[j][e] = exp2f(scores[j][e] - base);
+                for (int e = 2 * half; e < 2 * half + 2; e++) sum[half] += scores[j][e] = exp2f(scores[j][e] * factor - base);
 #pragma unroll
             for (int j = 0; j < PACKS; j++) out[j][2 * half] *= shrink, out[j][2 * half + 1] *= shrink;
         }
@@ -202,119 +220,126 @@ KERNEL(flash)(VIEW(q), VIEW(k), VIEW(v), VIEW(o), float* lse, SHAPE) {
     }
     for (int half = 0; half < 2; half++) {
         sum[half] = total(sum[half]);
-        if (lane % 4 == 0 && at + 8 * half < t) lse[pair * t + at + 8 * half] = (top[half] + log2f(sum[half])) * LN2;
+        if (lane % 4 == 0 && at + 8 * half < t) lse[pair * t + at + 8 * half] = (top[half] * factor + log2f(sum[half])) * LN2;
     }
     write(PART(o, sample, head), o_row, begin, t, out, sum[0] > 0 ? 1 / sum[0] : 0, sum[1] > 0 ? 1 / sum[1] : 0);
 }
 
 // -- backward -------------------------------------------------------------------------------------------------------------
 
-// The sum of do o over the features of each place: a warp for each.
+// The sum of do o over the features of each place: as many threads for each as it has packs.
 KERNEL(flash_sums)(VIEW(o), VIEW(g), float* sums, number heads, number t, number places) {
-    number place = blockIdx.x * (number)WARPS + threadIdx.x / 32, pair = place / t, row = place % t;
+    number place = blockIdx.x * (number)(WARPS * 32 / 16) + threadIdx.x / 16, pair = place / t, row = place % t;
+    int pack = threadIdx.x % 16;
     float sum = 0;
-    if (place < places) {
-        const real* one = PART(o, pair / heads, pair % heads) + row * o_row;
-        const real* two = PART(g, pair / heads, pair % heads) + row * g_row;
-        for (int i = threadIdx.x % 32; i < HEAD; i += 32) sum += wide(one[i]) * wide(two[i]);
+    if (place < places && pack < PACKS) {
+        uint4 one = *(const uint4*)(PART(o, pair / heads, pair % heads) + row * o_row + pack * 8);
+        uint4 two = *(const uint4*)(PART(g, pair / heads, pair % heads) + row * g_row + pack * 8);
+        const unsigned a[4] = {one.x, one.y, one.z, one.w}, b[4] = {two.x, two.y, two.z, two.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum += wide(a[i]) * wide(b[i]) + wide(a[i] >> 16) * wide(b[i] >> 16);
     }
-    for (int step = 16; step; step >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    if (place < places && threadIdx.x % 32 == 0) sums[place] = sum;
-}
-
-// Probabilities from scores, and from the gradient of probabilities that of scores: with p and dp in, ds is in dp.
-__device__ inline void slope(float& p, float& dp, bool seen, float factor, float scale, float lse, float sum) {
-    p = seen ? exp2f(p * factor - lse * LOG2E) : 0;
-    dp = p * (dp - sum) * scale;
+    for (int step = 8; step; step >>= 1) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    if (place < places && pack == 0) sums[place] = sum;
 }
 
 KERNEL(flash_queries)(VIEW(q), VIEW(k), VIEW(v), VIEW(g), VIEW(dq), const float* lse, const float* sums, SHAPE) {
-    __shared__ __align__(16) real tiles[2 * WALK * PITCH];
-    real *keys = tiles, *values = tiles + WALK * PITCH;
-    number blocks = (t + OWN - 1) / OWN, begin = (blocks - 1 - blockIdx.x % blocks) * OWN;
+    __shared__ __align__(16) real tiles[4 * TILE];
+    int blocks = (t + OWN - 1) / OWN, begin = (blocks - 1 - blockIdx.x % blocks) * OWN;
     number pair = blockIdx.x / blocks, sample = pair / heads, head = pair % heads, other = head / (heads / shared);
     Mask mask = MASK;
     unsigned queries[STEPS][4], slopes[STEPS][4];
-    float out[PACKS][4] = {}, p[ACROSS][4], dp[ACROSS][4], all[2], sum[2];
-    int lane = threadIdx.x % 32;
-    number at = begin + threadIdx.x / 32 * 16 + lane / 4;
+    float out[PACKS][4] = {}, p[ACROSS][4], dp[ACROSS][4], all[2], sum[2], factor = scale * LOG2E;
+    int lane = threadIdx.x % 32, at = begin + threadIdx.x / 32 * 16 + lane / 4;
+    k = PART(k, sample, other), v = PART(v, sample, other);
 
-    fill(tiles, PART(q, sample, head), q_row, begin, t, OWN);
-    __syncthreads();
-    own_rows(queries, tiles);
-    __syncthreads();
-    fill(tiles, PART(g, sample, head), g_row, begin, t, OWN);
-    __syncthreads();
-    own_rows(slopes, tiles);
+    own_rows(queries, tiles, PART(q, sample, head), q_row, begin, t);
+    own_rows(slopes, tiles, PART(g, sample, head), g_row, begin, t);
     for (int half = 0; half < 2; half++) {
         bool there = at + 8 * half < t;
-        all[half] = there ? lse[pair * t + at + 8 * half] : 0;
+        all[half] = there ? base_of(lse[pair * t + at + 8 * half]) : 0;
         sum[half] = there ? sums[pair * t + at + 8 * half] : 0;
     }
-    for (number i = mask.first_key(begin), last = mask.last_key(begin); i < last; i += WALK) {
+    int i = mask.first_key(begin), last = mask.last_key(begin), turn = 0;
+    fill(tiles, k, k_row, i, n, WALK);
+    fill(tiles + TILE, v, v_row, i, n, WALK);
+    for (; i < last; i += WALK, turn ^= 1) {
+        real *keys = tiles + 2 * TILE * turn, *values = keys + TILE, *next = tiles + 2 * TILE * (turn ^ 1);
+        arrive();
         __syncthreads();
-        fill(keys, PART(k, sample, other), k_row, i, n, WALK);
-        fill(values, PART(v, sample, other), v_row, i, n, WALK);
-        __syncthreads();
+        if (i + WALK < last) {
+            fill(next, k, k_row, i + WALK, n, WALK);
+            fill(next + TILE, v, v_row, i + WALK, n, WALK);
+        }
         across(p, queries, keys);
         across(dp, slopes, values);
-        bool whole = mask.whole(begin, OWN, i, WALK);
+        if (!mask.whole(begin, OWN, i, WALK))
+#pragma unroll
+            for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (!mask.attends(at + e / 2 * 8, i + j * 8 + lane % 4 * 2 + e % 2)) p[j][e] = NONE;
+#pragma unroll
+        for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dp[j][e] = exp2f(p[j][e] * factor - all[e / 2]) * (dp[j][e] - sum[e / 2]);
+        along(out, dp, keys);
+    }
+    write(PART(dq, sample, head), dq_row, begin, t, out, scale, scale);
+}
+
+KERNEL(flash_keys)(VIEW(q), VIEW(k), VIEW(v), VIEW(g), VIEW(dk), VIEW(dv), const float* lse, const float* sums, SHAPE) {
+    __shared__ __align__(16) real tiles[4 * TILE];
+    __shared__ float rows[2][2][WALK];  // lse and sums of the tiles
+    int blocks = (n + OWN - 1) / OWN, begin = blockIdx.x % blocks * OWN;
+    number pair = blockIdx.x / blocks, sample = pair / shared, other = pair % shared, group = heads / shared;
+    Mask mask = MASK;
+    unsigned keys[STEPS][4], values[STEPS][4];
+    float into_k[PACKS][4] = {}, into_v[PACKS][4] = {}, p[ACROSS][4], dp[ACROSS][4], factor = scale * LOG2E;
+    int lane = threadIdx.x % 32, own = begin + threadIdx.x / 32 * 16 + lane / 4;
+    int first = mask.first_query(begin), last = mask.last_query(begin), walks = last > first ? (last - first + WALK - 1) / WALK : 0;
+
+    own_rows(keys, tiles, PART(k, sample, other), k_row, begin, n);
+    own_rows(values, tiles, PART(v, sample, other), v_row, begin, n);
+    auto load = [&](int walk) {  // the tiles of one head after another
+        number head = other * group + walk / walks, place = (sample * heads + head) * t;
+        int at = first + walk % walks * WALK;
+        real* into = tiles + 2 * TILE * (walk & 1);
+        fill(into, PART(q, sample, head), q_row, at, t, WALK);
+        fill(into + TILE, PART(g, sample, head), g_row, at, t, WALK);
+        for (int i = threadIdx.x; i < WALK; i += 32 * WARPS) {
+            bool there = at + i < t;
+            rows[walk & 1][0][i] = there ? base_of(lse[place + at + i]) : 0;
+            rows[walk & 1][1][i] = there ? sums[place + at + i] : 0;
+        }
+    };
+    if (walks) load(0);
+    for (int walk = 0; walk < walks * group; walk++) {
+        real *queries = tiles + 2 * TILE * (walk & 1), *slopes = queries + TILE;
+        const float *all = rows[walk & 1][0], *sum = rows[walk & 1][1];
+        int at = first + walk % walks * WALK;
+        arrive();
+        __syncthreads();
+        if (walk + 1 < walks * group) load(walk + 1);
+        across(p, keys, queries);
+        across(dp, values, slopes);
+        if (!mask.whole(at, WALK, begin, OWN))
+#pragma unroll
+            for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (!mask.attends(at + j * 8 + lane % 4 * 2 + e % 2, own + e / 2 * 8)) p[j][e] = NONE;
 #pragma unroll
         for (int j = 0; j < ACROSS; j++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                bool seen = whole || mask.attends(at + e / 2 * 8, i + j * 8 + lane % 4 * 2 + e % 2);
-                slope(p[j][e], dp[j][e], seen, scale * LOG2E, scale, all[e / 2], sum[e / 2]);
+                int column = j * 8 + lane % 4 * 2 + e % 2;
+                p[j][e] = exp2f(p[j][e] * factor - all[column]);
+                dp[j][e] = p[j][e] * (dp[j][e] - sum[column]);
             }
-        along(out, dp, keys);
+        along(into_v, p, slopes);
+        along(into_k, dp, queries);
     }
-    write(PART(dq, sample, head), dq_row, begin, t, out, 1, 1);
-}
-
-KERNEL(flash_keys)(VIEW(q), VIEW(k), VIEW(v), VIEW(g), VIEW(dk), VIEW(dv), const float* lse, const float* sums, SHAPE) {
-    __shared__ __align__(16) real tiles[2 * WALK * PITCH];
-    __shared__ float all[WALK], sum[WALK];
-    real *queries = tiles, *slopes = tiles + WALK * PITCH;
-    number blocks = (n + OWN - 1) / OWN, begin = blockIdx.x % blocks * OWN;
-    number pair = blockIdx.x / blocks, sample = pair / shared, other = pair % shared, group = heads / shared;
-    Mask mask = MASK;
-    unsigned keys[STEPS][4], values[STEPS][4];
-    float into_k[PACKS][4] = {}, into_v[PACKS][4] = {}, p[ACROSS][4], dp[ACROSS][4];
-    int lane = threadIdx.x % 32;
-    number own = begin + threadIdx.x / 32 * 16 + lane / 4;
-
-    fill(tiles, PART(k, sample, other), k_row, begin, n, OWN);
-    __syncthreads();
-    own_rows(keys, tiles);
-    __syncthreads();
-    fill(tiles, PART(v, sample, other), v_row, begin, n, OWN);
-    __syncthreads();
-    own_rows(values, tiles);
-    for (number head = other * group; head < (other + 1) * group; head++)
-        for (number at = mask.first_query(begin), last = mask.last_query(begin); at < last; at += WALK) {
-            __syncthreads();
-            fill(queries, PART(q, sample, head), q_row, at, t, WALK);
-            fill(slopes, PART(g, sample, head), g_row, at, t, WALK);
-            for (int i = threadIdx.x; i < WALK; i += 32 * WARPS) {
-                bool there = at + i < t;
-                all[i] = there ? lse[(sample * heads + head) * t + at + i] : 0;
-                sum[i] = there ? sums[(sample * heads + head) * t + at + i] : 0;
-            }
-            __syncthreads();
-            across(p, keys, queries);
-            across(dp, values, slopes);
-            bool whole = mask.whole(at, WALK, begin, OWN);
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    int column = j * 8 + lane % 4 * 2 + e % 2;
-                    bool seen = whole || mask.attends(at + column, own + e / 2 * 8);
-                    slope(p[j][e], dp[j][e], seen, scale * LOG2E, scale, all[column], sum[column]);
-                }
-            along(into_v, p, slopes);
-            along(into_k, dp, queries);
-        }
-    write(PART(dk, sample, other), dk_row, begin, n, into_k, 1, 1);
+    write(PART(dk, sample, other), dk_row, begin, n, into_k, scale, scale);
     write(PART(dv, sample, other), dv_row, begin, n, into_v, 1, 1);
 }

@@ -5,6 +5,7 @@ out^T = b^T a^T: the operands change places, and what lies by columns is marked 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,8 +75,8 @@ def takes(*arrays: Any) -> bool:
     """Whether cuBLAS multiplies these: matrices of one format, on a GPU, not empty."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False
-    formats = {a.dtype.name for a in arrays}
-    return len(formats) == 1 and formats <= TYPES.keys()
+    formats = {a.dtype for a in arrays}
+    return len(formats) == 1 and formats.pop().name in TYPES
 
 
 def gemm(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
@@ -106,11 +107,9 @@ def _of_one(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
-    from cupy_backends.cuda.libs import cublas
-
     first, second = (a, b) if wanted.turned else (b, a)
     number = np.float64 if a.dtype.name == "float64" else np.float32
-    alpha, beta = np.array(scale, number), np.array(float(accumulate), number)  # cuBLAS reads them from the host
+    alpha, beta = _factor(scale, number), _factor(float(accumulate), number)
     matrices = [
         [x.data.ptr, TYPES[x.dtype.name], ld]
         for x, ld in ((first, wanted.ld_first), (second, wanted.ld_second), (out, wanted.ld_out))
@@ -120,8 +119,21 @@ def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool)
         for matrix, x in zip(matrices, (first, second, out), strict=True):
             matrix.append(x.strides[0] // x.dtype.itemsize)
     one, two, three = matrices
-    handle = cupy().cuda.device.get_cublas_handle()
+    cublas, handle = _cublas(), cupy().cuda.device.get_cublas_handle()
     shape = int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k
     rest = (*([count] if count > 1 else []), DOUBLE if number is np.float64 else WHOLE, DEFAULT)
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
     call(handle, *shape, alpha.ctypes.data, *one, *two, beta.ctypes.data, *three, *rest)
+
+
+@functools.cache
+def _cublas() -> Any:
+    from cupy_backends.cuda.libs import cublas
+
+    return cublas
+
+
+@functools.lru_cache(1 << 10)
+def _factor(value: float, number: type) -> np.ndarray:
+    """A number as cuBLAS reads it, from the host."""
+    return np.array(value, number)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.cuda.devices import cupy, is_on_gpu
 from fsdpx.cuda.gemm import batched
 from fsdpx.cuda.head_layout import merged, time_first
@@ -25,7 +26,7 @@ BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
 PACK = 16
 """Bytes that a thread reads and writes at a time, in kernels over packs."""
-KINDS = {"float64": 64, "float32": 32, "bfloat16": 16}
+KINDS = {dtype_of("float64"): 64, dtype_of("float32"): 32, dtype_of("bfloat16"): 16}
 SOURCE, ATTENTION = (Path(__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 OPTIONS = ("--fmad=false", "--std=c++17")
 """Without fused multiplications and additions, updates have the bits that the host computes; there are none of
@@ -58,7 +59,7 @@ class Launch:
         self.pack = PACK * 8 // kind
 
     def __call__(self, name: str, grid: tuple[int, ...], *given: Any, threads: int = THREADS) -> None:
-        kernel = module(self.kind, self.xp.cuda.Device().id).get_function(f"fsdpx_{name}")
+        kernel = _function(module, self.kind, self.xp.cuda.Device().id, name)
         kernel(grid, (threads,), tuple(map(_typed, given)))
 
     def each(self, name: str, n: int, *given: Any) -> None:
@@ -89,14 +90,25 @@ class Launch:
         self.each(name, out.size, parts, out, parts.shape[0], out.size, add)
 
 
+@functools.cache
+def _function(source: Callable[[int, int], Any], variant: int, gpu: int, name: str) -> Any:
+    return source(variant, gpu).get_function(f"fsdpx_{name}")
+
+
 def _typed(value: Any) -> Any:
     """Numbers as the kernels declare them: `int` for a choice, `number` for a count, `double`; no array is a null."""
-    if value is None:
-        return np.uint64(0)
-    for kind, made in ((bool, np.int32), (int, np.int64), (float, np.float64)):
-        if type(value) is kind:
-            return made(value)
-    return value
+    kind = type(value)
+    return _number(kind, value) if kind in MADE else value
+
+
+MADE: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda _: np.uint64(0), bool: np.int32, int: np.int64, float: np.float64,
+}  # fmt: skip
+
+
+@functools.lru_cache(1 << 12)
+def _number(kind: type, value: Any) -> Any:
+    return MADE[kind](value)
 
 
 FORMS: dict[str, tuple[tuple[str, ...], Body]] = {}
@@ -122,7 +134,7 @@ def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
         return None
     arrays = [a for a in arguments if is_on_gpu(a)]
     kind = _kind(arrays)
-    wide = "float64" if kind == 64 else "float32"
+    wide = 64 if kind == 64 else 32
     if kind == 0 or not all(a.size for a in arrays):
         return None
     for role, value in zip(roles, arguments, strict=False):
@@ -133,11 +145,10 @@ def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
 
 def _kind(arrays: list[Any]) -> int:
     """The narrowest format among the floating-point arrays; 0: one that no kernel takes."""
-    names = {a.dtype.name for a in arrays if a.dtype.kind not in "biu"}
-    return min(KINDS[name] for name in names) if names and names <= KINDS.keys() else 0
+    return min((KINDS.get(a.dtype, 0) for a in arrays if a.dtype.kind not in "biu"), default=0)
 
 
-def _plays(role: str, value: Any, kind: int, wide: str) -> bool:
+def _plays(role: str, value: Any, kind: int, wide: int) -> bool:
     if value is None or role == "0":
         return role.endswith("?") or (role == "0" and not is_on_gpu(value) and not value)
     role = role.removesuffix("?")
@@ -145,10 +156,11 @@ def _plays(role: str, value: Any, kind: int, wide: str) -> bool:
         return not is_on_gpu(value)
     if not is_on_gpu(value):
         return False
-    name = value.dtype.name
-    own = KINDS.get(name) == kind
-    found = {"real": own, "view": own, "wide": name == wide, "sum": own or name == wide}
-    formed = found.get(role, value.dtype.kind == ("b" if role == "mask" else "i"))
+    if role in ("mask", "index"):
+        formed = value.dtype.kind == ("b" if role == "mask" else "i")
+    else:
+        own = KINDS.get(value.dtype)
+        formed = (role != "wide" and own == kind) or (role in ("wide", "sum") and own == wide)
     return formed and (role == "view" or bool(value.flags.c_contiguous))
 
 
@@ -296,8 +308,9 @@ def cross_entropy_backward(
 
 # -- attention -----------------------------------------------------------------------------------------------------------
 
-WARPS, OWN, MOST_FEATURES, AMPERE = 4, 64, 128, 80
-"""As in `attention.cu`; and the compute capability from which GPUs multiply matrices of bfloat16."""
+WARPS, OWN, SUMS, MOST_FEATURES, AMPERE = 4, 64, 8, 128, 80
+"""As in `attention.cu`, whose sums are made for that many places by a block; and the compute capability from which GPUs
+multiply matrices of bfloat16."""
 
 
 @form("view view view any any any index?")
@@ -306,7 +319,7 @@ def attention(
 ) -> tuple[Any, Any]:
     o, lse = time_first(launch.xp, q), launch.xp.empty(q.shape[:3], dtype=launch.wide)
     given = causal, scale, window, _names(segments)
-    if _takes_tiles(launch, q, k, v, o):
+    if scale > 0 and _takes_tiles(launch, q, k, v, o):
         _walk("flash", -(-q.shape[2] // OWN) * lse.shape[0] * lse.shape[1], (q, k, v, o), (lse,), q, k, *given)
     else:
         _attention_by_samples(launch, q, k, v, o, lse, *given)
@@ -320,12 +333,12 @@ def attention_backward(
 ) -> Any:  # fmt: skip
     made = merged(launch.xp, q, k)
     given = causal, scale, window, _names(segments)
-    if not _takes_tiles(launch, q, k, v, o, do, *made):
+    if scale <= 0 or not _takes_tiles(launch, q, k, v, o, do, *made):
         _attention_backward_by_samples(launch, q, k, v, lse, do, made, *given)
         return made
     sums, (dq, dk, dv) = launch.xp.empty_like(lse), made
     (samples, heads, t, d), (_, shared, n, _) = q.shape, k.shape
-    _flash("flash_sums", d, -(-lse.size // WARPS), *_views(o, do), sums, heads, t, lse.size)
+    _flash("flash_sums", d, -(-lse.size // SUMS), *_views(o, do), sums, heads, t, lse.size)
     _walk("flash_queries", -(-t // OWN) * samples * heads, (q, k, v, do, dq), (lse, sums), q, k, *given)
     _walk("flash_keys", -(-n // OWN) * samples * shared, (q, k, v, do, dk, dv), (lse, sums), q, k, *given)
     return made
@@ -351,7 +364,7 @@ def _walk(
 
 
 def _flash(name: str, features: int, blocks: int, *given: Any) -> None:
-    kernel = flash(features, cupy().cuda.Device().id).get_function(f"fsdpx_{name}")
+    kernel = _function(flash, features, cupy().cuda.Device().id, name)
     kernel((blocks,), (32 * WARPS,), tuple(map(_typed, given)))
 
 
@@ -469,7 +482,7 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
 def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the update of `fsdpx.optim.kernels` with this name on flat arrays of one format; False: there is none for
     these. numbers: in that format."""
-    kinds = {KINDS.get(array.dtype.name) for array in arrays}
+    kinds = {KINDS.get(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):
         return False

@@ -117,6 +117,12 @@ static unsigned rounded(float low, float high) {
 
 struct uint4 { unsigned x, y, z, w; };
 
+static void begin_copy(unsigned short* to, const unsigned short* from, bool there) {
+    if (there) memcpy(to, from, 16);
+    else memset(to, 0, 16);
+}
+static void arrive() {}
+
 static float __uint_as_float(unsigned bits) { float v; memcpy(&v, &bits, 4); return v; }
 static unsigned __float_as_uint(float v) { unsigned bits; memcpy(&bits, &v, 4); return bits; }
 static unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {

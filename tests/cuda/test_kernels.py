@@ -18,6 +18,7 @@ from stand_in import Cupy, Device
 
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
+from fsdpx.cuda import gemm
 from fsdpx.cuda import kernels as cuda
 from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.cuda.kernels import ATTENTION, FORMS, OPTIONS, SOURCE, UPDATES, on_gpu
@@ -33,7 +34,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     made = Cupy()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    caches = cuda.module, cuda.flash
+    caches = cuda.module, cuda.flash, cuda._function, gemm._cublas
     for cache in caches:
         cache.cache_clear()
     Device(0).use()
@@ -263,9 +264,7 @@ def test_attention_in_tiles(
 
 
 @needs_compiler
-def test_a_gpu_without_units_for_bfloat16_computes_whole_matrices(
-    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_units_for_bfloat16_computes_whole_matrices(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_flash", lambda *_: pytest.fail("it has none"))
     monkeypatch.setattr(Device, "compute_capability", "75")
     in_tiles(cupy, *TILES[1])
@@ -287,8 +286,10 @@ def nvrtc() -> Any:
 
 @pytest.mark.parametrize(
     ("source", "define", "name"),
-    [*((SOURCE, f"-DKIND={kind}", b"fsdpx_cross_entropy") for kind in (16, 32, 64)),
-     *((ATTENTION, f"-DHEAD={d}", b"fsdpx_flash_keys") for d in (16, 64, 128))],
+    [
+        *((SOURCE, f"-DKIND={kind}", b"fsdpx_cross_entropy") for kind in (16, 32, 64)),
+        *((ATTENTION, f"-DHEAD={d}", b"fsdpx_flash_keys") for d in (16, 64, 128)),
+    ],
 )
 def test_nvrtc_compiles_them(source: Path, define: str, name: bytes) -> None:
     library = nvrtc()
