@@ -8,8 +8,13 @@
 typedef unsigned short real;  // the bits of a bfloat16
 typedef long long number;
 
-#define KERNEL(name) extern "C" __global__ void fsdpx_##name
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_##name) fsdpx_##name
 #define WARPS 4
+// How many blocks share a multiprocessor, which bounds the registers of each thread.
+#define BLOCKS_flash (HEAD > 64 ? 2 : 3)
+#define BLOCKS_flash_sums 8
+#define BLOCKS_flash_queries (HEAD > 64 ? 2 : 3)
+#define BLOCKS_flash_keys 2
 #define OWN (16 * WARPS)
 #define WALK (HEAD > 64 ? 32 : 64)
 #define PITCH (HEAD + 8)      // of a row in shared memory: eight rows lie in different banks

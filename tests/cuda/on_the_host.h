@@ -11,6 +11,7 @@
 
 #define ON_THE_HOST
 #define __global__
+#define __launch_bounds__(threads, blocks)
 #define __device__
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))

@@ -92,6 +92,40 @@ def test_training_equals_the_host(precision: str, bound: float) -> None:
     np.testing.assert_allclose(got, want, rtol=bound)
 
 
+NCCL = """
+import numpy as np, cupy, ml_dtypes
+from mpi4py import MPI
+from fsdpx.comm.calls import ReduceOp
+from fsdpx.comm.gpu.nccl import NcclCommunicator
+from fsdpx.comm.mpi.mpi import MpiCommunicator
+ranks = NcclCommunicator(MpiCommunicator(MPI.COMM_SELF), 60.0)
+assert ranks.link is None  # one rank needs none
+ranks.link = ranks._open()
+for name in ("float64", "float32", "bfloat16", "float16", "int64", "bool"):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    mine, whole = cupy.arange(1000).astype(dtype), cupy.zeros(1000, dtype)
+    for call in (ranks.all_gather, ranks.reduce_scatter, ranks.all_to_all):
+        whole[:] = 0
+        call(mine, whole).wait()
+        assert (mine == whole).all(), (name, call)
+    for op in (ReduceOp.SUM, ReduceOp.MAX):
+        ranks.all_reduce(whole, op).wait()
+        assert (mine == whole).all(), (name, op)
+    ranks.broadcast(whole, 0).wait()
+    assert (mine == whole).all(), name
+ranks.close()
+print("right")
+"""
+
+
+def test_nccl_takes_what_is_asked_of_it(tmp_path: Path) -> None:
+    """With one rank, which is what one GPU has room for: arguments, formats, streams and events are those of NCCL."""
+    pytest.importorskip("cupy.cuda.nccl")
+    done = job(tmp_path, NCCL, ranks=1)
+    assert done.status == 0, done.err
+    assert done.out.count("right") == 1
+
+
 PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
