@@ -32,7 +32,7 @@ def save(name: str, options: argparse.Namespace, found: dict[str, Any]) -> Path:
     """Write NAME.json with the command and the machine; the folder it is in."""
     folder = folder_of(options)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"command": command(name), "machine": machine(), **found}, indent=1)
+    text = json.dumps({"command": command(), "machine": machine(), **found}, indent=1)
     (folder / f"{name}.json").write_text(text + "\n")
     return folder
 
@@ -42,9 +42,9 @@ def folder_of(options: argparse.Namespace) -> Path:
     return options.out or (QUICK if options.quick else RESULTS)
 
 
-def command(name: str) -> str:
+def command() -> str:
     """The line that has started this."""
-    return shlex.join(["python", f"bench/{name}.py", *sys.argv[1:]])
+    return shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
