@@ -27,7 +27,6 @@ BLOCK = 1 << 14
 PACK = 16
 """Bytes that a thread reads and writes at a time, in kernels over packs."""
 KINDS = {dtype_of("float64"): 64, dtype_of("float32"): 32, dtype_of("bfloat16"): 16}
-SOURCE, ATTENTION = (Path(__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 OPTIONS = ("--fmad=false", "--std=c++17")
 """Without fused multiplications and additions, updates have the bits that the host computes; there are none of
 bfloat16, where the first is left out."""
@@ -39,15 +38,17 @@ Body = Callable[..., Any]
 def module(kind: int, gpu: int) -> Any:
     """The kernels for a format, compiled when they are first needed, for the GPU that is current; CuPy keeps them on
     disk."""
-    return cupy().RawModule(code=SOURCE.read_text(), options=(*OPTIONS[kind == 16 :], f"-DKIND={kind}"))
+    return _built("kernels.cu", *OPTIONS[kind == 16 :], f"-DKIND={kind}")
 
 
 @functools.cache
 def flash(features: int, gpu: int) -> Any:
     """The kernels of attention in bfloat16 for heads with that many features, for the GPU that is current."""
-    return cupy().RawModule(
-        code=ATTENTION.read_text(), options=("--std=c++17", "--use_fast_math", f"-DHEAD={features}")
-    )
+    return _built("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
+
+
+def _built(source: str, *options: str) -> Any:
+    return cupy().RawModule(code=Path(__file__).with_name(source).read_text(), options=options)
 
 
 class Launch:
@@ -97,17 +98,17 @@ def _function(source: Callable[[int, int], Any], variant: int, gpu: int, name: s
 
 def _typed(value: Any) -> Any:
     """Numbers as the kernels declare them: `int` for a choice, `number` for a count, `double`; no array is a null."""
-    kind = type(value)
+    kind: Any = type(value)
     return _number(kind, value) if kind in MADE else value
 
 
-MADE: dict[type, Callable[[Any], Any]] = {
+MADE: dict[Any, Callable[[Any], Any]] = {
     type(None): lambda _: np.uint64(0), bool: np.int32, int: np.int64, float: np.float64,
 }  # fmt: skip
 
 
 @functools.lru_cache(1 << 12)
-def _number(kind: type, value: Any) -> Any:
+def _number(kind: Any, value: Any) -> Any:
     return MADE[kind](value)
 
 
@@ -306,7 +307,7 @@ def cross_entropy_backward(
     return dx
 
 
-# -- attention -----------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------------------------
 
 WARPS, OWN, SUMS, MOST_FEATURES, AMPERE = 4, 64, 8, 128, 80
 """As in `attention.cu`, whose sums are made for that many places by a block; and the compute capability from which GPUs

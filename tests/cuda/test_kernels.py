@@ -21,10 +21,11 @@ from fsdpx.array.random import Stretch
 from fsdpx.cuda import gemm
 from fsdpx.cuda import kernels as cuda
 from fsdpx.cuda.devices import is_on_gpu
-from fsdpx.cuda.kernels import ATTENTION, FORMS, OPTIONS, SOURCE, UPDATES, on_gpu
+from fsdpx.cuda.kernels import FORMS, OPTIONS, UPDATES, on_gpu
 from fsdpx.optim import kernels as updates
 from fsdpx.optim import plain
 
+SOURCE, ATTENTION = (Path(cuda.__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: CUDA C was not tried on the host")
 
