@@ -7,6 +7,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import lay
 from references import BF16, F16, FAMILIES, TOLERANCE, agree, cases
 
 from fsdpx.array import kernels
@@ -132,6 +133,7 @@ ROWS = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 130])
 COLUMNS = st.integers(1, 140)
 SCALE = st.sampled_from([1e-3, 1.0, 5.0])
 MODE = st.sampled_from(["plain", "numba"])
+LAID = st.sampled_from(["rows", "columns", "every second"])
 FORMATS = st.sampled_from([np.dtype(np.float32), BF16, F16])
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 
@@ -140,27 +142,28 @@ def tried(number):
     return settings(derandomize=True, database=None, deadline=None, max_examples=examples(number))
 
 
-def compare(family, mode, dtype, x, dy):
-    """All kernels of a family on numbers as `dtype` has them."""
+def compare(family, mode, dtype, x, dy, layout="rows"):
+    """All kernels of a family on numbers as `dtype` has them. layout: of matrices in memory."""
     x, dy = (a.astype(dtype).astype(np.float64) for a in (x, dy))
     for name, case in cases(family, x, dy, dtype):
         arrays = [a.astype(dtype) if a.dtype == np.float64 else a for a in case.arrays]
+        arrays = [lay(a, layout) if a.ndim == 2 else a for a in arrays]
         with kernels.use(mode), np.errstate(all="ignore"):
             got = case.run(np, *arrays)
         assert got.dtype in (dtype, BF16, np.float32, np.float64), name
         try:
             agree(got, case, 1e-13 if dtype == np.float64 else TOLERANCE)
         except AssertionError as error:
-            error.add_note(f"{name}, {mode}, {dtype.name}, {x.shape}")
+            error.add_note(f"{name}, {mode}, {dtype.name}, {x.shape}, {layout}")
             raise
 
 
 @families
 @tried(30)
-@given(rows=ROWS, columns=COLUMNS, scale=SCALE, mode=MODE, dtype=FORMATS, seed=st.integers(0, 9))
-def test_against_float64(family, rows, columns, scale, mode, dtype, seed):
+@given(rows=ROWS, columns=COLUMNS, scale=SCALE, mode=MODE, dtype=FORMATS, layout=LAID, seed=st.integers(0, 9))
+def test_against_float64(family, rows, columns, scale, mode, dtype, layout, seed):
     rng = np.random.default_rng(seed)
-    compare(family, mode, dtype, rng.normal(size=(rows, columns)) * scale, rng.normal(size=(rows, columns)))
+    compare(family, mode, dtype, rng.normal(size=(rows, columns)) * scale, rng.normal(size=(rows, columns)), layout)
 
 
 @pytest.mark.parametrize(
