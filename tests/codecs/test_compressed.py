@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import in_full
+from turns import arrived, steps
 
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
@@ -15,7 +16,7 @@ from fsdpx.codecs import Codec, Int8, TopK
 from fsdpx.codecs.forms import BLOCK
 from fsdpx.codecs.int8 import add_quantised, quantise
 from fsdpx.codecs.sparse import add_largest, chosen, take_largest
-from fsdpx.comm import Communicator, spawn, split_evenly
+from fsdpx.comm import Communicator, spawn
 from fsdpx.errors import ConfigError
 
 FEEDBACK: dict[str, Callable[[], Codec]] = {
@@ -35,40 +36,13 @@ def gradient(rank: int, step: int, n: int = N, dtype: Any = np.float32) -> np.nd
     return np.random.default_rng([n, rank, step]).standard_normal(n).astype(dtype)
 
 
-def steps(codec: Codec, size: int, count: int, together: bool, make: Any = gradient) -> list[Any]:
-    """What arrived on each rank in each step, and what it keeps in the end. together: by `reduce_all`."""
-
-    def body(comm: Communicator) -> Any:
-        first = make(comm.rank, 0)
-        n, counts = first.size, split_evenly(first.size, size)
-        scratch = np.empty(codec.scratch(n, size), np.uint8)
-        memory = {name: np.zeros(elements, first.dtype) for name, elements in codec.memory(n).items()}
-        found = []
-        for step in range(count):
-            grad = make(comm.rank, step).copy()
-            out = grad if together else np.empty(counts[comm.rank], grad.dtype)
-            if together:
-                codec.reduce_all(comm, grad, scratch, memory, what="g").wait()
-            else:
-                codec.reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
-            found.append(out)
-        return found, memory
-
-    return spawn(body, size, timeout=60)
-
-
-def arrived(found: list[Any], step: int, together: bool) -> np.ndarray:
-    parts = [outs[step] for outs, _ in found]
-    return (parts[0] if together else np.concatenate(parts)).astype(np.float64)
-
-
 @each
 @sizes
 @pytest.mark.parametrize("together", [False, True])
 def test_what_arrived_and_what_is_kept_is_what_was_given(name: str, size: int, together: bool) -> None:
     """After each number of steps: sent + memory = accumulated, up to the rounding of float32 sums."""
     count = 6
-    found = steps(FEEDBACK[name](), size, count, together)
+    found = steps(FEEDBACK[name](), size, count, together, gradient)
     sent = sum(arrived(found, step, together) for step in range(count))
     kept = sum(memory["error"].astype(np.float64) for _, memory in found)
     given = sum(gradient(rank, step).astype(np.float64) for rank in range(size) for step in range(count))
@@ -112,7 +86,7 @@ def test_what_waits_has_the_momentum_of_all_steps(masking: bool, together: bool)
     """Momentum correction: what arrived and what is kept is the sum of all velocities. Unmasked and with all elements
     sent that is SGD with momentum itself."""
     count, size, momentum = 6, 3, 0.9
-    found = steps(TopK(0.1, momentum, masking), size, count, together)
+    found = steps(TopK(0.1, momentum, masking), size, count, together, gradient)
     sent = sum(arrived(found, step, together) for step in range(count))
     kept = sum(memory["error"].astype(np.float64) for _, memory in found)
     velocity, given = np.zeros((size, N)), np.zeros(N)
@@ -120,13 +94,13 @@ def test_what_waits_has_the_momentum_of_all_steps(masking: bool, together: bool)
         velocity = momentum * velocity + [gradient(rank, step) for rank in range(size)]
         given += velocity.sum(0)
     assert np.allclose(sent + kept, given, atol=1e-4) is not masking
-    whole = steps(TopK(1, momentum, masking=False), size, count, together)
+    whole = steps(TopK(1, momentum, masking=False), size, count, together, gradient)
     np.testing.assert_allclose(arrived(whole, count - 1, together), velocity.sum(0), atol=1e-5)
 
 
 def test_the_velocity_of_what_was_sent_begins_at_zero() -> None:
     """Momentum factor masking, one rank by itself: velocity and what waits are both zero where it has just sent."""
-    ((outs, memory),) = steps(TopK(0.1, 0.9), 1, 1, False)
+    ((outs, memory),) = steps(TopK(0.1, 0.9), 1, 1, False, gradient)
     sent = outs[0] != 0
     assert sent.sum() == 78
     assert set(np.flatnonzero(sent)) == set(np.argsort(-np.abs(gradient(0, 0)))[:78])
@@ -144,7 +118,7 @@ def test_a_warm_up_ends_at_the_fraction() -> None:
     codec = TopK(0.001, warmup=5)
     shares = [codec.nbytes(1_000_000, turn) / 8e6 for turn in range(7)]
     np.testing.assert_allclose(shares, [*(0.25 * 0.004 ** (t / 5) for t in range(5)), 0.001, 0.001], rtol=1e-3)
-    found = steps(TopK(0.01, warmup=3), 1, 5, False)
+    found = steps(TopK(0.01, warmup=3), 1, 5, False, gradient)
     assert [np.count_nonzero(out) for out in found[0][0]] == [195, 67, 23, 8, 8]
 
 
