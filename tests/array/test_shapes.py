@@ -1,6 +1,7 @@
-"""Shape-only arrays against NumPy: the same shapes, dtypes and refusals."""
+"""Arrays without data: NumPy's shapes, dtypes and errors, also of kernels."""
 
 import operator
+import threading
 import warnings
 
 import numpy as np
@@ -10,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fsdpx import shapes
 from fsdpx import shapes as xp
+from fsdpx.array import kernels
+from fsdpx.array.kernels import attention, embedding_backward
+from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.random import Stretch
 from fsdpx.shapes import ShapeArray
+from fsdpx.shapes import known as known_of
+from fsdpx.shapes.array import metered
+from fsdpx.shapes.known import known
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
 DTYPES = st.sampled_from(["float64", "float32", "float16", "int64", "int32", "bool"])
@@ -194,3 +203,175 @@ def test_einsum_names_what_is_wrong():
         xp.einsum("ab,bc->ac", ShapeArray((2, 3)), ShapeArray((4, 5)))
     with pytest.raises(ValueError, match="spell out one term per operand"):
         xp.einsum("ab,bc", ShapeArray((2, 3)), ShapeArray((3, 5)))
+
+
+N, C = 6, 5
+NUMBERS = Stretch(0, "d", 0, N * C)
+WINDOW = SlidingWindow((2, 1), (1, 1), (0, 0))
+
+
+def image(x):
+    return x.reshape(1, C, 2, 3)
+
+
+def windows(x):
+    return x.reshape(3, C, 2, 1)
+
+
+CALLS = {
+    "add": lambda k, xp, x, w, t, r: k.add(xp, x, x),
+    "add_bias": lambda k, xp, x, w, t, r: k.add_bias(xp, x, w),
+    "bias_gelu": lambda k, xp, x, w, t, r: k.bias_gelu(xp, x, w),
+    "sum_rows": lambda k, xp, x, w, t, r: k.sum_rows(xp, x, w, False),
+    "drop": lambda k, xp, x, w, t, r: k.drop(xp, x, NUMBERS, 0.5),
+    "drop_backward": lambda k, xp, x, w, t, r: k.drop_backward(xp, x, x > 0, 0.5),
+    "widened": lambda k, xp, x, w, t, r: k.widened(xp, x),
+    "narrowed": lambda k, xp, x, w, t, r: k.narrowed(xp, x, np.dtype("float16")),
+    "store": lambda k, xp, x, w, t, r: k.store(xp, x, xp.empty_like(x)),
+    "add_widened": lambda k, xp, x, w, t, r: k.add_widened(xp, x, xp.empty_like(x)),
+    "square_sums": lambda k, xp, x, w, t, r: k.square_sums(xp, x.reshape(-1), 4),
+    "gelu": lambda k, xp, x, w, t, r: k.gelu(xp, x),
+    "gelu tanh": lambda k, xp, x, w, t, r: k.gelu(xp, x, "tanh"),
+    "gelu_backward": lambda k, xp, x, w, t, r: k.gelu_backward(xp, x, x),
+    "gelu_recompute": lambda k, xp, x, w, t, r: k.gelu_recompute(xp, x, xp.empty_like(x)),
+    "relu": lambda k, xp, x, w, t, r: k.relu(xp, x),
+    "relu_backward": lambda k, xp, x, w, t, r: k.relu_backward(xp, x, x),
+    "silu": lambda k, xp, x, w, t, r: k.silu(xp, x),
+    "silu_backward": lambda k, xp, x, w, t, r: k.silu_backward(xp, x, x),
+    "sigmoid": lambda k, xp, x, w, t, r: k.sigmoid(xp, x),
+    "softmax": lambda k, xp, x, w, t, r: k.softmax(xp, x),
+    "softmax_backward": lambda k, xp, x, w, t, r: k.softmax_backward(xp, x, x),
+    "layer_norm": lambda k, xp, x, w, t, r: k.layer_norm(xp, x, w, w, 1e-5),
+    "layer_norm_backward_input": lambda k, xp, x, w, t, r: k.layer_norm_backward_input(xp, x, w, r, r, x),
+    "layer_norm_backward_params": lambda k, xp, x, w, t, r: k.layer_norm_backward_params(xp, x, r, r, x, w, w),
+    "rms_norm": lambda k, xp, x, w, t, r: k.rms_norm(xp, x, w, 1e-5),
+    "rms_norm_backward_input": lambda k, xp, x, w, t, r: k.rms_norm_backward_input(xp, x, w, r, x),
+    "rms_norm_backward_params": lambda k, xp, x, w, t, r: k.rms_norm_backward_params(xp, x, r, x, w),
+    "cross_entropy": lambda k, xp, x, w, t, r: k.cross_entropy(xp, x, t, -100, 0.1),
+    "cross_entropy_backward": lambda k, xp, x, w, t, r: k.cross_entropy_backward(xp, x, t, r, 1.0, -100, 0.1),
+    "binary_entropy": lambda k, xp, x, w, t, r: k.binary_entropy(xp, x, x),
+    "binary_entropy_backward": lambda k, xp, x, w, t, r: k.binary_entropy_backward(xp, x, x, 2.0),
+    "squared_error": lambda k, xp, x, w, t, r: k.squared_error(xp, x, x),
+    "squared_error_backward": lambda k, xp, x, w, t, r: k.squared_error_backward(xp, x, x, 2.0),
+    "embedding_backward": lambda k, xp, x, w, t, r: k.embedding_backward(xp, x[:4], t, x),
+    "conv2d": lambda k, xp, x, w, t, r: k.conv2d(xp, image(x), windows(x), w[:3], WINDOW),
+    "conv2d_backward_input": lambda k, xp, x, w, t, r: k.conv2d_backward_input(
+        xp, windows(x), x[:3, :3].reshape(1, 3, 1, 3), WINDOW, (1, 5, 2, 3)
+    ),
+    "conv2d_backward_params": lambda k, xp, x, w, t, r: k.conv2d_backward_params(
+        xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), WINDOW, (xp.empty_like(windows(x)), True), (w[:3], False)
+    ),
+    "max_pool2d": lambda k, xp, x, w, t, r: k.max_pool2d(xp, image(x), WINDOW),
+    "max_pool2d_backward": lambda k, xp, x, w, t, r: k.max_pool2d_backward(
+        xp, x[:5, :3].reshape(1, 5, 1, 3), xp.zeros((1, 5, 1, 3), dtype="int32"), WINDOW, (1, 5, 2, 3)
+    ),
+    "avg_pool2d": lambda k, xp, x, w, t, r: k.avg_pool2d(xp, image(x), WINDOW),
+    "avg_pool2d_backward": lambda k, xp, x, w, t, r: k.avg_pool2d_backward(
+        xp, x[:5, :3].reshape(1, 5, 1, 3), WINDOW, (1, 5, 2, 3)
+    ),
+    "channel_sums": lambda k, xp, x, w, t, r: k.channel_sums(xp, image(x)),
+    "channel_squares": lambda k, xp, x, w, t, r: k.channel_squares(xp, image(x), r[:5]),
+    "channel_affine": lambda k, xp, x, w, t, r: k.channel_affine(xp, image(x), r[:5], r[:5], r[:5]),
+    "channel_sums_with": lambda k, xp, x, w, t, r: k.channel_sums_with(xp, x, x, r[:5], r[:5]),
+    "channel_norm_backward": lambda k, xp, x, w, t, r: k.channel_norm_backward(xp, x, x, r[:5], r[:5], r[:5], r[:5]),
+    "square_sum": lambda k, xp, x, w, t, r: k.square_sum(xp, x.reshape(-1)),
+    "gated": lambda k, xp, x, w, t, r: k.gated(xp, x, x),
+    "gated_backward": lambda k, xp, x, w, t, r: k.gated_backward(xp, x, x, x, "gelu"),
+    "rotate": lambda k, xp, x, w, t, r: k.rotate(
+        xp, x[:, : C // 2 * 2].reshape(1, 6, 1, C // 2 * 2), *[xp.zeros((6, C // 2), dtype=r.dtype)] * 2
+    ),
+    "attention": lambda k, xp, x, w, t, r: k.attention(xp, *[x.reshape(1, 2, 3, C)] * 3, True, 0.5),
+    "attention_backward": lambda k, xp, x, w, t, r: k.attention_backward(
+        xp, *[x.reshape(1, 2, 3, C)] * 4, r.reshape(1, 2, 3), x.reshape(1, 2, 3, C), True, 0.5
+    ),
+}  # fmt: skip
+
+
+def test_every_kernel_is_here():
+    apart = {"NUMBA", "chosen", "use", "round_randomly"}  # updates without data do nothing
+    missing = set(kernels.__all__) - {name.split()[0] for name in CALLS} - apart
+    assert not missing
+
+
+def described(results):
+    results = results if isinstance(results, tuple) else (results,)
+    return [(tuple(r.shape), r.dtype) if hasattr(r, "shape") else type(r) for r in results]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_same_shapes_and_dtypes(name, dtype):
+    wide = np.float32 if dtype.itemsize == 2 else dtype
+    real = (np.ones((N, C), dtype), np.ones(C, dtype), np.ones(N, np.int64), np.ones(N, wide))
+    ghosts = [ShapeArray(a.shape, a.dtype) for a in real]
+    assert described(CALLS[name](kernels, shapes, *ghosts)) == described(CALLS[name](kernels, np, *real))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_remembered_takes_the_same_memory(name):
+    def call():
+        ghosts = [ShapeArray(s, d) for s, d in (((N, C), "f4"), ((C,), "f4"), ((N,), "i8"), ((N,), "f4"))]
+        with metered() as meter:
+            results = CALLS[name](kernels, shapes, *ghosts)
+            roots = [getattr(r, "root", None) for r in (results if isinstance(results, tuple) else (results,))]
+            shared = [[one is other for other in (*roots, *(g.root for g in ghosts))] for one in roots]
+            return described(results), shared, meter.live, meter.peak
+
+    known_of._results.clear()
+    assert call() == call()
+
+
+def test_threads_that_count_memory_do_not_see_each_other():
+    inside, counted = threading.Barrier(2), [0, 0]
+
+    def count(thread):
+        with metered() as meter:
+            inside.wait()
+            array = shapes.zeros(10 * (thread + 1), "u1")
+            inside.wait()
+            counted[thread] = meter.live
+            del array
+
+    threads = [threading.Thread(target=count, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted == [10, 20]
+
+
+def test_a_function_runs_once_for_each_kind_of_arguments():
+    ran = []
+
+    def first_of(xp, *arrays, scale=1, into=()):
+        ran.append(scale)
+        if arrays[0].ndim > 2:
+            raise ValueError("too many dims")
+        return arrays[0][:1], xp.zeros((2, *arrays[-1].shape)), arrays[-1], None
+
+    a, b = ShapeArray((3, 4), "f4"), ShapeArray((4,), "f8")
+    for _ in range(2):
+        view, made, same, nothing = known(first_of, shapes, a, b)
+        assert (view.shape, view.dtype, made.shape, nothing) == ((1, 4), np.dtype("f4"), (2, 4), None)
+        assert (view.root is a.root, made.root is a.root, same is b) == (True, False, True)
+    assert len(ran) == 1
+    known(first_of, shapes, a, a.copy())
+    view, _, same, _ = known(first_of, shapes, a, a.T.T)
+    assert same is not a
+    assert same.root is view.root
+    known(first_of, shapes, a, a)
+    assert len(ran) == 4, "arrays that share memory are another kind"
+    for scale in (1, 1.0, True, 2, 2):
+        known(first_of, shapes, a, b, scale=scale)
+    assert ran[4:] == [1, 1.0, True, 2]
+    for _ in range(2):
+        known(first_of, shapes, a, into=[])
+        with pytest.raises(ValueError, match="too many dims"):
+            known(first_of, shapes, ShapeArray((1, 1, 1)))
+    assert len(ran) == 12, "neither lists nor errors are remembered"
+
+
+def test_misfits_are_seen():
+    with pytest.raises(ValueError, match="2 columns meet 3 rows"):
+        attention(shapes, *(ShapeArray((1, 1, 4, d)) for d in (2, 3, 3)), True, 1.0)
+    with pytest.raises(ValueError, match=r"from shape \(6, 2\)"):
+        embedding_backward(shapes, ShapeArray((5, 3)), ShapeArray((6,), "int64"), ShapeArray((6, 2)))

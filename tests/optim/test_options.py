@@ -1,4 +1,4 @@
-"""Options, schedules and groups of optimisers, and what they see of parameters."""
+"""Options, schedules and groups of optimisers, and the contract that all of them keep."""
 
 import math
 import subprocess
@@ -16,8 +16,9 @@ import fsdpx
 from fsdpx import optim
 from fsdpx.array.sums import PARTS, expansion, padded
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.optim import Run, Segment, Segments, schedules
+from fsdpx.optim import Run, Segment, Segments, kernels, schedules
 from fsdpx.optim.average import Averaged
+from fsdpx.testing.optimizer import OptimizerContract
 
 
 @pytest.mark.parametrize(
@@ -245,3 +246,61 @@ def test_gaps_and_places_outside_are_refused():
         Segments((Segment("a", 0, 2, 0, 2), Segment("b", 3, 4, 0, 1)))
     with pytest.raises(ConfigError, match="does not lie inside its shard and its parameter"):
         Segment("a", 0, 5, 2, 6)
+
+
+@pytest.fixture(params=["plain", "numba"], autouse=True)
+def version(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(kernels, "_compiled", lambda: None)
+
+
+class TestSGD(OptimizerContract):
+    def make(self, **options):
+        return optim.SGD(**options)
+
+
+class TestMomentum(OptimizerContract):
+    def make(self, **options):
+        return optim.SGD(momentum=0.9, **options)
+
+
+class TestNesterov(OptimizerContract):
+    def make(self, **options):
+        return optim.SGD(momentum=0.9, nesterov=True, **options)
+
+
+class TestAdam(OptimizerContract):
+    def make(self, **options):
+        return optim.Adam(**options)
+
+
+class TestAdamW(OptimizerContract):
+    def make(self, **options):
+        return optim.AdamW(**options)
+
+
+class TestLion(OptimizerContract):
+    def make(self, **options):
+        return optim.Lion(**options)
+
+
+class TestEMA(OptimizerContract):
+    def make(self, **options):
+        return Averaged(optim.AdamW(**options), optim.EMA(0.9))
+
+
+class TestSWA(OptimizerContract):
+    def make(self, **options):
+        return Averaged(optim.SGD(**options), optim.SWA(start=2))
+
+
+class TestMuon(OptimizerContract):
+    def make(self, **options):
+        return optim.Muon(**options)
+
+
+class TestLAMB(OptimizerContract):
+    grain = 1024
+
+    def make(self, **options):
+        return optim.LAMB(**options)
