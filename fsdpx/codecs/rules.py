@@ -93,10 +93,10 @@ SIMPLE: dict[str, type[Codec]] = {"int8": Int8, "topk": TopK, "powersgd": PowerS
 NAMES = ", ".join(["plain, ring, bf16, fp16", *SIMPLE])
 
 
-def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str = "library") -> Codec:
-    """The codec behind a name, or the one that a precision implies, whose all-reduces are by `algorithm`."""
+def codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
+    """The codec behind a name, or the one that a precision implies."""
     if choice is None:
-        return Plain(algorithm) if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
+        return Plain() if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
     if isinstance(choice, str):
         if choice in ("plain", "ring"):
             return Plain("ring" if choice == "ring" else "library")

@@ -132,11 +132,6 @@ class Carrier(Backend):
 
     @property
     @abstractmethod
-    def takes_threads(self) -> bool:
-        """Whether other threads than the first of a rank may use it, one at a time."""
-
-    @property
-    @abstractmethod
     def native(self) -> frozenset[str]:
         """Verbs that the library does itself where it can add the numbers; all others are made of messages."""
 

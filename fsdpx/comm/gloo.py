@@ -73,10 +73,6 @@ class GlooCommunicator(Carrier):
         return f"GlooCommunicator(rank={self.rank}, size={self.size})"
 
     @property
-    def takes_threads(self) -> bool:
-        return True
-
-    @property
     def native(self) -> frozenset[str]:
         return frozenset(_LIBRARY)
 

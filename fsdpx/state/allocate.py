@@ -94,7 +94,7 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     world, xp = placement.axes.world, placement.xp
     exchange = None if placement.apart is None else Exchange(placement)
     # replicas that train by themselves do not come together to make shared memory
-    windows = placement.tuning.windows and placement.rounds is None and exchange is None
+    windows = placement.rounds is None and exchange is None
     arena = Arena(xp, memory_of(world, xp) if windows else None)
     rows = _placed(placement, arena)
     if exchange is not None:

@@ -20,8 +20,7 @@ import numpy as np
 
 from fsdpx import environment, files
 from fsdpx.array import blas, cores, parallel
-from fsdpx.comm.backend import ALGORITHMS, FakeCommunicator, FakeNode
-from fsdpx.comm.calls import Poker
+from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.errors import printable
@@ -179,27 +178,19 @@ LEAST, MOST = 256 << 10, 4 << 20
 
 @dataclass(frozen=True)
 class Tuning:
-    """blas: library of matrix products. threads: per rank. group_bytes: of a unit. windows: ranks of a machine speak
-    through shared memory. algorithm: of all-reduces outside of windows. progress: transfers are moved on between
-    actions ("loop"), or during them, too ("thread"). measured: the figures behind it, as text. speed: those that a
-    disturbance makes smaller, in numbers: GFLOP/s, GB/s. sixteen: library of bfloat16 products; "": the default."""
+    """blas: library of matrix products. threads: per rank. group_bytes: of a unit. measured: the figures behind it, as
+    text. speed: those that a disturbance makes smaller, in numbers: GFLOP/s, GB/s. sixteen: library of bfloat16
+    products; "": the default."""
 
     blas: str
     threads: int = 1
     group_bytes: int = GROUP_BYTES
-    windows: bool = True
-    algorithm: str = "library"
-    progress: str = "loop"
     measured: dict[str, str] = field(default_factory=dict)
     speed: dict[str, float] = field(default_factory=dict)
     sixteen: str = ""
 
     def __str__(self) -> str:
-        way = "windows" if self.windows else f"messages, {self.algorithm} all-reduce"
-        return (
-            f"BLAS {self.blas}, {self.threads} threads per rank, {way}, group_bytes {self.group_bytes:,}, "
-            f"progress by {self.progress}"
-        )
+        return f"BLAS {self.blas}, {self.threads} threads per rank, group_bytes {self.group_bytes:,}"
 
 
 def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
@@ -277,38 +268,13 @@ def _measure(world: Communicator) -> Tuning:
             speed |= {f"GFLOP/s{kind}, {name}": rate for name, rate in found.items()}
     if world.size == 1:
         return Tuning(library, parallel.threads(), measured=measured, speed=speed, sixteen=sixteen)
-    node = node_of(world)
     # ranks measure different times, and what follows is collective: rank 0's decide for all
-    messages = _of_rank_0(world, _through_messages(world))
-    windowed = _of_rank_0(world, _through_windows(world)) if node and node.shares else {}
-    windows = bool(windowed) and windowed["reduce"] < messages["library"]
-    used = windowed if windows else messages
-    latency, seconds = used["latency"], used["reduce" if windows else "library"]
+    latency, seconds = _of_rank_0(world, _reduced(world))
     rate = LARGE / max(seconds - latency, 1e-9)
-    over = _computing_over(world, node if windows else None)
-    measured |= {
-        "reduce-scatter over products": f"loop {1e3 * over['loop']:.2f} ms, thread {1e3 * over['thread']:.2f} ms",
-        "latency": f"{1e6 * latency:.0f} us",
-        "reduce-scatter of 4 MiB": ", ".join(
-            [f"messages {1e3 * messages['library']:.2f} ms"]
-            + ([f"windows {1e3 * windowed['reduce']:.2f} ms"] if windowed else [])
-        ),
-        "all-reduce of 4 MiB": f"library {1e3 * messages['all']:.2f} ms, ring {1e3 * messages['ring']:.2f} ms",
-    }
-    return _of_rank_0(
-        world,
-        Tuning(
-            library,
-            parallel.threads(),
-            _group_bytes(latency, rate),
-            windows,
-            "ring" if messages["ring"] < 0.9 * messages["all"] else "library",
-            "thread" if over["thread"] < 0.95 * over["loop"] else "loop",
-            measured,
-            speed | {"GB/s, messages": 1e-9 * LARGE / messages["library"]},
-            sixteen,
-        ),
-    )
+    measured |= {"latency": f"{1e6 * latency:.0f} us", "reduce-scatter of 4 MiB": f"{1e3 * seconds:.2f} ms"}
+    speed |= {"GB/s": 1e-9 * LARGE / seconds}
+    size = _group_bytes(latency, rate)
+    return _of_rank_0(world, Tuning(library, parallel.threads(), size, measured, speed, sixteen))
 
 
 def _fastest(rates: dict[str, float], usual: str) -> str:
@@ -323,66 +289,20 @@ def _group_bytes(latency: float, rate: float) -> int:
     return int(min(max(2 ** round(np.log2(max(wanted, 1.0))), LEAST), MOST))
 
 
-def _through_messages(world: Communicator) -> dict[str, float]:
-    small, large = np.zeros(SMALL // 4, np.float32), np.zeros(LARGE // 4, np.float32)
-    part = np.zeros(even_pieces(large.size, world.size).counts[world.rank], np.float32)
-    few = np.zeros(even_pieces(small.size, world.size).counts[world.rank], np.float32)
-    return {
-        "latency": _least(world, lambda: world.reduce_scatter(small, few, what="tuning").wait(), 20),
-        "library": _least(world, lambda: world.reduce_scatter(large, part, what="tuning").wait(), 5),
-        "all": _least(world, lambda: world.all_reduce(large, what="tuning").wait(), 5),
-        "ring": _least(world, lambda: world.all_reduce(large, algorithm="ring", what="tuning").wait(), 5),
-    }
-
-
-def _through_windows(world: Communicator) -> dict[str, float]:
+def _reduced(world: Communicator) -> tuple[float, float]:
+    """Seconds of a small and of a large reduce-scatter, of memory that ranks share where they can."""
     node = node_of(world)
-    assert node is not None
-    shared = node.share(LARGE)
-    if shared is None:
-        return {}
-    large, small = shared.view(np.float32), shared[:SMALL].view(np.float32)
-    own, few = (even_pieces(a.size, world.size).part(a, world.rank) for a in (large, small))
-    found = {
-        "latency": _least(world, lambda: world.reduce_scatter(small, few, what="tuning").wait(), 20),
-        "reduce": _least(world, lambda: world.reduce_scatter(large, own, what="tuning").wait(), 5),
-    }
-    node.release(shared)
-    return found
-
-
-def _computing_over(world: Communicator, node: NodeCommunicator | None) -> dict[str, float]:
-    """A reduce-scatter under some products, moved on between them, or by a thread."""
-    shared = node.share(LARGE) if node is not None else None
+    shared = node.share(LARGE) if node is not None and node.shares else None
     large = np.zeros(LARGE // 4, np.float32) if shared is None else shared.view(np.float32)
-    part = even_pieces(large.size, world.size).part(large, world.rank)
-    a, b, out = (np.ones((384, 384), np.float32) for _ in range(3))
-
-    def loop() -> None:
-        handle = world.reduce_scatter(large, part, what="tuning")
-        for _ in range(6):
-            blas.gemm(out, a, b)
-            handle.test()
-        handle.wait()
-
-    def thread() -> None:
-        handle = world.reduce_scatter(large, part, what="tuning")
-        with poker.during(handle.test):
-            for _ in range(6):
-                blas.gemm(out, a, b)
-        handle.wait()
-
-    poker = Poker()
-    found = {"loop": _least(world, loop, 8), "thread": _least(world, thread, 8) if _threads(world) else float("inf")}
+    small = large[: SMALL // 4]
+    own, few = (even_pieces(a.size, world.size).part(a, world.rank) for a in (large, small))
+    found = (
+        _least(world, lambda: world.reduce_scatter(small, few, what="tuning").wait(), 20),
+        _least(world, lambda: world.reduce_scatter(large, own, what="tuning").wait(), 5),
+    )
     if node is not None and shared is not None:
         node.release(shared)
     return found
-
-
-def _threads(world: Communicator) -> bool:
-    """Whether more than one thread of a rank may call what moves the bytes."""
-    carrier = carrier_of(world)
-    return all(world.all_gather_plain(carrier is not None and carrier.takes_threads))
 
 
 def _least(world: Communicator, call: Callable[[], None], times: int) -> float:
@@ -420,6 +340,7 @@ def _key(world: Communicator) -> dict[str, Any]:
         "ranks here": here,
         "threads": cores.threads_of(here) if imagined else parallel.threads(),
         "seconds per action": ACTION,
+        "choices": [one.name for one in fields(Tuning)],
     }
 
 
@@ -450,9 +371,8 @@ def _tuning(value: dict[str, Any]) -> Tuning:
     found = Tuning(**typed(value, {one.name: type(getattr(_LIKE, one.name)) for one in fields(Tuning)}))
     texts = all(type(text) is str for text in found.measured.values())
     libraries = {"numpy", *blas.present()}
-    known = found.algorithm in ALGORITHMS and found.progress in ("loop", "thread") and found.blas in libraries
     rates = all(type(rate) in (int, float) and 0 <= rate < math.inf for rate in found.speed.values())
-    known = known and found.sixteen in {"", blas.halves.WIDENED, *libraries}
+    known = found.blas in libraries and found.sixteen in {"", blas.halves.WIDENED, *libraries}
     if not (texts and known and rates and 0 < found.threads < 1 << 16 and 0 < found.group_bytes < 1 << 62):
         raise ValueError("a choice in it is none that is measured")
     return found

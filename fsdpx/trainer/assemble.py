@@ -79,9 +79,9 @@ def session_of(
     tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else the
     caller fills them in. commit: see `Feed`."""
     place, model, microbatches = placement_of(recipe, world, tuning)
-    training, progress = recipe.training, recipe.machinery.progress
+    training = recipe.training
     _check_whole_steps(place, microbatches)
-    poker = _poker(place.tuning.progress if progress is None else progress, place)
+    poker = _poker(recipe.machinery.progress, place)
     if place.xp is np:
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
@@ -187,7 +187,7 @@ def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> Reduc
     training, axes, local = recipe.training, ranks.axes, ranks.local
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     outer = None if local is None else local.carried
-    codecs = _codecs(recipe.distribution.codec, formats, ranks.tuning, training.chunks, outer)
+    codecs = _codecs(recipe.distribution.codec, formats, training.chunks, outer)
     check_packed(codecs, training.chunks, axes, formats)
     sums = accumulation(training.chunks, axes, codecs.packs)
     return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
@@ -362,10 +362,9 @@ def _check_recompute(recomputing: Recompute, layout: Layout) -> None:
         )
 
 
-def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | None, outer: Codec | None) -> Codecs:
+def _codecs(choice: Choice, formats: Precision, chunks: int | None, outer: Codec | None) -> Codecs:
     """outer: between replicas that train by themselves."""
-    algorithm = "library" if tuning.windows else tuning.algorithm
-    found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients, algorithm))
+    found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients))
     if outer is not None:
         found = Codecs(tuple((pattern, route._replace(replica=outer)) for pattern, route in found.rules))
     for codec in found:
@@ -422,7 +421,7 @@ def _axes(distribution: Distribution, ahead: int | None, world: Communicator, ch
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
 
 
-def _poker(progress: str, place: Placement) -> Poker | None:
+def _poker(progress: str | None, place: Placement) -> Poker | None:
     """Layers that call collectives themselves leave no action to a thread."""
     busy = place.axes.tensor.size > 1 or any(is_collective(node.layer) for node in place.model.nodes)
     if progress != "thread" or busy:

@@ -241,7 +241,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "check": (_one_of(True, False), "True, False, or None for what FSDPX_CHECK says"),
     "tune": (_one_of(True, False), "True, False, or None for what FSDPX_TUNE says"),
     "check_finite": (_one_of(True, False), "True or False"),
-    "progress": (_one_of("loop", "thread"), "'loop', 'thread', or None to measure"),
+    "progress": (_one_of("loop", "thread"), "'loop', 'thread', or None for 'loop'"),
 }
 """Option -> what it may be, and that in words. None is a choice of those whose default it is."""
 

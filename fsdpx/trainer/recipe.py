@@ -143,7 +143,7 @@ class Machinery:
     backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
     group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: measured)
     ahead : pages gathered ahead of use
-    progress : transfers move on between actions, "loop", or during them as well, "thread" (default: measured)
+    progress : transfers move on between actions, "loop" (the default), or during them as well, "thread"
     costs : path pattern -> cost of a layer, for the automatic cut of a pipe
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : look for NaN and Inf in every unit

@@ -39,7 +39,6 @@ class Threads(Carrier):
     """Thread ranks, as a library that carries memory of the host and refuses a GPU's. most: bytes of a message."""
 
     library = "threads"
-    takes_threads = True
     native = frozenset({"send", "recv"})
 
     def __init__(self, comm: Any) -> None:

@@ -248,8 +248,7 @@ def test_what_the_user_says_goes_before(monkeypatch):
 WHOLE, MORE = '{"key": KEY, "date": "", "tuning": %s}', '{"key": KEY, "date": "", "tuning": {GOOD, %s}}'
 BAD = (
     '"blas": "no such library"', '"blas": 3', '"threads": 0', '"threads": true', '"group_bytes": 1e9',
-    '"algorithm": "?"',
-    '"progress": []', '"speed": {"GFLOP/s": "fast"}', '"measured": {"a": 1}', '"sixteen": "?"', '"more": 1',
+    '"windows": true', '"speed": {"GFLOP/s": "fast"}', '"measured": {"a": 1}', '"sixteen": "?"', '"more": 1',
 )  # fmt: skip
 SPOILT = [
     "", "{", "[]", "[" * 9999, '{"tuning": 3}', WHOLE % 3, WHOLE % "{}", '{"key": {}, "date": "", "tuning": {GOOD}}',

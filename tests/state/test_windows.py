@@ -172,7 +172,7 @@ def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatc
     world.barrier().wait()
     assert [tuning for _, tuning, _ in stored()] == [found]
     if world.size > 1:
-        assert {"latency", "reduce-scatter of 4 MiB", "all-reduce of 4 MiB"} <= set(found.measured)
+        assert {"latency", "reduce-scatter of 4 MiB"} <= set(found.measured)
     world.barrier().wait()
 
 
@@ -183,12 +183,11 @@ def test_ranks_that_measure_differently_choose_the_same(
     from fsdpx.state import tuning
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
-    slow = world.rank % 2 == 1
-    messages = dict.fromkeys(("latency", "library", "all", "ring"), 1.0 if slow else 1e-9)
-    monkeypatch.setattr(tuning, "_through_messages", lambda world: messages)
+    seconds = (1.0, 2.0) if world.rank % 2 == 1 else (1e-9, 1.0)
+    monkeypatch.setattr(tuning, "_reduced", lambda world: seconds)
     found = tuning.tune_for(world, True, np)
     assert len(set(map(str, world.all_gather_object(found)))) == 1
-    assert found.windows == (world.size == 1)
+    assert found.group_bytes == (1 << 20 if world.size == 1 else tuning.LEAST)
 
 
 def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:

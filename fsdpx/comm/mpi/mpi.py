@@ -218,10 +218,6 @@ class MpiCommunicator(Carrier):
         self.takes_gpus = False
 
     @property
-    def takes_threads(self) -> bool:
-        return MPI.Query_thread() >= MPI.THREAD_SERIALIZED
-
-    @property
     def native(self) -> frozenset[str]:
         return frozenset(_LIBRARY)
 
