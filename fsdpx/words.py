@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["LEFT", "MOVED", "OTHERS", "demand_match", "left", "meant", "moved", "patterns_of"]
+__all__ = ["GONE", "LEFT", "MOVED", "OTHERS", "demand_match", "left", "meant", "moved", "patterns_of"]
 
 OTHERS: dict[str, str] = {
     "FULL_SHARD": 'strategy="fsdp"',
@@ -89,20 +89,21 @@ LEFT: dict[str, str] = {
     "--plot": "bench comm --json FILE, whose rows any program draws",
 }
 """Name of an earlier version -> what to use instead."""
-MOVED: dict[str, str] = {
-    **{name: f"trainer.inspect.{name}" for name in (
-        "engine", "placement", "last", "weight", "lr", "settings", "fingerprint", "summary", "routing", "measure",
-        "save_trace", "reset",
-    )},
-    **{name: f"trainer.host.{name}" for name in (
-        "world", "rank", "parts", "alone", "most", "no_batch", "met", "apart", "finish", "remember", "checkpoint",
-        "resume", "wait_saved", "trains", "training_ranks", "recoveries", "resize",
-    )},
+MOVED: dict[str, str] = dict.fromkeys((
+    "engine", "placement", "last", "weight", "lr", "settings", "fingerprint", "summary", "routing", "measure",
+    "save_trace", "reset",
+), "inspect") | dict.fromkeys((
+    "world", "rank", "parts", "alone", "most", "no_batch", "met", "apart", "finish", "remember", "checkpoint", "resume",
+    "wait_saved", "trains", "training_ranks", "recoveries", "resize",
+), "host")  # fmt: skip
+"""What an earlier version's trainer had by itself -> the part of a trainer that has it now. The old name still works,
+with a warning."""
+GONE: dict[str, str] = {
     "unfreeze": "trainer.freeze(..., undo=True)",
     "save_pretrained": "fsdpx.models.save_pretrained(trainer, folder)",
     "routes": "nothing: trainer.inspect.routing() is empty without experts",
-}  # fmt: skip
-"""What an earlier version's trainer had by itself -> what to use instead."""
+}
+"""What an earlier version's trainer had -> what to use instead. The old name is an error."""
 _PLAIN = str.maketrans("", "", "-_ ")
 _LEFT = {word.lower().translate(_PLAIN): instead for word, instead in LEFT.items()}
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
@@ -154,7 +155,8 @@ def demand_match(
 
 def moved(name: str) -> str:
     """What to say of a name that the trainer of an earlier version had; "" of any other."""
-    return f"a trainer has no {name} any more: use {MOVED[name]}" if name in MOVED else ""
+    instead = f"trainer.{MOVED[name]}.{name}" if name in MOVED else GONE.get(name)
+    return "" if instead is None else f"a trainer has no {name} any more: use {instead}"
 
 
 def left(word: str) -> str:

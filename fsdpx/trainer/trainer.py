@@ -432,10 +432,9 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             """What an earlier version's trainer had by itself and now lies on `inspect` or `host`, with a warning."""
-            part = MOVED.get(name, "").removeprefix("trainer.").partition(".")[0]
-            if part not in ("inspect", "host"):
+            if name not in MOVED:
                 raise AttributeError(moved(name) or f"'Trainer' object has no attribute {name!r}")
-            found = getattr(getattr(self, part), name)
+            found = getattr(getattr(self, MOVED[name]), name)
             warnings.warn(moved(name), DeprecationWarning, stacklevel=2)
             return found
 
