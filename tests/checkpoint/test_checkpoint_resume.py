@@ -46,11 +46,10 @@ def test_50_and_50_steps_are_100(first: str, second: str, half: int, tmp_path: P
 
 
 @in_full
-@pytest.mark.parametrize("name", few(["tensor 2", "3D"], 2))
-def test_a_tensor_axis_resumes_exactly_on_itself(name: str, tmp_path: Path) -> None:
-    whole = everywhere(name, run, name, 0, 8, tmp_path / "whole")
-    everywhere(name, run, name, 0, 5, tmp_path / "a")
-    assert everywhere(name, run, name, 5, 8, tmp_path / "a") == whole
+def test_a_tensor_axis_resumes_exactly_on_itself(tmp_path: Path) -> None:
+    whole = everywhere("3D", run, "3D", 0, 8, tmp_path / "whole")
+    everywhere("3D", run, "3D", 0, 5, tmp_path / "a")
+    assert everywhere("3D", run, "3D", 5, 8, tmp_path / "a") == whole
 
 
 @in_full

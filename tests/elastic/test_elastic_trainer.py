@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few, in_full, pairs
 from bits import Bits, bits
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
@@ -248,11 +248,10 @@ def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
     """LAMB still speaks then, so that some ranks meet the loss in the step and others after it."""
     options = {"optimizer": getattr(optim, optimizer)(lr=0.01), "mesh": Mesh(replica=2, shard=2)}
     wanted = train(4, **options)[0]
-    for rank in few(range(4), 3):
-        for step in few((1, 3), 2):
-            got = train(4, [Kill(rank, action, before=step)], **options)
-            assert len(got) == 3
-            assert [(one.losses, one.bits) for one in got] == [(wanted.losses, wanted.bits)] * len(got)
+    for rank, step in few(pairs(range(4), (1, 3)), 3):
+        got = train(4, [Kill(rank, action, before=step)], **options)
+        assert len(got) == 3
+        assert [(one.losses, one.bits) for one in got] == [(wanted.losses, wanted.bits)] * len(got)
 
 
 @in_full

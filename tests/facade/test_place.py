@@ -82,7 +82,7 @@ def test_before_init_the_launcher_says_and_mpi_is_not_loaded(tmp_path: Path) -> 
 
 
 @in_full
-@pytest.mark.parametrize("call", few(["rank()", "world_size()", "init()", "all_reduce(1.0)"], 4))
+@pytest.mark.parametrize("call", few(["rank()", "init()"], 2))
 def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path, call: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import fsdpx; fsdpx.{call}"],

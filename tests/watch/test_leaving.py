@@ -98,17 +98,15 @@ def test_a_process_that_ends_at_once(tmp_path, status, wanted):
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("call", ["save('here')", "close()"])
-def test_a_rank_that_calls_something_else(tmp_path, call):
+def test_a_rank_that_calls_something_else(tmp_path):
     """Every pair of calls: tests/trainer/test_calls.py."""
-    done = ended(tmp_path, f"trainer.{call}")
+    done = ended(tmp_path, "trainer.save('here')")
     assert done.status == 1, done.err
-    name = call.partition("(")[0]
-    assert f"DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: {name}. All ranks" in done.err
+    assert "DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: save. All ranks" in done.err
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("call", ["barrier()", "all_reduce(np.ones(3))", "broadcast(np.ones(300000), 2)"])
+@pytest.mark.parametrize("call", ["barrier()", "broadcast(np.ones(300000), 2)"])
 def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
     done = ended(tmp_path, f"fsdpx.{call}")
     assert done.status == 124, done.err
