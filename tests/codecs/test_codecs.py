@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -18,33 +19,21 @@ from fsdpx.comm import Communicator, spawn
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
 
-
-class TestPlain(CodecContract):
-    def make(self) -> Codec:
-        return Plain()
-
-
-class TestPlainInDoublePrecision(TestPlain):
-    dtype = "float64"
-
-
-class TestRing(CodecContract):
-    def make(self) -> Codec:
-        return Plain("ring")
-
-
-class TestBfloat16(CodecContract):
-    error = 2**-8
-
-    def make(self) -> Codec:
-        return Cast("bf16")
-
-
-class TestFloat16(CodecContract):
-    error = 2**-10
-
-    def make(self) -> Codec:
-        return Cast("float16")
+KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {
+    "Plain": (Plain, {}),
+    "PlainInDoublePrecision": (Plain, {"dtype": "float64"}),
+    "Ring": (lambda: Plain("ring"), {}),
+    "Bfloat16": (lambda: Cast("bf16"), {"error": 2**-8}),
+    "Float16": (lambda: Cast("float16"), {"error": 2**-10}),
+    "TopK": (lambda: TopK(0.1, momentum=0.9), {"error": 1}),  # what does not travel is missing
+    "TopKInBlocks": (lambda: TopK(0.1, momentum=0.9, block=16), {"error": 1}),
+    "AllOfTopK": (lambda: TopK(1), {}),
+    "PowerSGD": (PowerSGD, {}),  # of gradients that are all vectors
+}
+for _name, (_make, _more) in KINDS.items():
+    globals()[f"Test{_name}"] = type(
+        f"Test{_name}", (CodecContract,), {"make": lambda self, make=_make: make(), **_more}
+    )
 
 
 class TestInt8(CodecContract):
@@ -70,30 +59,6 @@ class TestUnbiasedInt8(TestInt8):
 
 class TestInt8InDoublePrecision(TestInt8):
     dtype = "float64"
-
-
-class TestTopK(CodecContract):
-    error = 1  # what does not travel is missing
-
-    def make(self) -> Codec:
-        return TopK(0.1, momentum=0.9)
-
-
-class TestTopKInBlocks(TestTopK):
-    def make(self) -> Codec:
-        return TopK(0.1, momentum=0.9, block=16)
-
-
-class TestAllOfTopK(CodecContract):
-    def make(self) -> Codec:
-        return TopK(1)
-
-
-class TestPowerSGD(CodecContract):
-    """Of gradients that are all vectors."""
-
-    def make(self) -> Codec:
-        return PowerSGD()
 
 
 def test_codecs_by_name() -> None:

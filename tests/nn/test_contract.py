@@ -54,6 +54,10 @@ CASES = {
     "Sigmoid": (nn.Sigmoid, lambda: 20 * rows(4, 6)),
     "Softmax": (nn.Softmax, lambda: rows(4, 6)),
     "SoftmaxOfDim1": (lambda: nn.Softmax(dim=1), lambda: rows(4, 6, 3)),
+    "BatchNorm": (lambda: nn.BatchNorm(3), lambda: rows(5, 3), {"rows_alone": False}),
+    "BatchNormOfImages": (lambda: nn.BatchNorm(3), lambda: rows(4, 3, 2, 5), {"rows_alone": False}),
+    "BatchNormEvaluating": (lambda: nn.BatchNorm(3, affine=False), lambda: rows(5, 3, 2), {"training": False}),
+    "DropoutEvaluating": (lambda: nn.Dropout(0.5), lambda: rows(4, 3), {"training": False}),
     "Dropout": (lambda: nn.Dropout(0.3), lambda: rows(4, 6)),
     "DropoutOfAll": (lambda: nn.Dropout(1.0), lambda: rows(4, 6)),
     "Conv2d": (lambda: nn.Conv2d(2, 3, 3), lambda: rows(3, 2, 5, 6)),
@@ -131,48 +135,15 @@ CASES = {
     "Framed": (lambda: nn.Framed(nn.MLP(4), nn.Enter(), nn.Leave(4)), lambda: rows(4, 3, 4)),
 }
 
-for _name, (_make, _inputs) in CASES.items():
+for _name, (_make, _inputs, *_more) in CASES.items():
     _body = {"make": lambda self, f=_make: f(), "inputs": lambda self, f=_inputs: f()}
-    globals()[f"Test{_name}"] = type(f"Test{_name}", (LayerContract,), _body)
-
-
-class TestBatchNorm(LayerContract):
-    rows_alone = False
-
-    def make(self):
-        return nn.BatchNorm(3)
-
-    def inputs(self):
-        return self.normal(5, 3)
-
-
-class TestBatchNormOfImages(TestBatchNorm):
-    def inputs(self):
-        return self.normal(4, 3, 2, 5)
-
-
-class TestBatchNormEvaluating(LayerContract):
-    training = False
-
-    def make(self):
-        return nn.BatchNorm(3, affine=False)
-
-    def inputs(self):
-        return self.normal(5, 3, 2)
-
-
-class TestDropoutEvaluating(LayerContract):
-    training = False
-
-    def make(self):
-        return nn.Dropout(0.5)
-
-    def inputs(self):
-        return self.normal(4, 3)
+    globals()[f"Test{_name}"] = type(
+        f"Test{_name}", (LayerContract,), {k: v for m in [_body, *_more] for k, v in m.items()}
+    )
 
 
 def test_every_layer_of_the_package_is_tested_here():
-    made = {type(make()) for make, _ in CASES.values()} | {nn.BatchNorm}
+    made = {type(make()) for make, *_ in CASES.values()}
     layers = {getattr(nn, name) for name in nn.__all__ if isinstance(getattr(nn, name), type)}
     layers = {cls for cls in layers if issubclass(cls, nn.Layer)} - {nn.Layer, nn.Container, nn.Composite}
     assert layers == made

@@ -248,59 +248,25 @@ def test_gaps_and_places_outside_are_refused():
         Segment("a", 0, 5, 2, 6)
 
 
-@pytest.fixture(params=["plain", "numba"], autouse=True)
+@pytest.fixture(params=["plain", "numba"])
 def version(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setattr(kernels, "_compiled", lambda: None)
 
 
-class TestSGD(OptimizerContract):
-    def make(self, **options):
-        return optim.SGD(**options)
-
-
-class TestMomentum(OptimizerContract):
-    def make(self, **options):
-        return optim.SGD(momentum=0.9, **options)
-
-
-class TestNesterov(OptimizerContract):
-    def make(self, **options):
-        return optim.SGD(momentum=0.9, nesterov=True, **options)
-
-
-class TestAdam(OptimizerContract):
-    def make(self, **options):
-        return optim.Adam(**options)
-
-
-class TestAdamW(OptimizerContract):
-    def make(self, **options):
-        return optim.AdamW(**options)
-
-
-class TestLion(OptimizerContract):
-    def make(self, **options):
-        return optim.Lion(**options)
-
-
-class TestEMA(OptimizerContract):
-    def make(self, **options):
-        return Averaged(optim.AdamW(**options), optim.EMA(0.9))
-
-
-class TestSWA(OptimizerContract):
-    def make(self, **options):
-        return Averaged(optim.SGD(**options), optim.SWA(start=2))
-
-
-class TestMuon(OptimizerContract):
-    def make(self, **options):
-        return optim.Muon(**options)
-
-
-class TestLAMB(OptimizerContract):
-    grain = 1024
-
-    def make(self, **options):
-        return optim.LAMB(**options)
+KINDS = {
+    "SGD": (optim.SGD, {}),
+    "Momentum": (lambda **options: optim.SGD(momentum=0.9, **options), {}),
+    "Nesterov": (lambda **options: optim.SGD(momentum=0.9, nesterov=True, **options), {}),
+    "Adam": (optim.Adam, {}),
+    "AdamW": (optim.AdamW, {}),
+    "Lion": (optim.Lion, {}),
+    "EMA": (lambda **options: Averaged(optim.AdamW(**options), optim.EMA(0.9)), {}),
+    "SWA": (lambda **options: Averaged(optim.SGD(**options), optim.SWA(start=2)), {}),
+    "Muon": (optim.Muon, {}),
+    "LAMB": (optim.LAMB, {"grain": 1024}),
+}
+BOTH = pytest.mark.usefixtures("version")
+for _name, (_make, _more) in KINDS.items():
+    _body = {"make": lambda self, make=_make, **options: make(**options), "pytestmark": BOTH, **_more}
+    globals()[f"Test{_name}"] = type(f"Test{_name}", (OptimizerContract,), _body)

@@ -212,28 +212,19 @@ def test_numbers_that_do_not_fit() -> None:
         schedule("1f2b", 2, 2)
 
 
-class TestGPipe(ScheduleContract):
-    def make(self) -> str:
-        return "gpipe"
+MOST: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
+    "GPipe": ("gpipe", lambda ranks, microbatches, rank: microbatches),
+    "1F1B": ("1f1b", lambda ranks, microbatches, rank: ranks - rank),
+    "Interleaved": ("interleaved", lambda ranks, microbatches, rank: 2 * (ranks - rank - 1) + ranks + 1),
+    "ZBH1": ("zb-h1", lambda ranks, microbatches, rank: ranks),
+    "ZBH2": ("zb-h2", lambda ranks, microbatches, rank: 2 * ranks - 1),
+    "ZBV": ("zbv", lambda ranks, microbatches, rank: 2 * ranks),
+}
+"""Schedules, and the microbatches that are in flight on a rank at most."""
 
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
-        return microbatches
-
-
-class Test1F1B(ScheduleContract):
-    def make(self) -> str:
-        return "1f1b"
-
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
-        return ranks - rank
-
-
-class TestInterleaved(ScheduleContract):
-    def make(self) -> str:
-        return "interleaved"
-
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
-        return 2 * (ranks - rank - 1) + ranks + 1
+for _name, (_schedule, _most) in MOST.items():
+    _body = {"make": lambda self, made=_schedule: made, "most_in_flight": lambda self, *at, most=_most: most(*at)}
+    globals()[f"Test{_name}"] = type(f"Test{_name}", (ScheduleContract,), _body)
 
 
 class TestInterleavedDeeply(ScheduleContract):
@@ -241,30 +232,6 @@ class TestInterleavedDeeply(ScheduleContract):
 
     def make(self) -> str:
         return "interleaved"
-
-
-class TestZBH1(ScheduleContract):
-    def make(self) -> str:
-        return "zb-h1"
-
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
-        return ranks
-
-
-class TestZBH2(ScheduleContract):
-    def make(self) -> str:
-        return "zb-h2"
-
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
-        return 2 * ranks - 1
-
-
-class TestZBV(ScheduleContract):
-    def make(self) -> str:
-        return "zbv"
-
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
-        return 2 * ranks
 
 
 Change = Callable[[list[Action]], Iterable[Action]]
