@@ -17,7 +17,7 @@ from fsdpx.checkpoint.save import added
 from fsdpx.checkpoint.state import Scalars, demand_rounds, demand_state, restore
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
-from fsdpx.optim.rounded import inside
+from fsdpx.optim.optimizer import inside
 from fsdpx.state.ledger import saved_format, saved_tensors
 from fsdpx.state.state import TrainState
 from fsdpx.words import left

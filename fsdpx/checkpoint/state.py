@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json
-from fsdpx.optim.rounded import inside
+from fsdpx.optim.optimizer import inside
 from fsdpx.state.state import TRAINED, TrainState
 
 __all__ = ["Scalars", "demand_rounds", "restore", "rounds_of", "scalars_of"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from fsdpx.comm.node.memory import LETTER, Board
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 
 __all__ = [
-    "Agreement", "Default", "Place", "current", "have_met", "kind", "other", "place", "put", "running_mpi", "signature",
-    "use", "uses",
+    "Agreement", "Default", "Place", "current", "given_to_call", "have_met", "kind", "other", "place", "put",
+    "running_mpi", "signature", "use", "uses", "with_arguments",
 ]  # fmt: skip
 
 GLANCES = range(64)
@@ -322,3 +322,22 @@ def running_mpi() -> Any:
 def have_met() -> bool:
     """Whether this process is one of several ranks that have met, by MPI or without it."""
     return running_mpi() is not None or bool(roll.opened)
+
+
+_given: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", default={})  # noqa: B039
+
+
+@contextmanager
+def with_arguments(**choices: Any) -> Iterator[dict[str, str]]:
+    """Communicators that are opened inside compare these arguments as well."""
+    words = {name: repr(value) for name, value in choices.items()}
+    token = _given.set({**words, **_given.get()})
+    try:
+        yield words
+    finally:
+        _given.reset(token)
+
+
+def given_to_call() -> Mapping[str, str]:
+    """The arguments of the call that opens a communicator now, by name, as text."""
+    return _given.get()

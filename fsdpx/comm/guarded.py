@@ -6,9 +6,7 @@ communicator that is opened inside it sends them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -18,7 +16,7 @@ from fsdpx.comm.calls import Call, Handle, spin
 from fsdpx.comm.communicator import Communicator, Wrapper, described
 from fsdpx.errors import ConfigError, DesyncError
 
-__all__ = ["Guarded", "compare", "different", "given_to_call", "grouped", "with_arguments"]
+__all__ = ["Guarded", "compare", "different", "grouped"]
 
 _WIDTH = 256
 _ENDINGS = 8
@@ -131,23 +129,6 @@ REMEDY = (
     "Give all ranks the same (Open MPI passes no variables to other hosts: start with `python -m fsdpx run`, or say "
     "mpiexec -x NAME)"
 )
-_given: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", default={})  # noqa: B039
-
-
-@contextmanager
-def with_arguments(**choices: Any) -> Iterator[dict[str, str]]:
-    """Communicators that are opened inside compare these arguments as well."""
-    words = {name: repr(value) for name, value in choices.items()}
-    token = _given.set({**words, **_given.get()})
-    try:
-        yield words
-    finally:
-        _given.reset(token)
-
-
-def given_to_call() -> Mapping[str, str]:
-    """The arguments of the call that opens a communicator now, by name, as text."""
-    return _given.get()
 
 
 def compare(comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None) -> None:

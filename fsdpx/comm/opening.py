@@ -26,7 +26,8 @@ from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.calls import PATIENT
 from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.guarded import compare, given_to_call
+from fsdpx.comm.default import given_to_call
+from fsdpx.comm.guarded import compare
 from fsdpx.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, single
 from fsdpx.comm.mpi.start import together
 from fsdpx.cuda.devices import DeviceMap

@@ -470,7 +470,7 @@ KERNEL(drop_backward)(const real* dy, const bool* keep, real* dx, number n, doub
     EACH(i, n) put(dx, i, keep[i] ? get(dy, i) * (wide)scale : (wide)0);
 }
 
-// -- updates of a flat shard: the operations of fsdpx/optim/compiled.py, in its order ---------------------------------
+// -- updates of a flat shard: the operations of loops in fsdpx/optim, in their order ---------------------------------
 
 #if KIND != 16
 

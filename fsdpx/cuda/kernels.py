@@ -481,7 +481,7 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
 
 
 def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-    """Run the update of `fsdpx.optim.kernels` with this name on flat arrays of one format; False: there is none for
+    """Run the update of `fsdpx.optim` with this name on flat arrays of one format; False: there is none for
     these. numbers: in that format."""
     kinds = {KINDS.get(array.dtype) for array in arrays}
     (kind, *others) = kinds

@@ -31,7 +31,7 @@ from fsdpx.engine.run import (
 )
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.optim import rate
-from fsdpx.optim.rounded import UNSCHEDULED, scheduled
+from fsdpx.optim.optimizer import UNSCHEDULED, scheduled
 from fsdpx.program import Action, Edge
 from fsdpx.state.disk import root_of, spill
 from fsdpx.state.gradients import Reduction

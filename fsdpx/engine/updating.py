@@ -11,8 +11,7 @@ from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.engine.run import ProgramRun, RoundShare, Values, demand_alike, number_of, words
 from fsdpx.optim import Segments, rate
-from fsdpx.optim.optimizer import Kept, kept_of, places
-from fsdpx.optim.rounded import scheduled
+from fsdpx.optim.optimizer import Kept, kept_of, places, scheduled
 from fsdpx.program import Action
 
 __all__ = ["adopt", "delta", "mix", "move", "outer", "pull", "push", "share", "tick", "update"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
@@ -11,8 +12,7 @@ from fsdpx import environment
 from fsdpx.codecs import Choice
 from fsdpx.comm import default as defaults
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.default import uses
-from fsdpx.comm.guarded import with_arguments
+from fsdpx.comm.default import uses, with_arguments
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
@@ -20,7 +20,7 @@ from fsdpx.config import Apart, Elastic, Offload, Precision, Sharding
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
-from fsdpx.interop import handed_on, native, same_values
+from fsdpx.interop.values import handed_on, same_values
 from fsdpx.layout.units import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
@@ -117,7 +117,7 @@ def distribute(
     demand_known("distribute", rarely, OPTIONS)
     recipe = Recipe(
         Training(
-            *native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
+            *_native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
             precision,
         ),
         Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload),
@@ -190,3 +190,15 @@ def _world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -
         uses(adopted)
         return adopted
     return default() if backend is None else open_world(backend, device_map=device_map)
+
+
+def _native(model: Any, loss: Any) -> tuple[Any, Any]:
+    """A model and a loss of PyTorch as those of fsdpx; all else as it is."""
+    theirs = getattr(sys.modules.get("torch"), "nn", None)
+    if theirs is None or not (isinstance(model, theirs.Module) or isinstance(loss, theirs.Module)):
+        return model, loss
+    from fsdpx.interop.torch import Criterion, from_torch
+
+    if isinstance(model, theirs.Module):
+        model = from_torch(model)
+    return model, Criterion(loss) if isinstance(loss, theirs.Module) else loss

@@ -16,8 +16,8 @@ from fsdpx.comm import default as defaults
 from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
 from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.default import Agreement, Place, Signature, place, signature
-from fsdpx.comm.guarded import Guarded, with_arguments
+from fsdpx.comm.default import Agreement, Place, Signature, place, signature, with_arguments
+from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.opening import carrier_of, node_of, world
 from fsdpx.comm.reduction import fold, kind_of, objection
 from fsdpx.errors import ConfigError, DesyncError, ShapeError

@@ -1,10 +1,12 @@
 """What Linux says of the processor."""
 
+from functools import cache
 from pathlib import Path
 
 __all__ = ["cpuinfo"]
 
 
+@cache
 def cpuinfo(field: str) -> str:
     """What /proc/cpuinfo says in `field` of the first core, such as "flags" or "model name"; "" where it does not."""
     try:

@@ -3,11 +3,41 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots
+import numpy as np
+
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, square_toward, toward, update, with_decay
 from fsdpx.optim.segments import Groups
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "adam"]
+
+
+@update
+def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
+    with_decay(xp, a, b, p, g, scale, l2)
+    toward(xp, m, a, b, share1)
+    square_toward(xp, v, a, b, beta2, share2)
+    xp.sqrt(v, out=b)
+    b *= unbias
+    b += eps
+    xp.divide(m, b, out=a)
+    a *= rate
+    if keep != 1:
+        p *= keep
+    p -= a
+
+
+@adam.compiled
+def _adam_loop(p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
+    for i in range(p.size):
+        x = p[i]
+        a = g[i] * scale
+        if l2 != 0:
+            a = a + x * l2
+        mi = m[i] + (a - m[i]) * share1
+        vi = v[i] * beta2 + (a * a) * share2
+        m[i] = mi
+        v[i] = vi
+        p[i] = x * keep - (mi / (np.sqrt(vi) * unbias + eps)) * rate
 
 
 @dataclass(frozen=True)
@@ -23,8 +53,11 @@ class _Adam(Elementwise):
     decoupled: ClassVar[bool]
 
     def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
-        options = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, **rates}
-        kernels.adam(xp, p, g, slots["m"], slots["v"], decoupled=self.decoupled, step=step, **options)
+        lr, decay, (beta1, beta2) = rates["lr"], rates["weight_decay"], self.betas
+        l2, keep = (0.0, 1.0 - lr * decay) if self.decoupled else (decay, 1.0)
+        unbias, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
+        numbers = rates["scale"], l2, keep, 1.0 - beta1, beta2, 1.0 - beta2, unbias, self.eps, rate
+        adam(xp, (p, g, slots["m"], slots["v"]), numbers)
 
 
 @dataclass(frozen=True)

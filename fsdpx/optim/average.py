@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Kept, Optimizer, Rate, Slots, check_number, has_data, kept_of
+from fsdpx.optim.optimizer import Optimizer, Slots, Wrapping, check_number, has_data
 from fsdpx.optim.segments import Segments
 
 __all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged", "average_of"]
@@ -69,7 +69,7 @@ class SWA:
 
 
 @dataclass(frozen=True)
-class Averaged:
+class Averaged(Wrapping):
     """An optimiser that keeps an average of the parameters beside its own state.
 
     What is kept is average - parameters: 0 before the first step whatever the initial values are, and right where
@@ -93,16 +93,8 @@ class Averaged:
             )
 
     @property
-    def lr(self) -> Rate:
-        return self.inner.lr
-
-    @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, AVERAGE)
-
-    @property
-    def kept(self) -> dict[str, Kept]:
-        return kept_of(self.inner)
 
     @property
     def average(self) -> tuple[str, float]:

@@ -3,13 +3,69 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from fsdpx.array.sums import PARTS, block_squares
-from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Rate, Slots, check_options, has_data
-from fsdpx.optim.plain import BLOCK
+from fsdpx.optim.optimizer import BLOCK, Rate, Slots, check_options, has_data, square_toward, toward, update
 from fsdpx.optim.segments import Groups, Segment, Segments
 
-__all__ = ["LAMB"]
+__all__ = ["LAMB", "direction", "follow", "moments"]
+
+
+@update
+def moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
+    xp.multiply(g, scale, out=a)
+    toward(xp, m, a, b, share1)
+    square_toward(xp, v, a, b, beta2, share2)
+
+
+@moments.compiled
+def _moments_loop(m, v, g, scale, share1, beta2, share2):
+    for i in range(m.size):
+        a = g[i] * scale
+        m[i] = m[i] + (a - m[i]) * share1
+        v[i] = v[i] * beta2 + (a * a) * share2
+
+
+def _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
+    xp.sqrt(v, out=b)
+    b *= unbias2
+    b += eps
+    xp.multiply(m, unbias1, out=u)
+    u /= b
+    if decay != 0:
+        xp.multiply(p, decay, out=b)
+        u += b
+
+
+@update
+def direction(xp, a, b, u, p, m, v, unbias1, unbias2, eps, decay):
+    _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
+
+
+@direction.compiled
+def _direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
+    for i in range(u.size):
+        a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
+        if decay != 0:
+            a = a + p[i] * decay
+        u[i] = a
+
+
+@update
+def follow(xp, a, b, p, m, v, unbias1, unbias2, eps, decay, rate):
+    _direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
+    a *= rate
+    p -= a
+
+
+@follow.compiled
+def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
+    for i in range(p.size):
+        a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
+        if decay != 0:
+            a = a + p[i] * decay
+        p[i] = p[i] - a * rate
 
 
 @dataclass(frozen=True)
@@ -46,20 +102,20 @@ class LAMB:
         if not has_data(self, xp, p, g, slots, step, segments):
             return
         m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
-        kernels.moments(xp, m, v, g, beta1=beta1, beta2=beta2, scale=scale)
+        moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
         runs = segments.overrides(self.groups)
-        shared = {"beta1": beta1, "beta2": beta2, "eps": self.eps, "step": step}
-        options = [{**shared, "weight_decay": run.decay(self.weight_decay)} for run in runs]
+        unbias = 1.0 / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5
+        options = [(*unbias, self.eps, run.decay(self.weight_decay)) for run in runs]
         squares = [_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, options, strict=True)]
         norms = segments.square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
         for run, numbers, of_p, of_u in zip(runs, options, *norms, strict=True):
             at = slice(run.start, run.stop)
             ratio = (of_p / of_u) ** 0.5 if of_p > 0 and of_u > 0 else 1.0
-            kernels.follow(xp, p[at], m[at], v[at], rate=lr * run.lr_scale * ratio, **numbers)
+            follow(xp, (p[at], m[at], v[at]), (*numbers, lr * run.lr_scale * ratio))
 
 
 def _squares(
-    xp: Any, segment: Segment, p: Any, m: Any, v: Any, numbers: dict[str, Any]
+    xp: Any, segment: Segment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
     """Partial sums of squares of a segment's parameter and of its direction."""
     of_p, of_u = [], []
@@ -67,7 +123,7 @@ def _squares(
     for start in range(segment.start, segment.stop, BLOCK):
         at = slice(start, min(start + BLOCK, segment.stop))
         u = scratch[: at.stop - at.start]
-        kernels.direction(xp, u, p[at], m[at], v[at], **numbers)
+        direction(xp, (u, p[at], m[at], v[at]), numbers)
         of_p += block_squares(xp, p[at])
         of_u += block_squares(xp, u)
     return of_p, of_u

@@ -3,11 +3,35 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots
+import numpy as np
+
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, toward, update
 from fsdpx.optim.segments import Groups
 
-__all__ = ["Lion"]
+__all__ = ["Lion", "lion"]
+
+
+@update
+def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
+    xp.multiply(g, scale, out=a)
+    xp.subtract(a, m, out=b)
+    b *= share1
+    b += m
+    xp.sign(b, out=b)
+    b *= lr
+    if keep != 1:
+        p *= keep
+    p -= b
+    toward(xp, m, a, b, share2)
+
+
+@lion.compiled
+def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
+    for i in range(p.size):
+        a = g[i] * scale
+        b = (a - m[i]) * share1 + m[i]
+        p[i] = p[i] * keep - np.sign(b) * lr
+        m[i] = m[i] + (a - m[i]) * share2
 
 
 @dataclass(frozen=True)
@@ -31,4 +55,5 @@ class Lion(Elementwise):
     slots: ClassVar[tuple[str, ...]] = ("m",)
 
     def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
-        kernels.lion(xp, p, g, slots["m"], beta1=self.betas[0], beta2=self.betas[1], **rates)
+        lr, keep = rates["lr"], 1.0 - rates["lr"] * rates["weight_decay"]
+        lion(xp, (p, g, slots["m"]), (rates["scale"], keep, 1.0 - self.betas[0], 1.0 - self.betas[1], lr))

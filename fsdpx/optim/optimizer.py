@@ -1,23 +1,34 @@
-"""What an optimiser is: its slots, the format that they are kept in, and updates element by element."""
+"""What an optimiser is: its slots, the format that they are kept in, and updates element by element.
+
+An update is flat, in place, and gives the same bits whatever the cut and the version. It is declared once, in the file
+of its optimiser: as array code, and as a loop that runs on NumPy's float32 and float64 if Numba is installed. Threads
+(`array.parallel`) cut the elements among them."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from fsdpx.array.kernels.choice import installed
+from fsdpx.array.parallel import over
 from fsdpx.config import python_fields, python_number
+from fsdpx.cuda.kernels import update as on_gpu
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.native.compiled import jit
 from fsdpx.optim.segments import NORMS, Groups, Segment, Segments
 
 __all__ = [
-    "Elementwise", "Kept", "Optimizer", "Rate", "Slots", "kept_of", "needs_whole", "no_decay", "places", "rate",
-    "zeros",
+    "BLOCK", "BY_NAME", "UNSCHEDULED", "Elementwise", "Formula", "Kept", "Optimizer", "Rate", "Slots", "Wrapping",
+    "inside", "kept_of", "needs_whole", "no_decay", "places", "rate", "scheduled", "square_toward", "toward", "update",
+    "use", "with_decay", "zeros",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -172,6 +183,45 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+class Wrapping:
+    """The base of optimisers around another one, `inner`, which makes the update."""
+
+    inner: Any
+
+    @property
+    def lr(self) -> Rate:
+        return self.inner.lr
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        return kept_of(self.inner)
+
+
+def inside(optimizer: Any) -> Any:
+    """The optimiser that makes the update, whether its state is rounded, parameters are averaged, both or neither."""
+    while isinstance(optimizer, Wrapping):
+        optimizer = optimizer.inner
+    return optimizer
+
+
+UNSCHEDULED = (0.0, 0.0)
+
+
+def scheduled(optimizer: Any, step: int) -> tuple[float, float]:
+    """What schedules say of a step, for ranks to compare: the learning rate, nan where it is an error, which is raised
+    once all ranks know of it; and the share of the old average in the new one, 0 without an average."""
+    share = 0.0
+    try:
+        lr = rate(optimizer, step)
+    except ConfigError:
+        lr = math.nan
+    while isinstance(optimizer, Wrapping):
+        how = getattr(optimizer, "how", None)
+        share = share if how is None else float(how.keep(step))
+        optimizer = optimizer.inner
+    return lr, share
+
+
 def check_number(owner: object, name: str, value: object, low: float = 0.0, below: float | None = None) -> None:
     """ConfigError unless `value` is a finite number in [low, below)."""
     wanted = f"a finite number >= {low:g}" + ("" if below is None else f" and < {below:g}")
@@ -234,3 +284,101 @@ def has_data(owner: object, xp: Any, p: Any, g: Any, slots: Slots, step: int, se
     """Whether there are numbers to update: not in a dry run, which only checks. Errors as of `check_shard`."""
     check_shard(owner, p, g, slots, step, segments)
     return not getattr(xp, "holds_no_data", False)
+
+
+Version = Literal["default", "plain", "numba"]
+_version: ContextVar[Version] = ContextVar("version", default="default")
+BLOCK = 1 << 16  # elements
+DEVICE_BLOCK = 1 << 24  # a launch costs more than a pass over 64 Ki elements
+
+
+@contextmanager
+def use(version: Version) -> Iterator[None]:
+    """Within: every update runs this version ("numba" still leaves what it cannot compile to "plain")."""
+    if version not in ("default", "plain", "numba"):
+        raise ConfigError(f"unknown kernel version {version!r}: choose one of default, plain, numba")
+    if version == "numba" and not installed():
+        raise ConfigError("kernel version 'numba' needs Numba: pip install numba")
+    token = _version.set(version)
+    try:
+        yield
+    finally:
+        _version.reset(token)
+
+
+class Formula:
+    """One update by its name: as array code, as a loop in Numba, and on GPUs by the kernel that CUDA C has for it.
+
+    Array code works through the arrays in blocks that stay in cache, with two blocks of scratch; it is the reference,
+    and what runs on CuPy or without Numba. The loop has its operations in the same order and so gives the same bits."""
+
+    def __init__(self, plain: Callable[..., None]) -> None:
+        self.plain, self.name = plain, plain.__name__
+        self.loop: Any = None
+
+    def compiled(self, body: Callable[..., None]) -> Callable[..., None]:
+        """Take `body(*arrays, *numbers)` as the loop. Without fastmath: with it the result of an element could depend
+        on whether it falls into the vector body or the tail of the loop, and so on where a parameter was cut."""
+        self.loop = jit(body)
+        return body
+
+    def __call__(self, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
+        """Change flat arrays of one size in place. numbers: rounded to the format of the arrays once."""
+        dtype = arrays[0].dtype
+        if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
+            return
+        values = tuple(map(dtype.type, numbers))
+        version = _version.get()
+        if version != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays) and installed():
+            over(self.loop, arrays, *values)
+        elif xp.__name__ != "cupy" or version == "plain" or not on_gpu(self.name, arrays, values):
+            self.in_blocks(xp, arrays, values)
+
+    def in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+        """The array code: plain(xp, a, b, *arrays, *values) on every block; a and b are scratch of their format."""
+        n = arrays[0].size
+        size = min(n, BLOCK if xp is np else DEVICE_BLOCK)
+        a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
+        with np.errstate(all="ignore"):  # as compiled; gradients are checked for finite values elsewhere
+            for start in range(0, n, size):
+                parts = [x[start : start + size] for x in arrays]
+                k = parts[0].size
+                self.plain(xp, a[:k], b[:k], *parts, *values)
+
+
+def update(plain: Callable[..., None]) -> Formula:
+    """Declare an update by its array code; its loop follows under `@NAME.compiled`."""
+    made = BY_NAME[plain.__name__] = Formula(plain)
+    return made
+
+
+BY_NAME: dict[str, Formula] = {}
+
+
+def _compiles(array: Any, dtype: Any) -> bool:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        return False
+    return array.flags.c_contiguous and array.flags.aligned
+
+
+def with_decay(xp, a, b, p, g, scale, l2):
+    """a = scale g + l2 p"""
+    xp.multiply(g, scale, out=a)
+    if l2 != 0:
+        xp.multiply(p, l2, out=b)
+        a += b
+
+
+def toward(xp, m, a, b, share):
+    """m += share (a - m)"""
+    xp.subtract(a, m, out=b)
+    b *= share
+    m += b
+
+
+def square_toward(xp, v, a, b, keep, share):
+    """v = keep v + share a^2"""
+    xp.multiply(a, a, out=b)
+    b *= share
+    v *= keep
+    v += b

@@ -1,24 +1,22 @@
 """Training in 16 bits alone: parameters and optimiser state are held in bfloat16, and updated in float32."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store
 from fsdpx.array.random import Stretch
-from fsdpx.errors import ConfigError
-from fsdpx.optim.average import Averaged, average_of
-from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Rate, Slots, has_data, kept_of, rate
+from fsdpx.optim.average import average_of
+from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, has_data, inside
 from fsdpx.optim.segments import Segments
 
-__all__ = ["UNSCHEDULED", "Rounded", "inside", "scheduled"]
+__all__ = ["Rounded"]
 
 BLOCK = 1 << 16
 """Elements that are updated at once, so that what is widened stays in cache."""
 
 
 @dataclass(frozen=True)
-class Rounded:
+class Rounded(Wrapping):
     """An optimiser whose shard and state are in 16 bits. Each step widens them, updates in float32, and rounds back.
 
     An update smaller than half of a parameter's last bit would be lost, and with it most of training; rounding up or
@@ -36,16 +34,8 @@ class Rounded:
     kahan: bool = False
 
     @property
-    def lr(self) -> Rate:
-        return self.inner.lr
-
-    @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "lost") if self.kahan else tuple(self.inner.slots)
-
-    @property
-    def kept(self) -> dict[str, Kept]:
-        return kept_of(self.inner)
 
     @property
     def average(self) -> tuple[str, float] | None:
@@ -87,27 +77,3 @@ def _round(xp: Any, x: Any, out: Any, what: str, part: Segments) -> None:
     for s in part.items:
         numbers = Stretch(0, f"{s.name}/{what}", s.offset, s.offset + s.stop - s.start)
         round_randomly(xp, x[s.start : s.stop], out[s.start : s.stop], numbers)
-
-
-def inside(optimizer: Any) -> Any:
-    """The optimiser that makes the update, whether its state is rounded, parameters are averaged, both or neither."""
-    while isinstance(optimizer, Rounded | Averaged):
-        optimizer = optimizer.inner
-    return optimizer
-
-
-UNSCHEDULED = (0.0, 0.0)
-
-
-def scheduled(optimizer: Any, step: int) -> tuple[float, float]:
-    """What schedules say of a step, for ranks to compare: the learning rate, nan where it is an error, which is raised
-    once all ranks know of it; and the share of the old average in the new one, 0 without an average."""
-    share = 0.0
-    try:
-        lr = rate(optimizer, step)
-    except ConfigError:
-        lr = math.nan
-    while isinstance(optimizer, Rounded | Averaged):
-        share = float(optimizer.how.keep(step)) if isinstance(optimizer, Averaged) else share
-        optimizer = optimizer.inner
-    return lr, share

@@ -4,11 +4,55 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, update, with_decay
 from fsdpx.optim.segments import Groups
 
-__all__ = ["SGD"]
+__all__ = ["SGD", "momentum", "sgd"]
+
+
+@update
+def sgd(xp, a, b, p, g, scale, l2, lr):
+    with_decay(xp, a, b, p, g, scale, l2)
+    a *= lr
+    p -= a
+
+
+@sgd.compiled
+def _sgd_loop(p, g, scale, l2, lr):
+    for i in range(p.size):
+        a = g[i] * scale
+        if l2 != 0:
+            a = a + p[i] * l2
+        p[i] = p[i] - a * lr
+
+
+@update
+def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
+    with_decay(xp, a, b, p, g, scale, l2)
+    m *= mu
+    m += a
+    if nesterov != 0:
+        xp.multiply(m, mu, out=b)
+        a += b
+        a *= lr
+    else:
+        xp.multiply(m, lr, out=a)
+    p -= a
+
+
+@momentum.compiled
+def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
+    for i in range(p.size):
+        a = g[i] * scale
+        if l2 != 0:
+            a = a + p[i] * l2
+        buf = m[i] * mu + a
+        m[i] = buf
+        if nesterov != 0:
+            a = a + buf * mu
+        else:
+            a = buf
+        p[i] = p[i] - a * lr
 
 
 @dataclass(frozen=True)
@@ -43,4 +87,8 @@ class SGD(Elementwise):
         return ("momentum",) if self.momentum else ()
 
     def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
-        kernels.sgd(xp, p, g, slots.get("momentum"), momentum=self.momentum, nesterov=self.nesterov, **rates)
+        numbers = rates["scale"], rates["weight_decay"], rates["lr"]
+        if self.momentum:
+            momentum(xp, (p, g, slots["momentum"]), (*numbers, self.momentum, self.nesterov))
+        else:
+            sgd(xp, (p, g), numbers)

@@ -7,6 +7,7 @@ ranks, of microbatches and of stages per rank. Messages and collectives are not 
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def schedule(
     if callable(choice):
         return _from_function(choice, ranks, microbatches, per_rank)
     if isinstance(choice, str) and choice in SCHEDULES:
-        return _from_function(SCHEDULES[choice], ranks, microbatches, per_rank)
+        return _named(choice, ranks, microbatches, per_rank)
     if not isinstance(choice, str | Path):
         raise ConfigError(f"schedule={choice!r}: a name, a function or the path of a text file is needed")
     try:
@@ -225,6 +226,11 @@ def schedule(
         raise ConfigError(f"schedule={str(choice)!r} cannot be read: {unreadable(error, choice)}") from error
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return _fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
+
+
+@lru_cache(maxsize=64)
+def _named(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
+    return _from_function(SCHEDULES[name], ranks, microbatches, per_rank)
 
 
 def placed(

@@ -101,7 +101,8 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
         rows += exchange.memory.rows()
         for key, array in exchange.memory.arrays():
             arena.adopt(key, array)
-    disk = open_disk(placement, rows)
+    offload = placement.options.offload
+    disk = None if offload is None else open_disk(placement, rows, offload)
     ledger = Ledger(rows, None if disk is None else disk.mapped)
     for row in rows:
         if row.kept and not row.passing:

@@ -141,11 +141,8 @@ class Disk:
         self.file = None
 
 
-def open_disk(placement: Placement, rows: Sequence[LedgerRow]) -> Disk | None:
-    """The disk of `Offload`, if one was given. Collective: OffloadError on all ranks if one of them cannot have it."""
-    offload = placement.options.offload
-    if offload is None:
-        return None
+def open_disk(placement: Placement, rows: Sequence[LedgerRow], offload: Offload) -> Disk:
+    """The disk of `Offload`. Collective: OffloadError on all ranks if one of them cannot have it."""
     disk = Disk(rows, placement.xp, offload)
     if not placement.imaginary:
         _open(disk, offload, placement.axes.world)

@@ -23,8 +23,7 @@ from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec, dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
-from fsdpx.optim.optimizer import Kept, kept_of
-from fsdpx.optim.rounded import inside
+from fsdpx.optim.optimizer import Kept, inside, kept_of
 from fsdpx.optim.segments import Peers
 from fsdpx.program import (
     Action,

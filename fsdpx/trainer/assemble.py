@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +20,7 @@ from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.codecs import Choice, Codec, Codecs
 from fsdpx.codecs import codec as codec_of
+from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.gpu import devices
@@ -34,7 +38,8 @@ from fsdpx.nn.sort import Sorted, sort, with_numbers
 from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.muon import BUT
-from fsdpx.optim.rounded import Rounded, scheduled
+from fsdpx.optim.optimizer import scheduled
+from fsdpx.optim.rounded import Rounded
 from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
@@ -54,7 +59,7 @@ from fsdpx.trainer.choices import (
     demand_together,
     is_collective,
 )
-from fsdpx.trainer.progress import say, slow
+from fsdpx.trainer.progress import SILENCE, say
 from fsdpx.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
 from fsdpx.words import demand_match
@@ -457,3 +462,29 @@ def _stages(
             *(Slot(kind, unit) for kind in ("saved", "held") for unit in spilled),
         ),
     )
+
+
+@contextmanager
+def slow(who: Any, what: str, outcome: Callable[[], str] = str) -> Iterator[None]:
+    """If the block takes longer than a second, rank 0 says what it does, and at its end how long it took.
+
+    Ranks that do not exist say nothing, and start no thread, for which there may be no memory. outcome: what is added
+    to the end."""
+    if isinstance(who, FakeCommunicator):
+        yield
+        return
+    begin, named = perf_counter(), threading.Event()
+
+    def name() -> None:
+        named.set()
+        say(who, f"{what} ...")
+
+    timer = threading.Timer(SILENCE, name)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if named.is_set():
+            say(who, f"{what} took {perf_counter() - begin:.0f} s{outcome()}")

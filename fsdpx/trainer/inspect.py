@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.engine.engine import Engine
 from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
-from fsdpx.optim.rounded import inside
+from fsdpx.optim.optimizer import inside
 from fsdpx.state.placement import Placement
 from fsdpx.trainer.host import EVERY, KEEPS, LastUpdate, TrainerHost
 from fsdpx.trainer.report import Summary, report

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -15,12 +13,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.errors import ConfigError
 from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.series import History
 
-__all__ = ["LOGGER", "SILENCE", "Limits", "ProgressBar", "Rate", "line", "say", "slow"]
+__all__ = ["LOGGER", "SILENCE", "Limits", "ProgressBar", "Rate", "line", "say"]
 
 SILENCE = 1.0
 """Seconds that something may take before it is named."""
@@ -53,32 +50,6 @@ def say(who: Any, text: str) -> None:
     """A line on rank 0 of a trainer's host or of a communicator."""
     if who.rank == 0:
         line(f"fsdpx: {text}")
-
-
-@contextmanager
-def slow(who: Any, what: str, outcome: Callable[[], str] = str) -> Iterator[None]:
-    """If the block takes longer than a second, rank 0 says what it does, and at its end how long it took.
-
-    Ranks that do not exist say nothing, and start no thread, for which there may be no memory. outcome: what is added
-    to the end."""
-    if isinstance(who, FakeCommunicator):
-        yield
-        return
-    begin, named = perf_counter(), threading.Event()
-
-    def name() -> None:
-        named.set()
-        say(who, f"{what} ...")
-
-    timer = threading.Timer(SILENCE, name)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if named.is_set():
-            say(who, f"{what} took {perf_counter() - begin:.0f} s{outcome()}")
 
 
 STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"

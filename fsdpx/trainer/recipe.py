@@ -20,7 +20,7 @@ from fsdpx.layout.units import Stages
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.observe.trace import Trace
-from fsdpx.optim.rounded import inside
+from fsdpx.optim.optimizer import inside
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.choices import STAGES, Beside, check_kinds, check_options, check_parts, demand_together

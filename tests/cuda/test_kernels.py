@@ -22,8 +22,7 @@ from fsdpx.cuda import gemm
 from fsdpx.cuda import kernels as cuda
 from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.cuda.kernels import FORMS, OPTIONS, UPDATES, on_gpu
-from fsdpx.optim import kernels as updates
-from fsdpx.optim import plain
+from fsdpx.optim.optimizer import BY_NAME
 
 SOURCE, ATTENTION = (Path(cuda.__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
@@ -187,13 +186,13 @@ def test_16_bits_are_rounded_to_the_nearest_and_added_in_float32(cupy: Cupy) -> 
 def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
     shapes = {"sgd": (2, 3), "momentum": (3, 5), "adam": (4, 9), "lion": (3, 5),
               "moments": (3, 4), "direction": (4, 4), "follow": (3, 5)}  # fmt: skip
-    assert {*shapes} == {*UPDATES} <= {*plain.KERNELS}  # others are left to array code
+    assert {*shapes} == {*UPDATES} <= {*BY_NAME}  # others are left to array code
     for name, (arrays, numbers) in shapes.items():
         host = [abs(noise(1000, seed=n)).astype(dtype) for n in range(arrays)]
         there = [cupy.asarray(a) for a in host]
         values = tuple(dtype(v) for v in np.linspace(0.1, 0.9, numbers))
-        plain.KERNELS[name](np, tuple(host), values)
-        updates._run(name, cupy, tuple(there), values)
+        BY_NAME[name].in_blocks(np, tuple(host), values)
+        BY_NAME[name](cupy, tuple(there), values)
         for got, want in zip(there, host, strict=True):
             np.testing.assert_array_equal(got.get(), want, err_msg=name)
 

@@ -16,8 +16,7 @@ from fsdpx.array.random import Stretch
 from fsdpx.cuda.devices import gpus
 from fsdpx.cuda.gemm import gemm
 from fsdpx.errors import ConfigError
-from fsdpx.optim import kernels as updates
-from fsdpx.optim import plain
+from fsdpx.optim.optimizer import BY_NAME
 
 try:
     gpus()
@@ -57,8 +56,8 @@ def test_dropout_has_the_numbers_of_the_host(cupy: Any, start: int) -> None:
 def test_updates_have_the_bits_of_the_host(cupy: Any) -> None:
     host = [abs(np.random.default_rng(n).standard_normal(100_000)).astype(np.float32) for n in range(4)]
     there, values = [cupy.asarray(a) for a in host], tuple(map(np.float32, np.linspace(0.1, 0.9, 9)))
-    plain.KERNELS["adam"](np, tuple(host), values)
-    updates._run("adam", cupy, tuple(there), values)
+    BY_NAME["adam"].in_blocks(np, tuple(host), values)
+    BY_NAME["adam"](cupy, tuple(there), values)
     for got, want in zip(there, host, strict=True):
         np.testing.assert_array_equal(got.get(), want)
 

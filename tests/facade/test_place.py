@@ -23,7 +23,7 @@ from fsdpx import Machinery, environment, nn, optim, spawn, words
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator, default
 from fsdpx.comm import default as places
-from fsdpx.comm.guarded import with_arguments
+from fsdpx.comm.default import with_arguments
 from fsdpx.comm.opening import carrier_of
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import _local_rank, finalize
@@ -198,7 +198,7 @@ def test_what_ranks_agree_on_is_of_the_environment() -> None:
 def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
     with with_arguments(backend="mpi", check=True), with_arguments(backend=None) as inner:
         assert inner == {"backend": "None"}
-        assert fsdpx.comm.guarded.given_to_call() == {"backend": "'mpi'", "check": "True"}
+        assert fsdpx.comm.default.given_to_call() == {"backend": "'mpi'", "check": "True"}
 
 
 @pytest.mark.world

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fsdpx import optim
 from fsdpx.errors import ConfigError
-from fsdpx.optim import Segment, Segments, kernels, plain
+from fsdpx.optim import Segment, Segments
+from fsdpx.optim import optimizer as updates
 from fsdpx.optim.average import Averaged, average_of
 from fsdpx.optim.optimizer import kept_of, zeros
 from fsdpx.testing import demand_close
@@ -35,7 +36,7 @@ def train(optimizer, p, g, steps=3, version="default"):
     segments = Segments((Segment("w", 0, p.size, 0, p.size),) if p.size else ())
     slots = zeros(np, optimizer, segments, p.dtype)
     state = {"p": p.copy(), **slots}
-    with kernels.use(version):
+    with updates.use(version):
         for step in range(1, steps + 1):
             optimizer.update(np, state["p"], g / step, slots, lr=0.03 / step, step=step, segments=segments, scale=0.3)
     return state
@@ -43,7 +44,7 @@ def train(optimizer, p, g, steps=3, version="default"):
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("n", [1, 7, 1003, plain.BLOCK + 5])
+@pytest.mark.parametrize("n", [1, 7, 1003, updates.BLOCK + 5])
 def test_compiled_and_plain_give_the_same_bits(optimizer, dtype, n):
     random = np.random.default_rng(n)
     p = (random.standard_normal(n) * 10.0 ** random.integers(-6, 4, n)).astype(dtype)
@@ -84,24 +85,24 @@ def test_plain_blocks_do_not_show(optimizer, monkeypatch):
     if isinstance(optimizer, optim.LAMB):
         monkeypatch.setattr("fsdpx.optim.lamb.BLOCK", 2048)
     whole = train(optimizer, p, g, version="plain")
-    monkeypatch.setattr(plain, "BLOCK", 777)
+    monkeypatch.setattr(updates, "BLOCK", 777)
     demand_close(whole, train(optimizer, p, g, version="plain"))
 
 
 @ALL
 @pytest.mark.parametrize("version", ["plain", "numba"])
 def test_scratch_is_a_few_blocks(optimizer, version):
-    n = 40 * plain.BLOCK
+    n = 40 * updates.BLOCK
     p, g = np.ones((2, n), "float32")
     segments = Segments((Segment("w", 0, n, 0, n),))
     slots = zeros(np, optimizer, segments, p.dtype)
-    with kernels.use(version):
+    with updates.use(version):
         optimizer.update(np, p, g, slots, lr=0.1, step=1, segments=segments)
         tracemalloc.start()
         optimizer.update(np, p, g, slots, lr=0.1, step=2, segments=segments)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < 8 * plain.BLOCK * 4
+    assert peak < 8 * updates.BLOCK * 4
 
 
 def test_gradients_of_another_format_are_widened():
@@ -111,21 +112,17 @@ def test_gradients_of_another_format_are_widened():
 
 
 def test_without_numba_the_plain_version_runs(monkeypatch):
-    monkeypatch.setattr(kernels, "installed", lambda: False)
-    kernels._compiled.cache_clear()
-    try:
-        assert kernels._compiled() is None
-        with pytest.raises(ConfigError, match="kernel version 'numba' needs Numba: pip install numba"):
-            train(optim.AdamW(), np.ones(3), np.ones(3), version="numba")
-        train(optim.AdamW(), np.ones(3), np.ones(3))
-    finally:
-        kernels._compiled.cache_clear()
+    monkeypatch.setattr(updates, "installed", lambda: False)
+    monkeypatch.setattr(updates, "over", None)
+    with pytest.raises(ConfigError, match="kernel version 'numba' needs Numba: pip install numba"):
+        train(optim.AdamW(), np.ones(3), np.ones(3), version="numba")
+    train(optim.AdamW(), np.ones(3), np.ones(3))
 
 
 def test_unknown_version():
     with (
         pytest.raises(ConfigError, match="unknown kernel version 'fast': choose one of default, plain, numba"),
-        kernels.use("fast"),
+        updates.use("fast"),
     ):
         pass
 

@@ -16,7 +16,7 @@ import fsdpx
 from fsdpx import optim
 from fsdpx.array.sums import PARTS, expansion, padded
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.optim import Run, Segment, Segments, kernels, schedules
+from fsdpx.optim import Run, Segment, Segments, optimizer, schedules
 from fsdpx.optim.average import Averaged
 from fsdpx.testing.optimizer import OptimizerContract
 
@@ -251,7 +251,7 @@ def test_gaps_and_places_outside_are_refused():
 @pytest.fixture(params=["plain", "numba"])
 def version(request, monkeypatch):
     if request.param == "plain":
-        monkeypatch.setattr(kernels, "_compiled", lambda: None)
+        monkeypatch.setattr(optimizer, "installed", lambda: False)
 
 
 KINDS = {
