@@ -24,6 +24,9 @@ from fsdpx.launch.rank import handed_over
 __all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find"]
 
 
+_SECONDS_TO_ANSWER = 15.0
+
+
 @dataclass(frozen=True)
 class Launcher:
     """How one launcher is given its options. These are templates, in which {ranks}, {nodes} and {per_node} are numbers,
@@ -142,8 +145,8 @@ def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[st
     return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *handed_over(program)]
 
 
-def answering(found: Found, hosts: Sequence[HostSlots], seconds: float = 15.0) -> list[HostSlots]:
-    """The hosts on which the launcher can start a process within `seconds`; all, where it is not known how to name
+def answering(found: Found, hosts: Sequence[HostSlots]) -> list[HostSlots]:
+    """The hosts on which the launcher can start a process soon; all, where it is not known how to name
     hosts to it."""
     kind = found.kind
     if kind is None or not kind.on:
@@ -155,7 +158,7 @@ def answering(found: Found, hosts: Sequence[HostSlots], seconds: float = 15.0) -
         words = [*found.words, *always, *one, "-n", "1", sys.executable, "-c", ""]
         quiet = subprocess.DEVNULL
         asked.append(subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet))
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _SECONDS_TO_ANSWER
     return [host for host, process in zip(hosts, asked, strict=True) if _ended_well(process, end)]
 
 

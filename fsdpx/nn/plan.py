@@ -180,7 +180,11 @@ def _root(walk: Walk, model: Layer, loss: Loss, inputs: list[Kind]) -> Planned:
         _may_be_cut(loss, walk.sequence)
         loss, output_dim = SequenceLoss(loss, walk.width), 1
     if isinstance(kind, Features):
-        _may_end(kind)
+        if not kind.ends:
+            raise ConfigError(
+                f"{kind.source!r} is a Column that no Row closes: its features leave the model cut. Make a Linear "
+                "behind it a Row, use Column(gather_output=True), or Vocab for logits"
+            )
         if type(loss) is CrossEntropy:
             loss, output_dim = VocabCrossEntropy(kind.total, loss.ignore_index, loss.label_smoothing), -1
         else:
@@ -191,7 +195,9 @@ def _root(walk: Walk, model: Layer, loss: Loss, inputs: list[Kind]) -> Planned:
         assert isinstance(new, Container)
         name = free(new, "leave")
         new = new.rewired([*new.steps, ChildCall(name, leave, new.outputs, (name,))], (name,))
-    return Planned(new, loss, output_dim, _canonical(walk, new))
+    names = {canonical(walk.ties, name) for name in walk.partial}
+    partial = frozenset(name for name, spec in new.specs().items() if name in names and spec.trainable)
+    return Planned(new, loss, output_dim, partial)
 
 
 def _may_be_cut(loss: Any, sequence: str | None) -> None:
@@ -205,20 +211,6 @@ def _may_be_cut(loss: Any, sequence: str | None) -> None:
         f"output is cut along dim 1 by sequence={sequence!r}. If its total and weight are sums over dims 0 and 1, each "
         f'summand from one position alone, declare acts_on = "position" in its class; else use sequence=None{whole}'
     )
-
-
-def _may_end(kind: Features) -> None:
-    if not kind.ends:
-        raise ConfigError(
-            f"{kind.source!r} is a Column that no Row closes: its features leave the model cut. Make a Linear behind "
-            "it a Row, use Column(gather_output=True), or Vocab for logits"
-        )
-
-
-def _canonical(walk: Walk, model: Layer) -> frozenset[str]:
-    """`partial` under canonical names, without parameters that are not trained."""
-    names = {canonical(walk.ties, name) for name in walk.partial}
-    return frozenset(name for name, spec in model.specs().items() if name in names and spec.trainable)
 
 
 def matched(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:

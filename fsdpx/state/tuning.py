@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import warnings
@@ -170,8 +169,6 @@ SHARE = 0.1
 ACTION = 25e-6
 """Seconds of Python that a program adds to each collective: a unit costs 60 to 110 us of a step of `many`, which holds
 two to four of them (one core of 2023). What a transport answers in 2 us would else be asked too often."""
-FAR = 1.5
-"""A measurement that differs by more than this factor from the last is made twice: one of them was disturbed."""
 LEAST, MOST = 256 << 10, 4 << 20
 """Bounds of `group_bytes`: smaller units only add Python, larger ones memory, and leave less to overlap."""
 
@@ -179,14 +176,12 @@ LEAST, MOST = 256 << 10, 4 << 20
 @dataclass(frozen=True)
 class Tuning:
     """blas: library of matrix products. threads: per rank. group_bytes: of a unit. measured: the figures behind it, as
-    text. speed: those that a disturbance makes smaller, in numbers: GFLOP/s, GB/s. sixteen: library of bfloat16
-    products; "": the default."""
+    text. sixteen: library of bfloat16 products; "": the default."""
 
     blas: str
     threads: int = 1
     group_bytes: int = GROUP_BYTES
     measured: dict[str, str] = field(default_factory=dict)
-    speed: dict[str, float] = field(default_factory=dict)
     sixteen: str = ""
 
     def __str__(self) -> str:
@@ -211,7 +206,7 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     if found is None:
         last = _of_rank_0(world, known or _like(key))
         busy = load()
-        found = _measure_well(world, last)
+        found = _measure(world)
         if last is not None and not anyway:  # jobs of all sizes on a machine compute with one library: the same bits
             found = replace(found, blas=last.blas, sixteen=last.sixteen)
         _remeasured.add(str(key))
@@ -242,39 +237,21 @@ def stored() -> list[tuple[dict[str, Any], Tuning, Measurement]]:
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _measure_well(world: Communicator, last: Tuning | None) -> Tuning:
-    """Once, or twice if the first result is far from the last one on this machine: the faster counts, as what else
-    runs on the machine only makes it slower."""
-    found = _measure(world)
-    if last is None or not _of_rank_0(world, _far(found.speed, last.speed)):
-        return found
-    second = _measure(world)
-    return second if sum(map(math.log, second.speed.values())) > sum(map(math.log, found.speed.values())) else found
-
-
-def _far(found: dict[str, float], last: dict[str, float]) -> bool:
-    both = [(found[name], last[name]) for name in found.keys() & last.keys()]
-    return any(max(a, b) > FAR * min(a, b) for a, b in both)
-
-
 def _measure(world: Communicator) -> Tuning:
     rates, halved = blas.measure(), blas.measure_halves()
     library, sixteen = _fastest(rates, blas.chosen()), _fastest(halved, blas.halves.chosen()) if halved else ""
     measured: dict[str, str] = {}
-    speed: dict[str, float] = {}
     for kind, found in (("", rates), (" in bfloat16", halved)):
         if found:
             measured[f"GFLOP/s per thread{kind}"] = ", ".join(f"{name} {rate:.0f}" for name, rate in found.items())
-            speed |= {f"GFLOP/s{kind}, {name}": rate for name, rate in found.items()}
     if world.size == 1:
-        return Tuning(library, parallel.threads(), measured=measured, speed=speed, sixteen=sixteen)
+        return Tuning(library, parallel.threads(), measured=measured, sixteen=sixteen)
     # ranks measure different times, and what follows is collective: rank 0's decide for all
     latency, seconds = _of_rank_0(world, _reduced(world))
     rate = LARGE / max(seconds - latency, 1e-9)
     measured |= {"latency": f"{1e6 * latency:.0f} us", "reduce-scatter of 4 MiB": f"{1e3 * seconds:.2f} ms"}
-    speed |= {"GB/s": 1e-9 * LARGE / seconds}
     size = _group_bytes(latency, rate)
-    return _of_rank_0(world, Tuning(library, parallel.threads(), size, measured, speed, sixteen))
+    return _of_rank_0(world, Tuning(library, parallel.threads(), size, measured, sixteen))
 
 
 def _fastest(rates: dict[str, float], usual: str) -> str:
@@ -354,16 +331,13 @@ def _kept(key: dict[str, Any], times: bool = True) -> Tuning | None:
 
 
 def _like(key: dict[str, Any]) -> Tuning | None:
-    """The last measurements of another kind of job on this machine, with these libraries: its products are as fast."""
+    """The last choices of another kind of job on this machine, with these libraries."""
     alike = [
         (record.date, tuning)
         for other, tuning, record in stored()
         if all(other.get(name) == key[name] for name in ("processor", "libraries", "version"))
     ]
-    if not alike:
-        return None
-    last = max(alike, key=lambda one: one[0])[1]
-    return replace(last, speed={name: rate for name, rate in last.speed.items() if name.startswith("GFLOP/s")})
+    return max(alike, key=lambda one: one[0])[1] if alike else None
 
 
 def _tuning(value: dict[str, Any]) -> Tuning:
@@ -371,9 +345,8 @@ def _tuning(value: dict[str, Any]) -> Tuning:
     found = Tuning(**typed(value, {one.name: type(getattr(_LIKE, one.name)) for one in fields(Tuning)}))
     texts = all(type(text) is str for text in found.measured.values())
     libraries = {"numpy", *blas.present()}
-    rates = all(type(rate) in (int, float) and 0 <= rate < math.inf for rate in found.speed.values())
     known = found.blas in libraries and found.sixteen in {"", blas.halves.WIDENED, *libraries}
-    if not (texts and known and rates and 0 < found.threads < 1 << 16 and 0 < found.group_bytes < 1 << 62):
+    if not (texts and known and 0 < found.threads < 1 << 16 and 0 < found.group_bytes < 1 << 62):
         raise ValueError("a choice in it is none that is measured")
     return found
 

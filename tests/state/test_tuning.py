@@ -145,36 +145,6 @@ def test_what_a_busy_machine_gave_is_measured_again_when_it_is_calm(monkeypatch,
     assert len(taken) == again
 
 
-@pytest.mark.parametrize(
-    ("then", "times", "kept"),
-    [([60.0], 2, 60.0), ([20.0, 48.0], 3, 48.0), ([20.0, 19.0], 3, 20.0), ([90.0, 10.0], 3, 90.0)],
-)
-def test_a_result_far_from_the_last_one_is_measured_twice_and_the_faster_counts(monkeypatch, rates, then, times, kept):
-    found, taken = rates
-    tune_for(_single(), True, np)
-    found += then
-    monkeypatch.setenv("FSDPX_TUNE", "again")
-    monkeypatch.setattr(tuning, "_remeasured", set())
-    again = tune_for(_single(), True, np)
-    assert len(taken) == times
-    assert set(again.speed.values()) == {kept}
-    assert [t for _, t, _ in stored()] == [again]
-
-
-def test_another_kind_of_job_on_the_machine_is_a_last_one_as_well(monkeypatch, rates):
-    """Its messages are not alike, but its products are."""
-    found, taken = rates
-    tune_for(_single(), True, np)
-    (_, old, _) = stored()[0]
-    key = {**stored()[0][0], "ranks": 4}
-    assert tuning._like(key).speed == old.speed
-    assert tuning._like({**key, "processor": "another"}) is None
-    monkeypatch.setattr(tuning, "_key", lambda world: key)
-    found += [10.0, 49.0]
-    assert set(tune_for(_single(), True, np).speed.values()) == {49.0}
-    assert len(taken) == 3
-
-
 @in_full
 def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured"))
@@ -248,7 +218,7 @@ def test_what_the_user_says_goes_before(monkeypatch):
 WHOLE, MORE = '{"key": KEY, "date": "", "tuning": %s}', '{"key": KEY, "date": "", "tuning": {GOOD, %s}}'
 BAD = (
     '"blas": "no such library"', '"blas": 3', '"threads": 0', '"threads": true', '"group_bytes": 1e9',
-    '"windows": true', '"speed": {"GFLOP/s": "fast"}', '"measured": {"a": 1}', '"sixteen": "?"', '"more": 1',
+    '"windows": true', '"measured": {"a": 1}', '"sixteen": "?"', '"more": 1',
 )  # fmt: skip
 SPOILT = [
     "", "{", "[]", "[" * 9999, '{"tuning": 3}', WHOLE % 3, WHOLE % "{}", '{"key": {}, "date": "", "tuning": {GOOD}}',
