@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
     from fsdpx.comm.mesh import Mesh
     from fsdpx.comm.opening import spawn
-    from fsdpx.config import Async, Elastic, Gossip, Offload, Precision, Sharding
+    from fsdpx.config import Elastic, Offload, Precision, Sharding
     from fsdpx.facade.adapters import load_adapter, merged_parameters, save_adapter
     from fsdpx.facade.builder import ModelBuilder
     from fsdpx.facade.distribute import distribute
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fsdpx.observe.folder import RunFolder
     from fsdpx.observe.trace import Trace
     from fsdpx.optim.average import EMA, SWA
-    from fsdpx.state.local import Local
+    from fsdpx.strategies import Async, Gossip, Local
     from fsdpx.trainer.costs import layer_costs
     from fsdpx.trainer.recipe import Machinery
     from fsdpx.trainer.series import Checkpoints
@@ -49,7 +49,7 @@ _NAMES = {
     "fsdpx.comm.backend": ("FakeCommunicator",),
     "fsdpx.comm.mesh": ("Mesh",),
     "fsdpx.comm.opening": ("spawn",),
-    "fsdpx.config": ("Async", "Elastic", "Gossip", "Offload", "Precision", "Sharding"),
+    "fsdpx.config": ("Elastic", "Offload", "Precision", "Sharding"),
     "fsdpx.facade.adapters": ("load_adapter", "merged_parameters", "save_adapter"),
     "fsdpx.facade.builder": ("ModelBuilder",),
     "fsdpx.facade.distribute": ("distribute",),
@@ -63,7 +63,7 @@ _NAMES = {
     "fsdpx.observe.folder": ("RunFolder",),
     "fsdpx.observe.trace": ("Trace",),
     "fsdpx.optim.average": ("EMA", "SWA"),
-    "fsdpx.state.local": ("Local",),
+    "fsdpx.strategies": ("Async", "Gossip", "Local"),
     "fsdpx.trainer.costs": ("layer_costs",),
     "fsdpx.trainer.recipe": ("Machinery",),
     "fsdpx.trainer.series": ("Checkpoints",),

@@ -17,8 +17,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.words import left, meant
 
 __all__ = [
-    "APART", "PRESETS", "Apart", "Async", "Elastic", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
-    "byte_count", "half_name", "precision", "python_fields", "python_number", "sharding",
+    "PRESETS", "Elastic", "Lifetime", "Offload", "Precision", "Sharding", "byte_count", "half_name", "precision",
+    "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
@@ -111,74 +111,20 @@ PRESETS: dict[str, Sharding] = {
 }
 
 
-@dataclass(frozen=True)
-class Async:
-    """Asynchronous SGD on parameters in shards, which every rank reads and updates by itself, at its own speed (Dean et
-    al., NeurIPS'12; Ho et al., NeurIPS'13).
-
-    Parameters
-    ----------
-    staleness : steps that a rank may be ahead of the slowest. 0: ranks step together, gradients of a step are added in
-        rank order before one update, as synchronous training does. Above, each gradient is an update. None: any number
-    by_staleness : divide the learning rate by 1 + the updates since the parameters were read (Zhang et al., IJCAI'16)
-    """
-
-    staleness: int | None = None
-    by_staleness: bool = False
-
-    def __post_init__(self) -> None:
-        python_fields(self)
-        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
-            given = f"Async(staleness={self.staleness!r})"
-            raise ConfigError(f"{given}: a number of steps, 0 or more, or None for any number")
-        if type(self.by_staleness) is not bool:
-            raise ConfigError(f"Async(by_staleness={self.by_staleness!r}): choose True or False")
-
-    @property
-    def sharding(self) -> Sharding:
-        """Where parameters and the state of the optimiser lie."""
-        return Sharding(full_params="step", full_grads="step")
+OTHERS = ("async", "gossip", "local_sgd", "diloco")
+"""Strategies by which ranks do not make every step together, by name: see `fsdpx.strategies`."""
 
 
-@dataclass(frozen=True)
-class Gossip:
-    """Each rank trains a model of its own and, every `every` steps, averages it with that of a rank drawn at random
-    (AD-PSGD: Lian et al., ICML'18)."""
-
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        python_fields(self)
-        if type(self.every) is not int or self.every < 1:
-            raise ConfigError(f"Gossip(every={self.every!r}): a number of steps, 1 or more")
-
-    @property
-    def sharding(self) -> Sharding:
-        """Where parameters and the state of the optimiser lie."""
-        return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
-
-
-Apart = Async | Gossip
-APART: dict[str, Apart] = {"async": Async(), "gossip": Gossip()}
-
-
-def apart(strategy: Any) -> Apart | None:
-    """The choice of ranks that step at their own speed, from its name or itself; None for any other strategy."""
-    return APART.get(strategy) if isinstance(strategy, str) else strategy if isinstance(strategy, Apart) else None
-
-
-def sharding(strategy: str | Sharding | Apart, ranks: int) -> Sharding:
+def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
 
     "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
-    names = ", ".join((*PRESETS, *APART))
-    if (choice := apart(strategy)) is not None:
-        strategy = choice.sharding
+    names = ", ".join((*PRESETS, *OTHERS))
     if isinstance(strategy, str):
         if strategy not in PRESETS:
             raise ConfigError(
-                f"unknown strategy {strategy!r}: choose one of {names}, local_sgd, diloco, or pass fsdpx.Sharding(...)"
-                + meant(strategy, (*PRESETS, *APART, "local_sgd", "diloco"))
+                f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
+                + meant(strategy, (*PRESETS, *OTHERS))
             )
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):

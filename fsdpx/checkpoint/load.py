@@ -14,7 +14,7 @@ from fsdpx.checkpoint.format import array_type
 from fsdpx.checkpoint.pieces import Held, Name, arrivals, held, landed
 from fsdpx.checkpoint.read import Source, checkpoint, read, sums
 from fsdpx.checkpoint.save import added
-from fsdpx.checkpoint.state import Scalars, demand_rounds, demand_state, restore
+from fsdpx.checkpoint.state import Scalars, demand_state, restore
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.optim.optimizer import inside
@@ -40,7 +40,15 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool)
         raise CheckpointError(f"{where}: it holds weights alone; use load_weights")
     scalars = Scalars.parse(source.files[STATE].metadata.get(STATE_KEY), str(source.folder / STATE))
     _demand(weights_of(state), source.only(state=False).tensors, where, convert)
-    demand_rounds(state, scalars, where)
+    pace, local = state.placement.pace, scalars.local
+    if (pace.about is None) != (local is None):
+        there, here = ("not ", "") if local is None else ("", "not ")
+        raise CheckpointError(
+            f"{where}: it was {there}saved in local training, and this trainer is {here}one of it: load_weights takes "
+            "the weights alone"
+        )
+    if local is not None:
+        pace.demand_saved(local, where)
     _demand_slots(state, scalars, source, where, convert)
     if loader is not None:
         together(world, where, lambda: _demand_data(loader, scalars))

@@ -21,7 +21,7 @@ from fsdpx.checkpoint.disk import WRITTEN, FileLayout, lay_out, opened, read_at
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.pieces import Held, owned, written
 from fsdpx.checkpoint.read import Source
-from fsdpx.checkpoint.state import Scalars, rounds_of, scalars_of
+from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.checkpoint.write import Manifest, write
 from fsdpx.comm.communicator import Communicator
 from fsdpx.config import PRECISIONS, PRESETS, Precision, Sharding
@@ -44,7 +44,7 @@ def note_of(placement: Placement) -> bytes:
     options, axes = placement.options, placement.axes
     found = {
         "strategy": _strategy(placement.sharding),
-        "local training": None if options.local is None else f"rounds of {options.local.every} steps",
+        "local training": placement.pace.about,
         "mesh": str(axes.mesh),
         "ranks": axes.world.size,
         "precision": _precision(placement.formats.precision),
@@ -177,7 +177,7 @@ def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Ma
     """Everything up to the first byte of data. Collective."""
     world = state.placement.axes.world
     path = place(world, "save", path, options=repr(choices))
-    where, local = f"save to {path}", rounds_of(state)
+    where, local = f"save to {path}", state.placement.pace.saved(state)
     all_scalars = together(world, where, lambda: _checked(state, path, choices, scalars_of(state, loader, fit, local)))
     same(world, where, state=all_scalars[world.rank].text())
     everyone = world.all_gather_plain({piece.name: piece.spec.shape for piece in written(state)})

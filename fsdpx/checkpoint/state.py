@@ -11,9 +11,9 @@ from typing import Any
 from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json
 from fsdpx.optim.optimizer import inside
-from fsdpx.state.state import TRAINED, TrainState
+from fsdpx.state.state import TrainState
 
-__all__ = ["Scalars", "demand_rounds", "restore", "rounds_of", "scalars_of"]
+__all__ = ["Scalars", "restore", "scalars_of"]
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,10 @@ class Scalars:
         return made
 
 
-def rounds_of(state: TrainState) -> dict[str, Any] | None:
-    """For `Scalars.local`. Collective."""
-    place, rounds = state.placement, state.placement.rounds
-    if rounds is None:
-        return None
-    weights = place.everyone(state.store[TRAINED], "weights of replicas", place.axes.replica)
-    return {"every": rounds.every, "fragments": len(rounds.fragments), "delay": rounds.delay, "weights": weights}
-
-
 def scalars_of(
     state: TrainState, loader: Any, fit: Mapping[str, Any] | None, local: dict[str, Any] | None = None
 ) -> Scalars:
-    """loader: anything with `state_dict`, or None. local: `rounds_of` it."""
+    """loader: anything with `state_dict`, or None. local: what the pace says."""
     optimizer, scaler = state.placement.optimizer, state.scaler
     return Scalars(
         steps=state.steps,
@@ -105,32 +96,7 @@ def scalars_of(
 def restore(state: TrainState, scalars: Scalars) -> None:
     """Go on where `scalars` were taken."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
-    if scalars.local is not None:
-        weights = scalars.local["weights"]
-        state.store[TRAINED] = list(weights[state.placement.axes.replica.rank % len(weights)])
-    state.resume(scalars.steps, scalars.rows, scalars.seed, scale)
-
-
-def demand_rounds(state: TrainState, scalars: Scalars, where: str) -> None:
-    """CheckpointError unless replicas train by themselves in both, and what is under way comes at the same time."""
-    rounds, saved = state.placement.rounds, scalars.local
-    if (rounds is None) != (saved is None):
-        there, here = ("", "not ") if rounds is None else ("not ", "")
-        raise CheckpointError(
-            f"{where}: it was {there}saved in local training, and this trainer is {here}one of it: load_weights takes "
-            "the weights alone"
-        )
-    if (
-        rounds is None
-        or saved is None
-        or (rounds.delay == saved["delay"] == 0 and len(rounds.fragments) == saved["fragments"])
-    ):
-        return
-    now = {"every": rounds.every, "fragments": len(rounds.fragments), "delay": rounds.delay}
-    if other := [
-        f"{name} is {saved[name]} there and {value} here" for name, value in now.items() if saved[name] != value
-    ]:
-        raise CheckpointError(f"{where}: the rounds of local training differ: {', '.join(other)}")
+    state.resume(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local)
 
 
 def demand_state(loader: Any, method: str) -> Any:

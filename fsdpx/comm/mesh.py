@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fsdpx.comm.communicator import Communicator, Counted, Counters
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import single
-from fsdpx.config import Apart, Sharding, python_fields, sharding
+from fsdpx.config import Sharding, python_fields, sharding
 from fsdpx.errors import MeshError
 
 __all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "Mesh", "alone", "connect"]
@@ -115,7 +115,7 @@ class Mesh:
         widths = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
         return Mesh(**widths, order=self.order)
 
-    def filled(self, strategy: str | Sharding | Apart, world_size: int) -> Mesh:
+    def filled(self, strategy: str | Sharding, world_size: int) -> Mesh:
         """This mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:

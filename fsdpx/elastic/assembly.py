@@ -15,11 +15,10 @@ from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.communicator import Communicator, Survivor
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.plain import LIMIT, pack, unpack
-from fsdpx.config import Apart, Elastic, Sharding
+from fsdpx.config import Elastic, Sharding
 from fsdpx.elastic.copies import Copies, Generation
 from fsdpx.elastic.descriptors import Descriptor, describe, missing, uncovered
 from fsdpx.elastic.recut import recut
-from fsdpx.engine.engine import ActionRecorder
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
 from fsdpx.state.allocate import initialise
 from fsdpx.state.ledger import saved_tensors
@@ -33,7 +32,7 @@ from fsdpx.watch.watchdog import Watchdog, watch
 __all__ = ["Assembler", "Assembly", "Member", "hear", "mesh_for", "seated", "tell"]
 
 
-def mesh_for(mesh: Mesh | None, strategy: str | Sharding | Apart, ranks: int) -> Mesh:
+def mesh_for(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
     """The widest mesh for at most `ranks` ranks: the pipe and tensor axes as they are, the data axes as they must be.
 
     Where all widths were given, there may be fewer replicas. MeshError if not even one fits."""
@@ -186,7 +185,7 @@ class Assembler:
         trains = control.rank in training
         group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)
         watchdog = watch(control, *([] if group is None else [group]), timeout=timeout)
-        recorder: ActionRecorder | None = None if watchdog is None else watchdog.record
+        recorder = None if watchdog is None else watchdog.record
         recipe, world = self.recipe.on(mesh), group
         if world is None:
             recipe, world, initial = recipe.without_data(), FakeCommunicator(0, mesh.size), True

@@ -75,7 +75,7 @@ class Failure:
     agreed: bool
 
 
-class Pace:
+class CopyInterval:
     """How often copies are made. every: steps between two."""
 
     def __init__(self, elastic: Elastic) -> None:
@@ -142,7 +142,7 @@ class Coordinator:
         self._born = control.rank
         self._refused: int | None = None  # a number of ranks that the mesh cannot use
         self._given_up: list[tuple[Survivor, Watchdog]] = []
-        self._pace = Pace(elastic)
+        self._pace = CopyInterval(elastic)
         self._adopt(self._assembler.build(control, self.ranks))
 
     def _adopt(self, assembly: Assembly) -> None:

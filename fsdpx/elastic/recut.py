@@ -1,23 +1,313 @@
-"""State on its way from the ranks that have it to the ranks that want it: only elements that change hands travel."""
+"""What moves when ranks change: the parts that each rank sends and receives, and the messages that bring them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.array.namespace import from_host, namespace_of, to_host
+from fsdpx.array.namespace import dtype, from_host, namespace_of, to_host
 from fsdpx.checkpoint.pieces import BLOCK, Held
 from fsdpx.comm.communicator import Communicator, Handle, Survivor, settle
-from fsdpx.elastic.descriptors import describe
-from fsdpx.elastic.moves import Message, RecutPlan, StridedRuns
+from fsdpx.elastic.descriptors import Descriptor, Gaps, Runs, describe, meet, runs, uncovered
 from fsdpx.errors import RankLost
 
-__all__ = ["FLIGHT", "let_go", "recut"]
+__all__ = ["FLIGHT", "ElementMove", "Message", "RecutPlan", "StridedRuns", "Supply", "assign", "let_go", "recut"]
+
+SHARE = 8
+"""A move that fills this part of a message travels alone, from where it lies to where it belongs; shorter ones are
+packed with their neighbours."""
+
+
+class StridedRuns(NamedTuple):
+    """Of part number `part`: `lines` runs of `size` elements, the first from `at` on, each `step` after the last."""
+
+    part: int
+    at: int
+    step: int
+    size: int
+    lines: int
+
+    @property
+    def elements(self) -> int:
+        return self.size * self.lines
+
+    @property
+    def solid(self) -> bool:
+        """The pieces follow each other without gaps."""
+        return self.lines == 1 or self.step == self.size
+
+    def some(self, first: int, lines: int) -> StridedRuns:
+        return self._replace(at=self.at + first * self.step, lines=lines)
+
+    def within(self, line: int, first: int, size: int) -> StridedRuns:
+        """Some elements of one of the runs."""
+        return StridedRuns(self.part, self.at + line * self.step + first, size, size, 1)
+
+    def view(self, array: Any) -> Any:
+        """The elements in the flat `array` of the part, of shape (lines, size)."""
+        if self.solid:
+            return array[self.at : self.at + self.elements].reshape(self.lines, self.size)
+        strides = (self.step * array.itemsize, array.itemsize)
+        tricks = namespace_of(array).lib.stride_tricks
+        return tricks.as_strided(array[self.at :], (self.lines, self.size), strides)
+
+
+class ElementMove(NamedTuple):
+    """Elements of what rank `source` has become elements of what another one, or itself, wants."""
+
+    source: int
+    have: StridedRuns
+    want: StridedRuns
+
+
+class Supply(NamedTuple):
+    """Part number `index` of what a rank has."""
+
+    rank: int
+    number: int
+    part: Descriptor
+
+
+class Message(NamedTuple):
+    """number: its place in the order of all messages, which is the same on all ranks (round, place among those of two
+    ranks, sender). rows: of what this rank has if it sends, else of what it wants."""
+
+    number: tuple[int, int, int]
+    sends: bool
+    peer: int
+    rows: list[StridedRuns]
+
+
+@dataclass(frozen=True)
+class RecutPlan:
+    """All that `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
+
+    have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
+    runs that do not lie at regular distances; rows of a cut tensor do."""
+
+    rank: int
+    have: Sequence[Sequence[Descriptor]]
+    want: Sequence[Sequence[Descriptor]]
+    block: int = BLOCK
+
+    def demand_possible(self) -> None:
+        """Alike on all ranks: some rank has every element that is wanted, in the format in which it is wanted."""
+        supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
+        gaps: dict[str, Gaps] = {}
+        formats: dict[str, set[str]] = {}
+        for part in (part for some in self.want for part in some if part.size):
+            known = supplies.get(part.name, [])
+            if part.name not in gaps:
+                gaps[part.name] = uncovered(known, math.prod(part.shape))
+                formats[part.name] = {supply.dtype for supply in known}
+            every = sorted(formats[part.name] | {part.dtype})
+            assert len(every) == 1, f"recut: {part.name} is {' and '.join(every)}"
+            assert not meet(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
+
+    @cached_property
+    def own(self) -> list[ElementMove]:
+        """The elements that are here already."""
+        return [move for move in self._incoming if move.source == self.rank]
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The messages of this rank, in an order in which all ranks meet: in round k it sends to rank + k and receives
+        from rank - k."""
+        size, sent, received = (
+            len(self.have),
+            defaultdict[int, list[ElementMove]](list),
+            defaultdict[int, list[ElementMove]](list),
+        )
+        for dest, move in self._outgoing:
+            sent[dest].append(move)
+        for move in self._incoming:
+            received[move.source].append(move)
+        mine, wanted = self.have[self.rank], self.want[self.rank]
+        found = []
+        for k in range(1, size):
+            dest, source = (self.rank + k) % size, (self.rank - k) % size
+            for i, moves in enumerate(self._packed(sent[dest], lambda move: mine[move.have.part])):
+                found.append(Message((k, i, self.rank), True, dest, [move.have for move in moves]))
+            for i, moves in enumerate(self._packed(received[source], lambda move: wanted[move.want.part])):
+                found.append(Message((k, i, source), False, source, [move.want for move in moves]))
+        return sorted(found)
+
+    @cached_property
+    def _supplies(self) -> dict[str, dict[int, list[Supply]]]:
+        """Name -> rank -> what it has of it."""
+        found: dict[str, dict[int, list[Supply]]] = {}
+        for rank, parts in enumerate(self.have):
+            for index, part in enumerate(parts):
+                if part.size:
+                    found.setdefault(part.name, {}).setdefault(rank, []).append(Supply(rank, index, part))
+        return found
+
+    @cached_property
+    def _turns(self) -> dict[str, int]:
+        """Where the turns of those that have a tensor begin."""
+        return {name: turn for turn, name in enumerate(sorted(self._supplies))}
+
+    @cached_property
+    def _incoming(self) -> list[ElementMove]:
+        return [move for i in range(len(self.want[self.rank])) for move in self._moves(self.rank, i)]
+
+    @property
+    def _outgoing(self) -> Iterator[tuple[int, ElementMove]]:
+        mine = {name for name, ranks in self._supplies.items() if self.rank in ranks}
+        for dest, wanted in enumerate(self.want):
+            if dest != self.rank:
+                for i, part in enumerate(wanted):
+                    if part.name in mine:
+                        yield from ((dest, move) for move in self._moves(dest, i) if move.source == self.rank)
+
+    def _moves(self, dest: int, index: int) -> list[ElementMove]:
+        """How part number `index` of what `dest` wants is put together."""
+        part = self.want[dest][index]
+        if part.size == 0:
+            return []
+        ranks = self._supplies[part.name]
+        for supply in ranks.get(dest, ()):
+            if supply.part.frame == part.frame and supply.part.start <= part.start and part.stop <= supply.part.stop:
+                there = StridedRuns(supply.number, part.start - supply.part.start, part.size, part.size, 1)
+                return [ElementMove(dest, there, StridedRuns(index, 0, part.size, part.size, 1))]
+        first, last = part.span
+        supplies = [
+            supply
+            for rank in sorted(ranks)
+            for supply in ranks[rank]
+            if supply.part.span[0] < last and first < supply.part.span[1]
+        ]
+        grid = max(self.block // dtype(part.dtype).itemsize, 1)
+        return assign(part, index, dest, supplies, self._turns[part.name], grid)
+
+    def _packed(
+        self, moves: Iterable[ElementMove], part: Callable[[ElementMove], Descriptor]
+    ) -> Iterator[list[ElementMove]]:
+        """The moves of each message."""
+        group: list[ElementMove] = []
+        filled = 0
+        for move in moves:
+            itemsize = dtype(part(move).dtype).itemsize
+            for piece in _shortened(move, self.block // itemsize):
+                nbytes = piece.have.elements * itemsize
+                alone = nbytes * SHARE >= self.block
+                if group and (alone or filled + nbytes > self.block):
+                    yield group
+                    group, filled = [], 0
+                group.append(piece)
+                filled += nbytes
+                if alone:
+                    yield group
+                    group, filled = [], 0
+        if group:
+            yield group
+
+
+def assign(
+    want: Descriptor, index: int, receiver: int, supplies: Sequence[Supply], turn: int, grid: int
+) -> list[ElementMove]:
+    """How `want`, number `index` of what `receiver` wants, is put together from `supplies`, in order for each source.
+
+    An element comes from the receiver itself if it has it, else from one of those that have it: they take turns by
+    `grid` elements, beginning with another one for every tensor (`turn`) and receiver."""
+    wanted, lying = runs(want), [runs(supply.part) for supply in supplies]
+    edges = _edges(wanted, lying, grid)
+    to = _places(wanted, edges[:-1])
+    inside = to >= 0
+    start, size, to = edges[:-1][inside], np.diff(edges)[inside], to[inside]
+    places = [_places(some, start) for some in lying]
+    others = [(i, place) for i, (o, place) in enumerate(zip(supplies, places, strict=True)) if o.rank != receiver]
+    chosen, at = np.full(start.size, -1), np.zeros(start.size, np.int64)
+
+    def take(i: int, mask: np.ndarray) -> None:
+        mask = mask & (chosen < 0)
+        chosen[mask], at[mask] = i, places[i][mask]
+
+    for i, supply in enumerate(supplies):
+        if supply.rank == receiver:
+            take(i, places[i] >= 0)
+    count = sum(((place >= 0).astype(np.int64) for _, place in others), np.zeros(start.size, np.int64))
+    number, seen = (start // grid + turn + receiver) % np.maximum(count, 1), np.zeros(start.size, np.int64)
+    for i, place in others:
+        take(i, (place >= 0) & (seen == number))
+        seen += place >= 0
+    pieces = _regular(_joined(chosen, at, to, size))
+    return [
+        ElementMove(
+            supplies[i].rank,
+            StridedRuns(supplies[i].number, a, a_step, n, lines),
+            StridedRuns(index, t, t_step, n, lines),
+        )
+        for i, a, a_step, t, t_step, n, lines in pieces
+    ]
+
+
+def _edges(wanted: Runs, lying: Sequence[Runs], grid: int) -> np.ndarray:
+    """Between two of these, a rank that has one element has all, and the rank whose turn it is does not change."""
+    first, last = int(wanted.start[0]), int(wanted.stop[-1])
+    lines = np.arange(-(-first // grid) * grid, last, grid, dtype=np.int64)
+    edges = np.concatenate([*wanted[:2], *(edge for some in lying for edge in some[:2]), lines])
+    return np.unique(edges[(first <= edges) & (edges <= last)])
+
+
+def _places(some: Runs, elements: np.ndarray) -> np.ndarray:
+    """Where each of `elements` of the whole tensor lies in the local array; -1 if it does not."""
+    i = np.searchsorted(some.start, elements, "right") - 1
+    inside = (i >= 0) & (elements < some.stop[i])
+    return np.where(inside, some.at[i] + elements - some.start[i], -1)
+
+
+def _joined(
+    chosen: np.ndarray, at: np.ndarray, to: np.ndarray, size: np.ndarray
+) -> Iterator[tuple[int, int, int, int]]:
+    """Pieces that follow each other at the source are one; in the receiver's array they follow each other anyway."""
+    follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    columns = chosen[first], at[first], to[first], np.add.reduceat(size, first)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _regular(pieces: Iterable[tuple[int, int, int, int]]) -> Iterator[list[int]]:
+    """(source, at, its step, to, its step, size, lines): pieces of one source and size at equal distances are one."""
+    open_ones: dict[int, list[int]] = {}
+    for source, at, to, size in pieces:
+        last = open_ones.get(source)
+        if last is not None:
+            _, at0, at_step, to0, to_step, length, lines = last
+            if size == length and lines == 1 and at > at0:
+                last[2], last[4], last[6] = at - at0, to - to0, 2
+                continue
+            if size == length and (at, to) == (at0 + lines * at_step, to0 + lines * to_step):
+                last[6] += 1
+                continue
+            yield last
+        open_ones[source] = [source, at, size, to, size, size, 1]
+    yield from open_ones.values()
+
+
+def _shortened(move: ElementMove, most: int) -> Iterator[ElementMove]:
+    """The same in pieces of at most that many elements."""
+    source, have, want = move
+    if have.elements <= most:
+        yield move
+    elif have.size <= most:
+        together = most // have.size
+        for first in range(0, have.lines, together):
+            lines = min(together, have.lines - first)
+            yield ElementMove(source, have.some(first, lines), want.some(first, lines))
+    else:
+        for line in range(have.lines):
+            for first in range(0, have.size, most):
+                size = min(most, have.size - first)
+                yield ElementMove(source, have.within(line, first, size), want.within(line, first, size))
+
 
 FLIGHT = 8
 """Messages of a rank under way at once."""

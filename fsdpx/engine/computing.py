@@ -337,7 +337,7 @@ def seed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Va
     *have, weight = added
     factor, axes = run.scaler.value, run.place.axes
     dys = [d * factor if factor != 1.0 else d for d in _inner(run, taken[0])]
-    data = axes.data if run.place.rounds is None else axes.shard
+    data = axes.data if run.place.pace.together else axes.shard
     one = 1.0 if data.rank == 0 and axes.tensor.rank == 0 else 0.0
     return (*_sums(have, dys), one if weight is None else weight)
 

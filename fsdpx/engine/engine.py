@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,29 +30,18 @@ from fsdpx.program import VERBS, Action, Program, Request, Slot
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import PROGRESS, Clock, TrainState
 
-__all__ = ["ActionRecorder", "Engine", "warm"]
-
-
-class ActionRecorder(Protocol):
-    """Keeps a record of what a rank does, for others to read when it is dead or stopped."""
-
-    def call(self, name: str) -> None: ...
-    def program(self, step: int, kind: str, thread: int) -> None: ...
-    def begin(self, action: str, now: float) -> None: ...
-    def waits(self, what: str) -> None: ...
-    def end(self, now: float) -> None: ...
-    def timed_out(self) -> None: ...
+__all__ = ["Engine", "warm"]
 
 
 class Engine:
     """Runs programs on the state of one rank.
 
-    poker: moves transfers on during actions as well, not only between them. observers: called after every action, which
-    they may break off by an exception. recording: keeps what happens when, if the trainer has one. ran, batch: the
-    last program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of small
-    batches that were predicted (`Direct`)."""
+    recorder: the flight record of this rank (`fsdpx.watch`), if it keeps one. poker: moves transfers on during actions
+    as well, not only between them. observers: called after every action, which they may break off by an exception.
+    recording: keeps what happens when, if the trainer has one. ran, batch: the last program, and the last batch that it
+    ran on. direct: how the layers run alone, by shape and dtype of small batches that were predicted (`Direct`)."""
 
-    def __init__(self, state: TrainState, poker: Poker | None = None, recorder: ActionRecorder | None = None) -> None:
+    def __init__(self, state: TrainState, poker: Poker | None = None, recorder: Any = None) -> None:
         self.state, self.placement = state, state.placement
         self.clock = Clock()
         self.observers: list[Callable[[Action], None]] = []
@@ -253,17 +242,14 @@ class Engine:
         self.state.close()
 
 
-def warm(
-    xp: Any, model: Layer, loss: Any, optimizer: Any, dtypes: tuple[Any, Any, Any], norm: bool, also: Sequence[str] = ()
-) -> None:
+def warm(xp: Any, model: Layer, loss: Any, optimizer: Any, dtypes: tuple[Any, Any, Any], norm: bool) -> None:
     """Run each kernel once on a few numbers. dtypes: of what is computed, of gradients, and of what is updated, by an
-    optimizer if there is one. norm: the gradient's norm is wanted. also: names of kernels that no layer runs. On the
-    CPU only."""
+    optimizer if there is one. norm: the gradient's norm is wanted. On the CPU only."""
     dtype, gradients, master = map(np.dtype, dtypes)
     if xp is not np:
         return
     with flushed():
-        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add", *also], dtype)
+        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
         if norm:
             warm_kernels(["square_sum", "square_sums"], gradients)
         if optimizer is not None:

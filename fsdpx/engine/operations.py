@@ -38,7 +38,7 @@ from fsdpx.state.gradients import Reduction
 from fsdpx.state.placement import Placement, tag
 from fsdpx.state.ties import add_together
 
-__all__ = ["OPERATIONS", "evict", "fetch", "receive", "send", "store_record", "travelling"]
+__all__ = ["OPERATIONS", "alone", "evict", "fetch", "receive", "send", "store_record", "travelling"]
 
 
 def send(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -177,7 +177,7 @@ def gather(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
         store(place.xp, master, own)
         handle = comm.all_gather(own, wire, page.counts, what=what)
         return (Transfer(Finish(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    if place.formats.compute != place.formats.master or place.apart is not None:  # then the shard lies in a window
+    if place.formats.compute != place.formats.master or place.pace.own_speed:  # then the shard lies in a window
         own = full[page.mine.start : page.mine.stop]
         store(place.xp, master, own)
         master = own
@@ -220,10 +220,6 @@ def _reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: 
         work.state.ledger.sizes.setdefault((axis, p), [math.nan, math.nan]),
         words(run, action),
     )  # fmt: skip
-
-
-def own(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    return taken
 
 
 def tie(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -280,7 +276,7 @@ def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
     parameter where ranks hold the same. Each element counts once: in one replica, on the rank of the tensor axis that
     has it, not in copies."""
     place = run.place
-    if place.axes.replica.rank > 0 and place.rounds is None:
+    if place.axes.replica.rank > 0 and place.pace.together:
         return []
     found: list[tuple[int, slice]] = []
     for n, p in enumerate(run.stage.trained):
@@ -337,20 +333,10 @@ OPERATIONS: dict[str, Operation] = {
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,
-    "OWN": own,
     "TIE": tie,
     "SCALE": scale,
     "NORM": norm,
     "COMMIT": commit,
     "UPDATE": updating.update,
-    "SHARE": updating.share,
-    "DELTA": updating.delta,
-    "OUTER": updating.outer,
-    "ADOPT": updating.adopt,
-    "PULL": updating.pull,
-    "ALONE": alone,
-    "PUSH": updating.push,
-    "TICK": updating.tick,
-    "MIX": updating.mix,
 }
-"""By verb; a new verb is a row here and a row in `fsdpx.program.VERBS`."""
+"""By verb; a new verb is a row here and a row in `fsdpx.program.VERBS`. `fsdpx.strategies` add theirs."""

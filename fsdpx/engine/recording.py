@@ -113,11 +113,11 @@ class Recording:
     def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """The same units with layers that note when they run."""
         if len(self._units) < len(units):
-            self._units = [replace(unit, nodes=tuple(map(self._noting, unit.nodes))) for unit in units]
+            self._units = [
+                replace(unit, nodes=tuple(replace(n, layer=cast(Layer, _TimedLayer(n, self._ran))) for n in unit.nodes))
+                for unit in units
+            ]
         return self._units
-
-    def _noting(self, node: Node) -> Node:
-        return replace(node, layer=cast(Layer, _TimedLayer(node, self._ran)))
 
     def _ran(self, path: str, what: str, begin: float) -> None:
         """A part of a layer that began at that time has ended now."""

@@ -21,9 +21,8 @@ from fsdpx.layout.units import Layout, Unit
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.layer import Env, Parameters, dotted, time_of
 from fsdpx.nn.numeric import Entries, GradientEntry, Gradients
-from fsdpx.program import KINDS, SLOTS, Action, Outer, Program, Slot, Stage, lifetimes
+from fsdpx.program import KINDS, SLOTS, Action, Program, Slot, Stage, lifetimes
 from fsdpx.state.disk import root_of
-from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.gradients import Gradient
 from fsdpx.state.ledger import Key, local_gradient
@@ -33,7 +32,7 @@ from fsdpx.state.state import Scaler, TrainState
 from fsdpx.state.ties import Tie
 
 __all__ = [
-    "Activations", "GradientScale", "Mean", "Operation", "ProgramRun", "RoundShare", "Values", "Views", "Workspace",
+    "Activations", "GradientScale", "Mean", "Operation", "ProgramRun", "Values", "Views", "Workspace",
     "Worlds", "demand_alike", "demand_finite", "is_activation", "lives", "microbatch_of", "number_of", "plan",
     "planned", "roots", "words",
 ]  # fmt: skip
@@ -204,15 +203,6 @@ class GradientScale:
     scaler: Scaler
 
 
-@dataclass(frozen=True)
-class RoundShare:
-    """own: of what all replicas have trained on in a round, this one's part. loss: mean over the batches of all of them
-    in its last step."""
-
-    own: float
-    loss: float
-
-
 class Workspace:
     """Buffers for one program on one rank: full parameters and gradients that live for a use, and scratch, per page."""
 
@@ -264,10 +254,6 @@ class Workspace:
         """Where the reduced gradient of a page is kept until its update."""
         kept = self._part.get(page)
         return self.state.passing(Key("part", page)) if kept is None else kept
-
-    def delta(self, page: int) -> Any:
-        """Where the outer gradient of a page is found."""
-        return self.state.ledger.array("delta", page)
 
     def gradient(self, page: int, views: Views) -> Gradient:
         """A blank full gradient of a page, kept or lent."""
@@ -434,18 +420,6 @@ class ProgramRun:
         """The ranks whose losses and gradients are one: all of them where nothing is trained."""
         axes = self.place.axes
         return axes.world if self.workspace.program.kind == "evaluate" else axes.group
-
-    @property
-    def outer(self) -> Outer:
-        """The outer step in which replicas that train by themselves meet."""
-        assert self.place.rounds is not None
-        return self.place.rounds.at(self.step + 1)
-
-    @property
-    def exchange(self) -> Exchange:
-        """The state that ranks at their own speed have in common."""
-        assert self.workspace.state.exchange is not None
-        return self.workspace.state.exchange
 
     def batch(self, action: Action) -> Microbatch | None:
         """The microbatch that an action is about; None if this rank has no samples in it."""

@@ -10,8 +10,7 @@ from inspect import signature
 from os import PathLike
 from typing import Any
 
-from fsdpx import codecs, config, data, nn, optim
-from fsdpx import config as elastic
+from fsdpx import codecs, config, data, nn, optim, strategies
 from fsdpx.comm import mesh
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError
@@ -20,7 +19,6 @@ from fsdpx.files import read
 from fsdpx.nn import models
 from fsdpx.observe import trace
 from fsdpx.optim import schedules
-from fsdpx.state import local
 from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.words import meant
@@ -32,7 +30,7 @@ NEEDED = ("model", "loss", "optimizer")
 METHOD = {"model": "specs", "loss": "validate", "optimizer": "update", "data": "__len__", "validation": "__len__"}
 """What the object of a section has, where a plan holds the object itself."""
 HOMES: tuple[Any, ...] = (
-    nn, models, optim, schedules, data, codecs, config, mesh, local, elastic, trace,
+    nn, models, optim, schedules, data, codecs, config, mesh, strategies, trace,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from fsdpx.comm.default import uses, with_arguments
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
-from fsdpx.config import Apart, Elastic, Offload, Precision, Sharding
+from fsdpx.config import Elastic, Offload, Precision, Sharding
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
@@ -24,7 +24,7 @@ from fsdpx.interop.values import handed_on, same_values
 from fsdpx.layout.units import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
-from fsdpx.state.local import Local
+from fsdpx.state.placement import PaceChoice
 from fsdpx.trainer.batch import begin
 from fsdpx.trainer.choices import ELASTIC, Beside, demand_known, demand_together
 from fsdpx.trainer.fit import made
@@ -41,7 +41,7 @@ def distribute(
     *,
     loss: Any = None,
     optimizer: Any = None,
-    strategy: str | Sharding | Local | Apart = "fsdp",
+    strategy: str | Sharding | PaceChoice = "fsdp",
     mesh: Mesh | None = None,
     comm: Any = None,
     microbatches: int | None = None,

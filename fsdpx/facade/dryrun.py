@@ -162,7 +162,7 @@ class DryRun:
         base = baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECTS * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
-        workspace = min(base.workspace, 2 * largest * placement.compute.itemsize)  # both operands, no more
+        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # both operands, no more
         parts = {
             "interpreter and libraries": ProcessBytes(base.own, base.own),
             "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),

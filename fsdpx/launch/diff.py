@@ -22,7 +22,6 @@ from fsdpx.observe.record import WHAT, RankRecord, Written, read
 from fsdpx.program import VERBS
 from fsdpx.testing.compare import WorstElement, difference
 
-LANES = frozenset(verb.lane for verb in VERBS.values())
 __all__ = ["FirstDifference", "add_options", "diff", "first_difference"]
 
 Piece = tuple[int, int, np.ndarray]
@@ -208,7 +207,8 @@ def _run(text: str, folder: Path, steps: int) -> Path:
 def _traces(first: Path, second: Path) -> str | None:
     """The first action that ranks of two traced runs did not both do. Times are not compared."""
     for a, b in zip(chrome.read(first), chrome.read(second), strict=False):
-        one, other = ([event["name"] for event in rank.events if event.get("cat") in LANES] for rank in (a, b))
+        lanes = {verb.lane for verb in VERBS.values()}
+        one, other = ([event["name"] for event in rank.events if event.get("cat") in lanes] for rank in (a, b))
         for n in range(max(len(one), len(other))):
             pair = [names[n] if n < len(names) else "nothing" for names in (one, other)]
             if pair[0] != pair[1]:

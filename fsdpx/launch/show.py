@@ -19,6 +19,7 @@ from fsdpx.observe.plots import draw
 from fsdpx.program import SCHEDULES, Costs, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import remedies
+from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.report import call_text
 
 __all__ = ["add_options", "check_axes", "draw", "mesh_text", "parse_recompute", "show"]
@@ -63,7 +64,7 @@ def show(args: argparse.Namespace) -> str:
     ranks, batch = _ranks(args, mesh), example.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
-    full = (mesh or Mesh()).filled(args.strategy, ranks)
+    full = (mesh or Mesh()).filled(Distribution(args.strategy, mesh).within(ranks), ranks)
     rank, rows = _rank(args, full, ranks, batch)
     options = _options(args, example, full, ranks, rank)
     run = dry_run(example.model(), example.x(rows), example.y(rows), **options)

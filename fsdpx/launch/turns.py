@@ -25,6 +25,7 @@ from fsdpx.launch import run
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.state.tuning import table
+from fsdpx.trainer.recipe import Distribution
 from fsdpx.version import __version__
 
 __all__ = ["compare", "step", "unwritable"]
@@ -37,7 +38,7 @@ def step(args: argparse.Namespace) -> int:
     """Start the ranks if they are not there, measure and print; the exit status."""
     strategies, example = [name.strip() for name in args.strategies.split(",")], entry(args.model, args.batch)
     for name in strategies:
-        sharding(name, 1)
+        sharding(Distribution(name).within(1), 1)
     if args.rounds < 1:
         raise LaunchError(f"--rounds {args.rounds}: 1 or more")
     launcher = environment.read().launcher

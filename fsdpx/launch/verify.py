@@ -22,6 +22,7 @@ from fsdpx.layout.tree import chunks_of
 from fsdpx.nn.plan import SEQUENCES
 from fsdpx.observe.record import RankRecord, Recorder
 from fsdpx.program import SCHEDULES
+from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.trainer import Trainer
 
 __all__ = ["verify", "verify_on"]
@@ -88,7 +89,7 @@ class VerifyCase:
 def verify(args: argparse.Namespace) -> int:
     """The exit status: 0 if all tensors agree, else 1. Errors that need no ranks are reported before they meet."""
     if args.strategy != "all":
-        sharding(args.strategy, 1)
+        sharding(Distribution(args.strategy).within(1), 1)
     _formats(args.precision)
     return verify_on(init("mpi" if args.no_node else None), args)
 
@@ -127,7 +128,7 @@ def _formats(precision: str) -> list[str]:
 
 def lay(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
     """The mesh with all widths filled in; for ddp the whole data axis is replicas."""
-    full = mesh.filled(strategy, ranks)
+    full = mesh.filled(Distribution(strategy, mesh).within(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width("data"), shard=1)
     return full

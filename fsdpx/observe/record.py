@@ -146,7 +146,7 @@ class Recorder:
             return
         if kind == "sum" and place.axes.replica.size == 1 and self._alone(slot, value):
             kind = "total"
-        whole = kind in WHOLE and place.rounds is None and place.apart is None
+        whole = kind in WHOLE and place.pace.together
         words = about(place, action, self._program.kind)
         for tensor, shape, runs, array, known in self._values.of(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)

@@ -113,7 +113,7 @@ class Tracer:
         own = {turn.number: turn.acted[-1].end - turn.acted[0].begin for turn in turns if turn.complete}
         everyone = self._axes.world.all_gather_plain(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
-        if not common or self.engine.placement.apart is not None:
+        if not common or self.engine.placement.pace.own_speed:
             return None
         return next(turn for turn in turns if turn.number == common[len(common) // 2])
 

@@ -1,7 +1,7 @@
 """What happens when: a training step as a flat list of actions. Standard library only."""
 
 from fsdpx.program.check import check, check_pipe, validate
-from fsdpx.program.compiler import KINDS, Outer, Program, Request, Rounds, compile
+from fsdpx.program.compiler import KINDS, Program, ProgramKind, Request, Sync, compile
 from fsdpx.program.count import Lifetime, Moves, Sizes, Traffic, lifetimes, traffic
 from fsdpx.program.grid import arrow, grid
 from fsdpx.program.machine import (
@@ -25,8 +25,8 @@ from fsdpx.program.verbs import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotK
 
 __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move", "Moves",
-    "Outer", "Overlap", "PipelineSchedule", "Program", "Request", "Rounds", "ScheduleFunction", "Scratch", "Sizes",
-    "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
+    "Overlap", "PipelineSchedule", "Program", "ProgramKind", "Request", "ScheduleFunction", "Scratch", "Sizes", "Slot",
+    "SlotKind", "Slots", "Stage", "StageUnit", "Sync", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
     "check_pipe", "compile", "constants", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one",
     "overlap", "parse", "peak_memory", "pipeline", "placed", "schedule", "simulate", "simulate_programs", "traffic",
     "validate",

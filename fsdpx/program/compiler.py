@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -11,80 +11,21 @@ from fsdpx.program.passes import compute, offload, one_by_one, page, recompute, 
 from fsdpx.program.pipeline import Slots, Stage, expand
 from fsdpx.program.verbs import Action, Slot
 
-__all__ = ["KINDS", "Outer", "Program", "Request", "Rounds", "compile"]
-
-
-@dataclass(frozen=True)
-class Outer:
-    """What a step of local training does beside its update, by pages.
-
-    deltas: their outer gradients are sent. steps: these have arrived, and the outer optimiser steps. adopts: its result
-    has arrived, and the replica goes on from there. summing, coming: pages whose outer gradients, or whose new outer
-    parameters, are under way when the step begins."""
-
-    deltas: frozenset[int] = frozenset()
-    steps: frozenset[int] = frozenset()
-    adopts: frozenset[int] = frozenset()
-    summing: frozenset[int] = frozenset()
-    coming: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """every: steps from one outer gradient of a page to its next. fragments: pages that travel together, each at its
-    own time of a round. delay: steps that a fragment may be under way: its outer gradient for the first half of them,
-    its new parameters for the rest."""
-
-    every: int
-    fragments: tuple[frozenset[int], ...]
-    delay: int = 0
-
-    @property
-    def half(self) -> int:
-        """Steps for which outer gradients are under way."""
-        return self.delay // 2
-
-    def first(self, fragment: int) -> int:
-        """The step after which a fragment sets out for the first time; the last one at the end of a round."""
-        return -(-self.every * (fragment + 1) // len(self.fragments))
-
-    def at(self, step: int) -> Outer:
-        """What step `step`, counted from 1, does."""
-        found: dict[str, set[int]] = {name: set() for name in Outer.__dataclass_fields__}
-        for number, pages in enumerate(self.fragments):
-            since = step - self.first(number)
-            lag = since % self.every if since >= 0 else -1
-            for name, now in (
-                ("deltas", lag == 0),
-                ("steps", lag == self.half),
-                ("adopts", lag == self.delay),
-                ("summing", 0 < lag <= self.half),
-                ("coming", self.half < lag <= self.delay),
-            ):
-                found[name] |= pages if now else set()
-        return Outer(**{name: frozenset(pages) for name, pages in found.items()})
-
-    def fragment(self, page: int) -> int:
-        """The fragment of a page."""
-        return next(number for number, pages in enumerate(self.fragments) if page in pages)
-
-    def number(self, page: int, step: int) -> int:
-        """The number, counted from 1, of the outer step that a page makes in step `step`."""
-        return (step - self.half - self.first(self.fragment(page))) // self.every + 1
+__all__ = ["KINDS", "Program", "ProgramKind", "Request", "Sync", "compile"]
 
 
 @dataclass(frozen=True)
 class ProgramKind:
     """about: what a program of this kind does. ops: its verbs in the order of the schedule, or one of them for all
-    microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects. apart: no
-    other rank takes part."""
+    microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects. alone:
+    makes a whole program of its computing, where no other rank takes part."""
 
     about: str
     ops: str
     loss: str | None = None
     results: tuple[str, ...] = ()
     updates: bool = False
-    apart: bool = False
+    alone: Callable[[list[Action], Request], list[Action]] | None = None
 
 
 KINDS = {
@@ -93,18 +34,35 @@ KINDS = {
         "forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)
     ),
     "local": ProgramKind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
-    "push": ProgramKind(
-        "a step at this rank's own speed, on parameters of all ranks", "FB", "LOSS", ("mean", "scale"), True, True
-    ),
-    "mix": ProgramKind(
-        "the same on a model of its own, which others are drawn to", "FB", "LOSS", ("mean", "scale"), True, True
-    ),
     "update": ProgramKind("reduce what is still local, then update", "", results=("mean", "scale"), updates=True),
     "evaluate": ProgramKind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
     "predict": ProgramKind("forward only, nothing kept", "E", results=("act",)),
     "forward": ProgramKind("forward, kept for a backward of the caller", "F", results=("act",)),
     "backward": ProgramKind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
 }
+"""By name; the strategies of `fsdpx.strategies` add theirs."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How ranks come together in a step that updates. By this one their gradients are added up, and that is all.
+
+    joins: the verb that makes the part of a gradient the whole one. before: verbs before the first update. after: verbs
+    after the update of a page, and the pages. rest: the same after all updates. kept: kinds of slots that are filled
+    before and after, of each trained page. begins, ends: more such slots. results: kinds that the caller collects."""
+
+    joins: str = "JOIN"
+    before: tuple[str, ...] = ()
+    after: tuple[tuple[str, frozenset[int]], ...] = ()
+    rest: tuple[tuple[str, frozenset[int]], ...] = ()
+    kept: tuple[str, ...] = ()
+    begins: frozenset[Slot] = frozenset()
+    ends: frozenset[Slot] = frozenset()
+    results: tuple[str, ...] = ()
+
+    def slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
+        """The slots of `begins` or `ends`, and of `kept`, in a program that trains these pages."""
+        return {s for s in filled if s.at is None or s.at in trained}.union(*(_of(kind, trained) for kind in self.kept))
 
 
 @dataclass(frozen=True)
@@ -118,8 +76,7 @@ class Request:
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
     run forward again before their backward. commit: all ranks agree that a step has succeeded before it updates.
     scales: the verbs that find the scale of all updates: SCALE, or NORM where the norm of all gradients is wanted.
-    outer: replicas train by themselves, and what of
-    it this step does when they meet."""
+    sync: how ranks come together in a step that updates."""
 
     kind: str
     stage: Stage
@@ -135,7 +92,7 @@ class Request:
     recompute: frozenset[int] = frozenset()
     commit: bool = False
     scales: tuple[str, ...] = ("SCALE",)
-    outer: Outer | None = None
+    sync: Sync = Sync()
 
 
 @dataclass(frozen=True)
@@ -162,11 +119,12 @@ class Program:
 def compile(request: Request) -> Program:
     stage, kind = request.stage, KINDS[request.kind]
     actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
-    if kind.apart:
-        return _program(request, _apart(actions, request))
+    if kind.alone is not None:
+        return _program(request, kind.alone(actions, request))
     actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
     if _reduces(request):
-        actions = reduce(actions, stage, request.reduce_each, request.ahead, _joins(request) if kind.updates else "")
+        joins = request.sync.joins if kind.updates else ""
+        actions = reduce(actions, stage, request.reduce_each, request.ahead, joins)
     actions += _update(actions, request) if kind.updates else []
     actions = offload(actions, stage, request.microbatches, request.ahead)
     return _program(request, actions)
@@ -178,23 +136,12 @@ def _program(request: Request, actions: list[Action]) -> Program:
     return Program(request.kind, tuple(actions), request.stage, microbatches, begins, ends, results)
 
 
-def _apart(actions: list[Action], request: Request) -> list[Action]:
-    """A step of a rank at its own speed: all parameters as they are now, compute, and what it has found."""
-    stage = request.stage
-    pages = [a.unit for a in page(actions, stage, 0, keep=True) if a.op == "GATHER"]
-    tail = [Action("ALONE"), *(Action("FREE", p) for p in pages)]
-    for p in reversed(stage.trained):
-        tail += [Action("PUSH", p), *([Action("MIX", p)] if request.kind == "mix" else [])]
-    tail += [Action("TICK")] if request.kind == "push" else []
-    return [*(Action("PULL", p) for p in pages), *actions, *tail]
-
-
 def _compute(request: Request) -> list[Action]:
     kind, stage = KINDS[request.kind], request.stage
     order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
     actions = [*seeds, *compute(order, stage, kind.loss)]
-    given = (kind.updates and "NORM" in request.scales) or kind.apart  # by NORM or ALONE
+    given = (kind.updates and "NORM" in request.scales) or kind.alone is not None  # by a verb of its own
     return _with_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
@@ -217,30 +164,23 @@ def _reduces(request: Request) -> bool:
     return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
 
 
-def _joins(request: Request) -> str:
-    """What makes a part the whole gradient: the sum over replicas, or nothing where these train by themselves."""
-    return "JOIN" if request.outer is None else "OWN"
-
-
 def _update(actions: list[Action], request: Request) -> list[Action]:
     """The tail of a program that updates; what other programs left is reduced first."""
-    stage, tail, outer = request.stage, list[Action](), request.outer or Outer()
+    stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
-        joins = (Action(_joins(request), p) for p in stage.trained)
+        joins = (Action(sync.joins, p) for p in stage.trained)
         tail = [*reduce_carried(sorted(request.grads), request.ahead), *joins]
     tail += [Action("TIE", p) for p in stage.ties]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
     tail += [*given, *map(Action, request.scales)]
     tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
-    tail += [Action("SHARE")] if outer.deltas else []
+    tail += map(Action, sync.before)
     last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
     last |= {a.unit: a.op for a in actions if a.op in ("GATHER", "FREE")}
     for p in reversed(stage.trained):
         tail += [*([Action("FREE", p)] if last.get(p) == "GATHER" else []), Action("UPDATE", p)]
-        tail += [Action("DELTA", p)] if p in outer.deltas else []
-    for op, pages in (("OUTER", outer.steps), ("ADOPT", outer.adopts)):
-        tail += [Action(op, p) for p in reversed(stage.trained) if p in pages]
-    return tail
+        tail += [Action(op, p) for op, pages in sync.after if p in pages]
+    return tail + [Action(op, p) for op, pages in sync.rest for p in reversed(stage.trained) if p in pages]
 
 
 def _of(kind: str, numbers: Iterable[int]) -> set[Slot]:
@@ -260,19 +200,11 @@ def _begins(request: Request) -> frozenset[Slot]:
     stage = request.stage
     slots = _lasting(stage) | _of("full", request.resident) | _of("grad", request.grads) | _of("part", request.parts)
     slots |= {Slot("weight")} if request.weighed else set()
-    if request.outer is not None:
-        slots |= _meeting(request, request.outer.summing, request.outer.coming)
+    slots |= request.sync.slots(request.sync.begins, stage.trained)
     if request.kind == "backward":
         slots |= _saved(request)
         slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
     return frozenset(slots)
-
-
-def _meeting(request: Request, summing: frozenset[int], coming: frozenset[int]) -> set[Slot]:
-    """The slots that replicas training by themselves keep, and those under way between them."""
-    trained = frozenset(request.stage.trained)
-    kept = _of("outer", trained) | _of("velocity", trained) | {Slot("trained")}
-    return kept | _of("delta", summing & trained) | _of("next", coming & trained)
 
 
 def _ends(request: Request) -> frozenset[Slot]:
@@ -283,9 +215,7 @@ def _ends(request: Request) -> frozenset[Slot]:
         units = [u for u in stage.here if kind.ops and (kind.ops != "B" or u in stage.backward)]
         touched = request.resident.union(*(stage.units[u].pages for u in units))
         slots |= _of("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
-    if (outer := request.outer) is not None:
-        summing, coming = outer.summing | outer.deltas, outer.coming | outer.steps
-        slots |= _meeting(request, summing - outer.steps, coming - outer.adopts)
+    slots |= request.sync.slots(request.sync.ends, stage.trained)
     if kind.updates:
         return frozenset(slots)
     if "B" in kind.ops:
@@ -310,7 +240,5 @@ def _results(request: Request) -> tuple[Slot, ...]:
     if kinds == ("dact",):
         wanted = [v for v in stage.used if v not in stage.constant]
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
-    if request.outer is not None and request.outer.deltas:
-        kinds = (*kinds, "share")
-    slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
+    slots = tuple(Slot(kind) for kind in (*kinds, *request.sync.results) if kind != "weight" or stage.scores)
     return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

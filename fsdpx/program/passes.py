@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 from fsdpx.program.pipeline import Slots, Stage, expand, spell
 from fsdpx.program.verbs import VERBS, Action, Slot
@@ -10,6 +11,7 @@ from fsdpx.program.verbs import VERBS, Action, Slot
 __all__ = ["compute", "offload", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
 
 Actions = list[Action]
+T = TypeVar("T")
 
 
 def one_by_one(microbatches: int) -> tuple[Action, ...]:
@@ -85,7 +87,7 @@ def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Itera
     result: Actions = []
     for i, action in enumerate(actions):
         if needs[i]:
-            window = _window(needs, i, ahead)
+            window = _window(needs[i], needs[i + 1 :], ahead)
             if not keep:
                 result += [Action("FREE", p) for p in have if p not in window]
                 have = {p: None for p in have if p in window}
@@ -101,15 +103,15 @@ def _pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> lis
     return [slot.at for slot in slots if slot.at is not None]
 
 
-def _window(needs: Sequence[Sequence[int]], start: int, ahead: int) -> dict[int, None]:
-    """What action `start` needs, and the next `ahead` distinct pages in order of first use."""
-    window = dict.fromkeys(needs[start])
+def _window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
+    """What is needed now, and the next `ahead` others in order of first use."""
+    window = dict.fromkeys(now)
     capacity = len(window) + ahead
-    for pages in needs[start + 1 :]:
-        for p in pages:
+    for some in later:
+        for one in some:
             if len(window) >= capacity:
                 return window
-            window[p] = None
+            window[one] = None
     return window
 
 
@@ -148,10 +150,7 @@ def _reduced(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behi
     return result + [Action("SETTLE", p) for p in pending]
 
 
-Moves = list[Action]
-
-
-def offload(actions: Moves, stage: Stage, microbatches: int, ahead: int) -> Moves:
+def offload(actions: Actions, stage: Stage, microbatches: int, ahead: int) -> Actions:
     """Insert FETCH, STORE and EVICT, kind by kind of the records.
 
     The records that an action needs are in memory, and the next `ahead` of the kind; at most `ahead` others are being
@@ -175,16 +174,16 @@ class _Cache:
         self.leaving: list[Slot] = []
         self.stored: set[Slot] = set()
         self.last: dict[Slot, int] = {}
-        self.result: Moves = []
+        self.result: Actions = []
 
-    def through(self, actions: Moves, slots: Sequence[Slots]) -> Moves:
+    def through(self, actions: Actions, slots: Sequence[Slots]) -> Actions:
         """The actions, with those that keep what they need in memory between them."""
         wanted = [self._mine((*s.takes, *s.reads, *s.adds)) for s in slots]
         needs = _held(actions, slots, [[*w, *self._mine(s.gives)] for w, s in zip(wanted, slots, strict=True)])
         first, self.last = _early(actions, needs), {slot: i for i, some in enumerate(wanted) for slot in some}
         for i, action in enumerate(actions):
             if needs[i] or i == first:
-                self._turn(i, _window_of(needs[i], wanted, i + 1, self.ahead))
+                self._turn(i, _window(needs[i], wanted[i + 1 :], self.ahead))
             self.result.append(action)
             self.there |= dict.fromkeys(self._mine((*slots[i].adds, *slots[i].gives)), True)
             for slot in self._mine(slots[i].takes):
@@ -227,7 +226,7 @@ class _Cache:
         self.result.append(Action(op, self.numbers[slot.at], slot.mb))
 
 
-def _held(actions: Moves, slots: Sequence[Slots], needs: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
+def _held(actions: Actions, slots: Sequence[Slots], needs: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
     """What each action needs in memory, and what transfers under way then do: they read until an action waits for
     what they give."""
     reading: dict[Slot, list[Slot]] = {}  # what a transfer gives -> what it reads
@@ -241,19 +240,7 @@ def _held(actions: Moves, slots: Sequence[Slots], needs: Sequence[Sequence[Slot]
     return found
 
 
-def _early(actions: Moves, needs: Sequence[Sequence[Slot]]) -> int:
+def _early(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
     """The last action that computes before any needs a record: what is fetched then is there when it is needed."""
     first = next((i for i, slots in enumerate(needs) if slots), 0)
     return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)
-
-
-def _window_of(needs: Sequence[Slot], wanted: Sequence[Sequence[Slot]], later: int, ahead: int) -> dict[Slot, None]:
-    """What is needed now, and the next `ahead` others in order of first use, from action `later` on."""
-    window = dict.fromkeys(needs)
-    capacity = len(window) + ahead
-    for i in range(later, len(wanted)):
-        for slot in wanted[i]:
-            if len(window) >= capacity:
-                return window
-            window[slot] = None
-    return window

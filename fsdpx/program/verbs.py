@@ -91,11 +91,6 @@ SLOTS: dict[str, SlotKind] = {
     "part": SlotKind("part", "gradients"),
     "total": SlotKind("part", "gradients"),
     "tied": SlotKind("part", "gradients"),
-    # replicas that train by themselves: where a round began, what outer steps keep, and what is under way between them
-    "outer": SlotKind("outer", "outer parameters"),
-    "velocity": SlotKind("velocity", "outer optimiser"),
-    "delta": SlotKind("delta", "gradients"),
-    "next": SlotKind("next", "outer parameters"),
     # activations
     "act": SlotKind("act", "activations"),
     "dact": SlotKind("dact", "activations"),
@@ -108,17 +103,13 @@ SLOTS: dict[str, SlotKind] = {
     "weight": SlotKind("weight", "control"),
     "mean": SlotKind("mean", "control"),
     "scale": SlotKind("scale", "control"),
-    "trained": SlotKind("trained", "control"),  # by a replica, since each fragment was last sent
-    "share": SlotKind("share", "control"),
     "agreed": SlotKind("agreed", "control"),
-    "pushed": SlotKind("pushed", "control"),  # this rank's gradient of a page is where it is held
     # scratch
     "wire": SlotKind("wire", "scratch", lent=True),
     "carry": SlotKind("carry", "scratch", lent=True),
     "trade": SlotKind("trade", "scratch", lent=True),
     "join": SlotKind("join", "scratch", lent=True),
     "tie": SlotKind("tie", "scratch", lent=True),
-    "parcel": SlotKind("parcel", "scratch", lent=True),
 }
 
 
@@ -227,7 +218,6 @@ VERBS: dict[str, Verb] = {
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
     "JOIN": Verb(takes=("part:page",), gives=("total:page",), adds=("memory:coded",), about="page",
                  scratch=(Scratch("join"),), lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
-    "OWN": Verb(takes=("part:page",), gives=("total:page",), lane="host", about="page"),
     "TIE": Verb(takes=("total:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
                 lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
     # update
@@ -238,22 +228,9 @@ VERBS: dict[str, Verb] = {
     "UPDATE": Verb(takes=("final:page", "stored:changed"), reads=("scale", "shard:page", "slots:page"),
                    adds=("shard:page", "slots:page"), about="page",
                    within=(Move("shard", "all_to_all", "parts", "update"),)),
-    # replicas that train by themselves meet
-    "SHARE": Verb(reads=("mean", "trained"), gives=("share",), lane="world", moves=(NUMBERS,), about=""),
-    "DELTA": Verb(reads=("shard:page", "outer:page", "share"), adds=("memory:coded",), gives=("delta:page",),
-                  about="page", scratch=(Scratch("parcel", "delta:page"),),
-                  lane="replica", moves=(Move("replica", "reduce_scatter", "shard", "grad"),)),
-    "OUTER": Verb(takes=("delta:page",), adds=("outer:page", "velocity:page"), gives=("next:page",), about="page",
-                  lane="replica", moves=(Move("replica", "all_gather", "shard", "grad"),)),
-    "ADOPT": Verb(takes=("next:page",), adds=("shard:page",), about="page"),
-    # ranks apart, each at its own speed: nothing of this waits for a call of another rank
-    "PULL": Verb(gives=("full:page",), lane="window", about="page"),
-    "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
-    "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
-    "TICK": Verb(takes=("pushed:every",), lane="window", about=""),
-    "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),
 }
 # fmt: on
+"""By name; the strategies of `fsdpx.strategies` add theirs."""
 
 
 def partner(op: str) -> str:

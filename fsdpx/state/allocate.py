@@ -15,11 +15,10 @@ from fsdpx.comm.backend import FakeNode
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import node_of
 from fsdpx.nn.layer import Spec
-from fsdpx.state.exchange import Exchange
 from fsdpx.state.ledger import Ledger, LedgerRow, rows_of
 from fsdpx.state.offload import Disk, open_disk
 from fsdpx.state.placement import Placement
-from fsdpx.state.state import Beyond, TrainState
+from fsdpx.state.state import TrainState
 from fsdpx.state.ties import connect_ties
 
 __all__ = ["allocate", "fill", "initialise", "lay_out_in_windows", "memory_of", "sharers_of"]
@@ -92,22 +91,19 @@ BLOCK = 1 << 20
 def allocate(placement: Placement, initial: bool = True) -> TrainState:
     """The state of this rank. Collective. initial: with initial parameters; else the caller fills them in."""
     world, xp = placement.axes.world, placement.xp
-    exchange = None if placement.apart is None else Exchange(placement)
-    # replicas that train by themselves do not come together to make shared memory
-    windows = placement.rounds is None and exchange is None
-    arena = Arena(xp, memory_of(world, xp) if windows else None)
+    common = list(placement.pace.connect())
+    # ranks that do not make every step together do not come together to make shared memory
+    arena = Arena(xp, memory_of(world, xp) if placement.pace.together else None)
     rows = _placed(placement, arena)
-    if exchange is not None:
-        rows += exchange.memory.rows()
-        for key, array in exchange.memory.arrays():
-            arena.adopt(key, array)
+    for key, array in common:
+        arena.adopt(key, array)
     offload = placement.options.offload
     disk = None if offload is None else open_disk(placement, rows, offload)
     ledger = Ledger(rows, None if disk is None else disk.mapped)
     for row in rows:
         if row.kept and not row.passing:
             ledger.arrays[row.key] = _memory(arena, ledger, row, disk)
-    state = TrainState(placement, arena, ledger, connect_ties(placement), Beyond(disk, exchange))
+    state = TrainState(placement, arena, ledger, connect_ties(placement), disk)
     if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
         _initial_statistics(placement, ledger)
         if initial:
@@ -165,9 +161,7 @@ def initialise(state: TrainState) -> None:
         return into is not None and into(target, start)
 
     fill(state, values, BLOCK, read)
-    for row, array in state.ledger.saved():
-        if row.key.kind == "outer":
-            array[...] = state.ledger.array("master", row.key.page)
+    state.placement.pace.initialised(state)
 
 
 def fill(

@@ -15,13 +15,11 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Range, ShardedPage
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
-from fsdpx.optim.optimizer import Kept
-from fsdpx.program import Rounds
 from fsdpx.state.placement import Placement
 
 __all__ = [
-    "KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime", "local_gradient", "memories", "recut_of",
-    "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
+    "KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime", "local_gradient", "memories", "of_replica",
+    "recut_of", "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
 ]  # fmt: skip
 
 @dataclass(frozen=True)
@@ -46,14 +44,9 @@ KINDS = {
     "trace": Kind("codec memory", "memory"),  # the same, zeroed after a load and on other ranks
     "statistic": Kind("state", saved=True),  # running statistics of layers
     "average": Kind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
-    "outer": Kind("outer parameters", "outer", saved=True),  # where replicas that train by themselves last met
-    "velocity": Kind("outer optimiser", "velocity", saved=True, prefix="outer."),  # state of the optimiser between them
-    "delta": Kind("gradients"),  # what a replica has moved since
-    "sum": Kind("gradients", saved=True, prefix="delta"),  # of these over replicas, until the outer step
-    "parcel": Kind("gradients"),  # of a codec, while they are under way
-    "added": Kind("gradients"),  # of a step of all ranks, added up in a window
     "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
 }
+"""By name; the strategies of `fsdpx.strategies` add theirs."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
 """Which ranks hold the same elements: "shard", those that stand at this place of the shard axis; "all" ranks, where no
@@ -192,7 +185,7 @@ class Ledger:
 def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """All rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks have their full
     parameters in common there, 0 if none do."""
-    formats = placement.formats
+    formats, owner = placement.formats, placement.pace.owner
     for page in placement.pages.values():
         yield from _parameters(placement, page, sharers)
         if page.page.trainable:
@@ -201,9 +194,8 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Ledge
                 kind = "average" if name == AVERAGE else "slot"
                 p, level = page.page.index, _level(placement, "optimizer")
                 span = placement.slot_span(name, p)
-                yield LedgerRow(Key(kind, p, name), placement.slot_format(name), span, placement.owner, level=level)
-            if placement.rounds is not None:
-                yield from _outer(placement, placement.rounds, page)
+                yield LedgerRow(Key(kind, p, name), placement.slot_format(name), span, owner, level=level)
+            yield from placement.pace.rows(page)
             yield from _memory(placement, page)
     for name, spec in placement.layout.state.items():
         yield LedgerRow(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
@@ -228,26 +220,10 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
     )
     yield full
     as_stored = placement.formats.wire is None and gathered == dtype
-    inside = full.key if kept and placement.apart is None and as_stored else None
-    owner, level = placement.owner if page.page.trainable else "shard", _level(placement, "parameters")
+    inside = full.key if kept and not placement.pace.own_speed and as_stored else None
+    owner, level = placement.pace.owner if page.page.trainable else "shard", _level(placement, "parameters")
     at = page.mine.start if inside else 0
     yield LedgerRow(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)
-
-
-def _outer(placement: Placement, rounds: Rounds, page: ShardedPage) -> Iterator[LedgerRow]:
-    """Of replicas that train by themselves. An outer gradient lies where the part of a gradient did, unless it is under
-    way for longer than a step."""
-    p, dtype, replicas = page.page.index, placement.formats.gradients, placement.axes.replica.size
-    part, codec = placement.replica_part(p), placement.route(p).replica
-    yield LedgerRow(Key("outer", p), dtype, page.mine)
-    for name in placement.outer.slots:
-        yield LedgerRow(Key("velocity", p, name), dtype, part, "data")
-    inside = Key("part", p) if rounds.half == 0 else None
-    yield (delta := LedgerRow(Key("delta", p), dtype, page.mine, "private", "step", inside=inside))
-    if inside is None:
-        yield LedgerRow(Key("sum", p), dtype, part, "data", inside=delta.key)
-        if replicas > 1 and (nbytes := codec.scratch(page.mine.size, replicas)):
-            yield LedgerRow(Key("parcel", p), np.dtype(np.uint8), Range(0, nbytes), "private", "step")
 
 
 def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
@@ -262,7 +238,7 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
     )
     yield full
     inside, at = (full.key, page.mine.start * windows) if kept else (None, 0)
-    alone = inside is None and level == "device" and placement.rounds is None
+    alone = inside is None and level == "device" and placement.pace.together
     yield LedgerRow(
         Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", level=level, inside=inside, at=at
     )
@@ -329,10 +305,11 @@ def tensor_name(row: str, parameter: str) -> str:
 def saved_name(row: LedgerRow, replica: int) -> str:
     """The first half of such a name: "m", or "replica1/m" of what each replica has of its own."""
     name = KINDS[row.key.kind].prefix + row.key.name
-    return _of_replica(name, replica) if row.owner == "replica" else name
+    return of_replica(name, replica) if row.owner == "replica" else name
 
 
-def _of_replica(name: str, replica: int) -> str:
+def of_replica(name: str, replica: int) -> str:
+    """The same for what one replica has of its own."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 
@@ -344,27 +321,16 @@ def saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     found = {
         tensor_name(slot, name): spec if form.plain else Spec(form.of(name, spec.shape))
-        for slot, form in _slots(placement, replicas).items()
+        for slot, form in placement.pace.slots(replicas).items()
         for name, spec in trained.items()
     }
     return specs | {name: spec for name, spec in found.items() if spec.size}
 
 
-def _slots(placement: Placement, replicas: int | None) -> dict[str, Kept]:
-    """What is kept of each trained parameter, by the first half of its name."""
-    if (rounds := placement.rounds) is None:
-        return placement.kept
-    width = placement.axes.replica.size if replicas is None else replicas
-    found = {_of_replica(slot, r): form for r in range(width) for slot, form in {"": Kept(), **placement.kept}.items()}
-    found |= {KINDS["velocity"].prefix + name: Kept() for name in placement.outer.slots}
-    return found | ({KINDS["sum"].prefix: Kept()} if rounds.half else {})
-
-
 def saved_format(placement: Placement, name: str) -> np.dtype:
     """The format in which ranks hold a tensor of the train state."""
-    formats, (slot, _, rest) = placement.formats, name.partition("/")
-    if rest and name not in placement.layout.specs:
-        if placement.rounds is not None and slot not in placement.kept:
-            slot = rest.partition("/")[0] if slot.startswith("replica") else slot
-        return placement.slot_format(slot) if slot in placement.kept else formats.master
+    formats = placement.formats
+    if "/" in name and name not in placement.layout.specs:
+        slots = [word for word in name.split("/")[:2] if word in placement.kept]  # "m/...", or "replica1/m/..."
+        return placement.slot_format(slots[0]) if slots else formats.master
     return formats.statistics if name in placement.layout.state else formats.master

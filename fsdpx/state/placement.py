@@ -1,21 +1,20 @@
-"""The placement of one rank: what is fixed as long as there are these ranks. Model, layout, mesh, formats, options, and
-the pipe: its schedule for any number of microbatches, and the proof that all ranks' programs fit."""
+"""The placement of one rank, fixed as long as there are these ranks: model, layout, mesh, formats, options and pace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from fsdpx.codecs import Codecs, Route
+from fsdpx.codecs import Codec, Codecs, Route
 from fsdpx.comm.backend import TAGS
 from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, Communicator, split_evenly
-from fsdpx.comm.mesh import Axes, Coordinates
-from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
+from fsdpx.comm.mesh import Axes, Mesh
+from fsdpx.config import Offload, Precision, Sharding, byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page, Range, ShardedPage, cut
 from fsdpx.layout.units import Layout, Unit
@@ -30,8 +29,9 @@ from fsdpx.program import (
     Edge,
     PipelineSchedule,
     Request,
-    Rounds,
+    Slot,
     Stage,
+    Sync,
     check_pipe,
     compile,
     placed,
@@ -39,10 +39,184 @@ from fsdpx.program import (
 )
 from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.feed import Microbatch, ValueShapes
-from fsdpx.state.local import Local
 from fsdpx.state.tuning import Tuning
 
-__all__ = ["Formats", "Options", "Pipe", "Placement", "Recompute", "recompute", "segments_of", "statistics_of", "tag"]
+__all__ = [
+    "NAMED", "TOGETHER", "Formats", "Options", "Pace", "PaceChoice", "Pipe", "Placement", "Recompute", "pace_of",
+    "put_for_now", "recompute", "segments_of", "statistics_of", "tag",
+]  # fmt: skip
+
+MEAN, EVERY_STEP = Slot("mean"), Sync()
+
+
+class PaceChoice:
+    """A strategy as a user chooses it, as far as it is about the pace of ranks; by this one they step together.
+
+    excluded: the choice whose rows of the table in trainer/choices.py name what cannot be beside it. replicas: whether
+    those train by themselves, so that the ranks of one of them are a group. optimizers: beside the one of each step.
+    carried: the codec between replicas, if it is another one. words: what all ranks must have chosen alike. prefix: how
+    an error about what is excluded begins."""
+
+    excluded: ClassVar[str] = "nothing"
+    replicas: ClassVar[bool] = False
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        return ()
+
+    @property
+    def carried(self) -> Codec | None:
+        return None
+
+    @property
+    def words(self) -> str:
+        return ""
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.excluded} with "
+
+    def inner(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
+        """The strategy of those ranks that step together, "" for the one that was chosen."""
+        return ""
+
+    def on(self, placement: Any) -> Pace:
+        """The pace of ranks that are placed so."""
+        return Pace(placement)
+
+
+TOGETHER = PaceChoice()
+NAMED: dict[str, PaceChoice] = {}
+"""By the names of strategies: `fsdpx.strategies` adds its own."""
+
+
+def pace_of(strategy: Any) -> PaceChoice:
+    """What a strategy or its name says of the pace of ranks."""
+    if isinstance(strategy, PaceChoice):
+        return strategy
+    return NAMED.get(strategy, TOGETHER) if isinstance(strategy, str) else TOGETHER
+
+
+class Pace:
+    """The pace of the ranks of a placement. These make every step together; strategies change what is theirs.
+
+    together: whether each step is one of all ranks. own_speed: whether ranks wait for each other only where they must.
+    owner: which ranks hold the same of trained parameters and of the optimiser's state, an `Owner` of the ledger.
+    lasting: kinds of slots that stay from program to program. about: what a checkpoint's note says."""
+
+    together, own_speed = True, False
+    owner: Literal["shard", "replica"] = "shard"
+    lasting: frozenset[str] = frozenset()
+    about: str | None = None
+
+    def __init__(self, placement: Any) -> None:
+        self.placement = placement
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def kind(self, kind: str) -> str:
+        """The kind of program that runs when a trainer asks for this one; ConfigError if there is none."""
+        return kind
+
+    def sync(self, step: int) -> Sync:
+        """How ranks come together in step `step`, counted from 1."""
+        return EVERY_STEP
+
+    def round(self) -> list[tuple[Sync, int]]:
+        """The different steps of a round, its last one last, and how often each is made."""
+        return [(EVERY_STEP, 1)]
+
+    def met(self, step: int) -> bool:
+        """Whether all ranks come together in step `step`."""
+        return True
+
+    def loss(self, results: Mapping[Slot, Any]) -> float:
+        """The loss of a step that has ended."""
+        return float(results[MEAN].value)
+
+    # -- what a rank holds ---------------------------------------------------------------------------------------------
+
+    def connect(self) -> Iterator[tuple[Any, Any]]:
+        """Make memory that all ranks reach: keys of rows, and their arrays there. Collective."""
+        return iter(())
+
+    def rows(self, page: ShardedPage) -> Iterator[Any]:
+        """More rows of the ledger, of a trained page."""
+        return iter(())
+
+    def slots(self, replicas: int | None) -> dict[str, Kept]:
+        """What is kept of each trained parameter, by the first half of its name in a checkpoint. replicas: how many of
+        them have a state of their own, where they do; None: those of the mesh."""
+        kept: dict[str, Kept] = self.placement.kept
+        return kept
+
+    # -- changes of the state; each is given the `TrainState` ----------------------------------------------------------
+
+    def made(self, state: Any) -> None:
+        """Fill its slots: it has just been made."""
+
+    def initialised(self, state: Any) -> None:
+        """Parameters have their first values."""
+
+    def loaded(self, state: Any) -> None:
+        """Parameters have been set from outside."""
+
+    def updated(self, state: Any, weight: float) -> None:
+        """A step has been made, on samples of this weight."""
+
+    def resumed(self, state: Any, saved: Mapping[str, Any] | None) -> None:
+        """Training goes on where the state was saved. saved: what the checkpoint says."""
+
+    def saved(self, state: Any) -> dict[str, Any] | None:
+        """What a checkpoint says beside its arrays. Collective."""
+        return None
+
+    def demand_saved(self, saved: Mapping[str, Any], where: str) -> None:
+        """CheckpointError unless training can go on here from what a checkpoint says."""
+
+    def demand_settled(self, steps: int) -> None:
+        """ConfigError where ranks have parameters of their own after so many steps, and something asks for the same."""
+
+    # -- where calls begin and end -------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Return when all ranks have made their last step, where they have to wait for that by themselves."""
+
+    def placed(self, steps: int) -> None:
+        """All parameters have been set, after this number of steps."""
+
+    def lost(self) -> list[int]:
+        """The ranks that are known to have died, where the others train on."""
+        return []
+
+    def parameters(self) -> dict[str, Any] | None:
+        """The parameters that all ranks have in common, where one rank can read them by itself."""
+        return None
+
+    def common(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+        """Read what all ranks have in common of these kinds of rows, where each has its own. What is returned puts it
+        there, once all have read, and returns what puts the own back."""
+        return None
+
+    def remember(self) -> Callable[[], None] | None:
+        """Copy what this rank holds of the parameters, where all ranks change them; what is returned puts it back."""
+        return None
+
+    def close(self) -> None:
+        """Free memory that all ranks reach. Collective."""
+
+
+def put_for_now(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+    """Set arrays to values, as a function that puts back what they were."""
+    before = [(array, array.copy()) for array, _ in values]
+    for array, value in values:
+        array[...] = value
+
+    def put_back() -> None:
+        for array, value in before:
+            array[...] = value
+
+    return put_back
 
 
 @dataclass
@@ -145,8 +319,8 @@ class Options:
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that
-    run forward again. offload: what lies on disk between uses. local: replicas train by themselves. apart:
-    ranks step at their own speed."""
+    run forward again. offload: what lies on disk between uses. pace: a strategy by which ranks do not make every step
+    together."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -155,8 +329,7 @@ class Options:
     schedule: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
     offload: Offload | None = None
-    local: Local | None = None
-    apart: Apart | None = None
+    pace: PaceChoice = TOGETHER
 
 
 @dataclass(frozen=True)
@@ -199,11 +372,6 @@ class Placement:
     def stage(self) -> Stage:
         return self.stages[self.axes.pipe.rank]
 
-    @property
-    def compute(self) -> np.dtype:
-        """Of gathered parameters and activations."""
-        return self.formats.compute
-
     @cached_property
     def imaginary(self) -> bool:
         """Whether arrays have shapes only: a dry run."""
@@ -226,10 +394,10 @@ class Placement:
         """Whether that lies on disk between uses."""
         return self.options.offload is not None and what in self.options.offload.what
 
-    @property
-    def apart(self) -> Apart | None:
-        """The choice of ranks that step at their own speed."""
-        return self.options.apart
+    @cached_property
+    def pace(self) -> Pace:
+        """How ranks keep pace."""
+        return self.options.pace.on(self)
 
     @property
     def keep_full(self) -> bool:
@@ -261,11 +429,6 @@ class Placement:
         """The first one of a microbatch that the layers of this rank see: not 0 where the tensor axis cuts samples."""
         tensor = self.axes.tensor
         return share(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
-
-    @property
-    def pipe_home(self) -> int:
-        """The rank of the pipe where the outputs are."""
-        return self.layout.spread.home[-1]
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
@@ -300,9 +463,9 @@ class Placement:
     def segments(self) -> dict[int, Segments]:
         """What this rank's shard of each page holds, in the optimiser's terms."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
-        return {p: self._segments(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained}
+        return {p: self.segments_over(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained}
 
-    def _segments(self, page: int, comm: Communicator, parts: Sequence[Range], alone: bool) -> Segments:
+    def segments_over(self, page: int, comm: Communicator, parts: Sequence[Range], alone: bool) -> Segments:
         """The segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank has any."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_exchange, self, page, comm)
@@ -324,61 +487,6 @@ class Placement:
         count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
         itemsize = np.dtype(getattr(optimizer, "sends_as", "") or self.formats.gradients).itemsize
         return () if count is None else (("shard", "all_to_all", count * itemsize),)
-
-    # -- replicas that train by themselves -----------------------------------------------------------------------------
-
-    @cached_property
-    def rounds(self) -> Rounds | None:
-        """When they meet; None if replicas train together. Pages go to fragments in turn, copies of one parameter to
-        the same one."""
-        local, layout = self.options.local, self.layout
-        if local is None:
-            return None
-        first = {p: group[0] for group in layout.twins for p in group}
-        trained = [page.index for page in layout.pages if page.trainable]
-        turns = {p: i for i, p in enumerate(p for p in trained if first.get(p, p) == p)}
-        if len(turns) < local.fragments:
-            raise ConfigError(
-                f"Local(fragments={local.fragments}): the model has {len(turns)} pages of parameters; a smaller "
-                "group_bytes makes more of them"
-            )
-        fragments = [
-            frozenset(p for p in trained if turns[first.get(p, p)] % local.fragments == number)
-            for number in range(local.fragments)
-        ]
-        return Rounds(local.every, tuple(fragments), local.delay)
-
-    @property
-    def outer(self) -> Any:
-        """The optimiser that brings them together."""
-        assert self.options.local is not None
-        return self.options.local.outer
-
-    @property
-    def owner(self) -> Literal["shard", "replica"]:
-        """The `Owner` of trained parameters and of their optimiser's state: which ranks hold the same."""
-        return "shard" if self.options.local is None else "replica"
-
-    def replica_part(self, page: int) -> Range:
-        """The elements of this rank's shard of a page on which it makes the outer step."""
-        return self._replica_part(page, self.axes.coordinates)
-
-    def _replica_part(self, page: int, place: Coordinates) -> Range:
-        shard = self.pages[page].shards[place.shard]
-        counts = split_evenly(shard.size, self.axes.replica.size)
-        start = shard.start + sum(counts[: place.replica])
-        return Range(start, start + counts[place.replica])
-
-    @cached_property
-    def outer_segments(self) -> dict[int, Segments]:
-        """What these hold, in the optimiser's terms."""
-        axes, mesh = self.axes, self.axes.mesh
-        alone = axes.data.size == axes.tensor.size == 1
-        whole = axes.data.size == axes.world.size
-        ranks = range(axes.world.size) if whole else mesh.line(axes.coordinates, ("replica", "shard"))
-        places = [mesh.coordinates(rank) for rank in ranks]
-        parts = {p: [self._replica_part(p, place) for place in places] for p in self.stage.trained}
-        return {p: self._segments(p, axes.data, parts[p], alone) for p in self.stage.trained}
 
     @cached_property
     def kept(self) -> dict[str, Kept]:
@@ -443,7 +551,7 @@ class Placement:
     @cached_property
     def shapes(self) -> ValueShapes:
         """Shapes of the model's values."""
-        return ValueShapes(self.model, self.axes, self.compute)
+        return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def replica_own(self, page: int) -> int:
         """Elements of this rank's shard of a page that it would own in an all-reduce over replicas."""

@@ -14,13 +14,12 @@ from fsdpx.comm.calls import Transfer
 from fsdpx.config import Precision
 from fsdpx.errors import NumericsError
 from fsdpx.program import Slot
-from fsdpx.state.exchange import Exchange
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.ties import Tie
 
-__all__ = ["BATCHES", "PROGRESS", "TRAINED", "Beyond", "Clock", "Scaler", "Spent", "TrainState"]
+__all__ = ["BATCHES", "PROGRESS", "Clock", "Scaler", "Spent", "TrainState"]
 
 SMALLEST = 2.0**-40
 
@@ -111,34 +110,22 @@ class Clock:
         return {op: Spent(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()}
 
 
-LASTING = frozenset(
-    {"stats", "stored", "trained", "delta", "next", *(kind.slot for kind in KINDS.values() if kind.slot)}
-)
-"""Kinds of slots that are there before and after every program, or belong to one that is still to come."""
-
-
-TRAINED = Slot("trained")
-
-
-@dataclass(frozen=True)
-class Beyond:
-    """The part of the state beyond this rank's memory: on disk, or where other ranks read and change it."""
-
-    disk: Disk | None = None
-    exchange: Exchange | None = None
+LASTING = frozenset({"stats", "stored", *(kind.slot for kind in KINDS.values() if kind.slot)})
+"""Kinds of slots that are there before and after every program, or belong to one that is still to come; a pace may
+have more."""
 
 
 class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
     kinds of programs since the last update, alike on all ranks. frozen: parameters that get no gradient and are not
-    updated for now. idle: parameters that some backward has given no gradient. beyond: see there."""
+    updated for now. idle: parameters that some backward has given no gradient. disk: where rows of that level lie."""
 
     def __init__(
-        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], beyond: Beyond | None = None
+        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: Disk | None = None
     ) -> None:
         self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
-        self.beyond = beyond or Beyond()
+        self.disk = disk
         self.store: dict[Slot, Any] = {}
         self.scaler = Scaler.of(placement.formats.precision)
         self.seed = placement.options.seed
@@ -153,10 +140,7 @@ class TrainState:
     def _fill_store(self) -> None:
         """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
         place, store = self.placement, self.store
-        kinds = ("slots",) if place.rounds is None else ("slots", "velocity")
-        store |= {Slot(kind, p): {} for p in place.stage.trained for kind in kinds}
-        if place.rounds is not None:
-            store[TRAINED] = [0.0] * len(place.rounds.fragments)
+        store |= {Slot("slots", p): {} for p in place.stage.trained}
         for number, record in enumerate(place.stage.records):
             if record.kind in ("saved", "held"):
                 continue
@@ -172,20 +156,11 @@ class TrainState:
                     store[slot] = array
         for unit, names in place.statistics.items():
             store[Slot("stats", unit)] = {name: self.statistic(name) for name in names}
+        place.pace.made(self)
 
     def statistic(self, name: str) -> Any:
         """A running statistic in its shape."""
         return self.ledger.array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
-
-    @property
-    def disk(self) -> Disk | None:
-        """Where rows of that level lie."""
-        return self.beyond.disk
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """The state shared by ranks that step at their own speed."""
-        return self.beyond.exchange
 
     @property
     def random(self) -> Random:
@@ -206,32 +181,17 @@ class TrainState:
 
     def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
         """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
-        stay, passing = LASTING | set(but), set(self.placement.stage.records)
+        stay, passing = LASTING | self.placement.pace.lasting | set(but), set(self.placement.stage.records)
         gone = [
             s for s in self.store if s.kind not in stay or s in passing or (s.kind == "stored" and s.mb is not None)
         ]
         return {slot: self.store.pop(slot) for slot in gone}
 
-    def see(self, samples: int) -> None:
-        """`samples` of the global batch have been trained on since the last update."""
-        self.samples = samples
-
-    def add(self, how: str) -> None:
-        """Gradients are about to come from `how`."""
-        self.adding = how
-
-    def note(self, kind: str) -> None:
-        """A program of this kind runs."""
-        self.ran.add(kind)
-
     def updated(self, skipped: bool, scaler: Scaler, weight: float = 0.0) -> None:
         """An update is finished. skipped: gradients overflowed, and nothing has changed. weight: what the
         gradients were found on."""
         self.steps += not skipped
-        if (rounds := self.placement.rounds) is not None:
-            gone = rounds.at(self.steps).deltas
-            known = zip(self.store[TRAINED], rounds.fragments, strict=True)
-            self.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
+        self.placement.pace.updated(self, weight)
         self.scaler = scaler
         self.samples, self.adding = 0, ""
         self.ran = {"updated"}
@@ -244,38 +204,20 @@ class TrainState:
         """An update that other ranks have made."""
         self.steps, self.scaler = steps, self.scaler.restored(value, good)
 
-    # -- replicas that train by themselves -----------------------------------------------------------------------------
-
     def land(self) -> None:
         """Wait for what is under way between programs."""
         for slot, value in self.store.items():
-            if slot.kind in ("delta", "next") and isinstance(value, Transfer):
+            if slot.kind in self.placement.pace.lasting and isinstance(value, Transfer):
                 self.store[slot] = value.wait()
 
-    def begin_round(self) -> None:
-        """The outer parameters have been set from outside: a round begins here."""
-        for row, array in self.ledger.saved():
-            if row.key.kind == "outer":
-                self.ledger.array("master", row.key.page)[...] = array
-            elif row.key.kind == "sum":
-                array[...] = 0
-        if TRAINED in self.store:
-            self.store[TRAINED] = [0.0] * len(self.store[TRAINED])
-
-    def _go_on(self) -> None:
-        """Put back what was under way when the state was taken."""
-        self.discard(["delta", "next"])
-        if (rounds := self.placement.rounds) is not None:
-            outer, here = rounds.at(self.steps + 1), self.placement.stage.trained
-            self.store |= {Slot("delta", p): self.ledger.array("sum", p) for p in here if p in outer.summing}
-            self.store |= {Slot("next", p): self.ledger.array("outer", p) for p in here if p in outer.coming}
-
-    def resume(self, steps: int, samples: int, seed: int, scale: tuple[float, int] | None) -> None:
+    def resume(
+        self, steps: int, samples: int, seed: int, scale: tuple[float, int] | None, pace: dict[str, Any] | None = None
+    ) -> None:
         """Go on where a state was taken. Random numbers are those of its seed from here on."""
         self.forget()
         self.drop_local()
         self.steps, self.samples, self.seed = steps, samples, seed
-        self._go_on()
+        self.placement.pace.resumed(self, pace)
         if scale is not None:
             self.scaler = self.scaler.restored(*scale)
 
@@ -336,8 +278,7 @@ class TrainState:
         if self.disk is not None:
             self.disk.close()
         self.arena.close()
-        if self.exchange is not None:
-            self.exchange.close()
+        self.placement.pace.close()
         for tie in self.ties.values():
             if tie.comm is not None:
                 tie.comm.close()

@@ -29,7 +29,7 @@ from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.cuda.devices import current, take
-from fsdpx.engine.engine import ActionRecorder, Engine, warm
+from fsdpx.engine.engine import Engine, warm
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
 from fsdpx.nn.layer import Layer
@@ -44,13 +44,20 @@ from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
-from fsdpx.state.local import Local, local_of
-from fsdpx.state.placement import Formats, Options, Pipe, Placement, Recompute, recompute, statistics_of
+from fsdpx.state.placement import (
+    TOGETHER,
+    Formats,
+    Options,
+    PaceChoice,
+    Pipe,
+    Placement,
+    Recompute,
+    recompute,
+    statistics_of,
+)
 from fsdpx.state.tuning import Tuning, kept, tune_for
 from fsdpx.trainer.choices import (
     CHUNKS,
-    LOCAL,
-    OWN,
     Beside,
     agree,
     check_offload,
@@ -58,7 +65,7 @@ from fsdpx.trainer.choices import (
     check_whole,
     demand_together,
     is_collective,
-)
+)  # fmt: skip
 from fsdpx.trainer.progress import SILENCE, say
 from fsdpx.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
@@ -66,7 +73,7 @@ from fsdpx.words import demand_match
 
 __all__ = ["placement_of", "session_of"]
 
-Watch = Callable[[Axes], ActionRecorder | None]
+Watch = Callable[[Axes], Any]
 """Begins to look after this rank on its axes. Collective."""
 
 
@@ -99,20 +106,20 @@ def session_of(
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     _remark(place)
-    ordered = sort(with_numbers(training.model, place.compute))
+    ordered = sort(with_numbers(training.model, place.formats.compute))
     session = Session(Engine(state, poker, recorder), ordered, training.loss, microbatches, commit)
     session.placed()
     return session
 
 
 class TrainingRanks(NamedTuple):
-    """Who trains, on what, and with which measured choices. local: replicas train by themselves."""
+    """Who trains, on what, with which measured choices, and at which pace."""
 
     xp: Any
     axes: Axes
     sharding: Sharding
     tuning: Tuning
-    local: Local | None
+    pace: PaceChoice
 
 
 class Reducing(NamedTuple):
@@ -168,31 +175,31 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
 def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
     """The device and the mesh of this rank. Collective."""
     distribution, machinery, settings = recipe.distribution, recipe.machinery, environment.read()
-    xp, local = _namespace(machinery, world), local_of(distribution.strategy)
+    xp = _namespace(machinery, world)
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
     with slow(world, "measuring", kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(distribution, machinery.ahead, world, guard)
-    return TrainingRanks(xp, axes, sharding, tuning, local)
+    return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
 
 
 def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Planned, Sorted]:
     """The model that this line of the tensor axis runs, also with its layers in order."""
-    training, axes, local = recipe.training, ranks.axes, ranks.local
+    training, axes = recipe.training, ranks.axes
     planned = _planned(training, axes, recipe.distribution, dtype_of(formats.compute))
     model = sort(planned.model)
-    for optimizer in (training.optimizer, *([local.outer] if local else [])):
+    for optimizer in (training.optimizer, *ranks.pace.optimizers):
         check_whole(optimizer, axes.tensor.size)
-    _check_together(Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), training.chunks, local)
+    if training.chunks is not None:
+        demand_together(CHUNKS, Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), f"chunks={training.chunks}: ")
     return planned, model
 
 
 def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> Reducing:
     """What carries gradients, and in which tree they add up."""
-    training, axes, local = recipe.training, ranks.axes, ranks.local
+    training, axes = recipe.training, ranks.axes
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
-    outer = None if local is None else local.carried
-    codecs = _codecs(recipe.distribution.codec, formats, training.chunks, outer)
+    codecs = _codecs(recipe.distribution.codec, formats, ranks.pace.carried)
     check_packed(codecs, training.chunks, axes, formats)
     sums = accumulation(training.chunks, axes, codecs.packs)
     return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
@@ -218,10 +225,8 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
     recomputing, schedule = recompute(training.recompute), distribution.schedule
     _check_recompute(recomputing, pages.layout)
     check_offload(distribution.offload, training.optimizer, training.average)
-    apart = config.apart(distribution.strategy)
-    if apart is not None:
-        chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
-        demand_together(OWN, chosen, f"strategy {apart!r}: ")
+    chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
+    demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
     return Options(
         training.seed,
         training.clip_norm,
@@ -230,8 +235,7 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
         schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recomputing,
         distribution.offload,
-        ranks.local,
-        apart,
+        ranks.pace,
     )
 
 
@@ -239,12 +243,12 @@ def _asked_for(
     recipe: Recipe, ranks: TrainingRanks, formats: Precision, reducing: Reducing, pages: Pages, options: Options
 ) -> dict[str, Any]:
     """What all ranks must have asked for alike, by its name in errors."""
-    training, layout, local = recipe.training, pages.layout, ranks.local
+    training, layout, pace = recipe.training, pages.layout, ranks.pace
     return {
         "mesh": ranks.axes.mesh,
         "strategy": ranks.sharding,
         "precision": formats,
-        "options": replace(options, local=None),
+        "options": replace(options, pace=TOGETHER),
         "model": layout,
         "layers": pages.model,
         "stages": layout.spread.starts,
@@ -259,8 +263,8 @@ def _asked_for(
         "average": training.average,
         "trace": recipe.machinery.traced(),
         "the learning rate of step 1": scheduled(training.optimizer, 1)[0],
-        "rounds": None if local is None else local.words,
-        "outer optimizer": None if local is None else local.outer,
+        "pace": pace.words,
+        "outer optimizer": pace.optimizers,
     }
 
 
@@ -315,7 +319,7 @@ def _layout(
     recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, codecs: Codecs
 ) -> Layout:
     """Units and pages; ConfigError for patterns that match no parameter."""
-    training, local = recipe.training, ranks.local
+    training = recipe.training
     wanted = recipe.machinery.group_bytes
     group = ranks.tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
@@ -329,7 +333,7 @@ def _layout(
     layout = lay_out(model, dtype.itemsize, group, frozen, spread, carried)
     for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
         layout.matching(pattern, "codec")
-    for optimizer in (training.optimizer, *([local.outer] if local else [])):
+    for optimizer in (training.optimizer, *ranks.pace.optimizers):
         _check_patterns(optimizer, layout)
     return layout
 
@@ -352,13 +356,6 @@ def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: 
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _check_together(chosen: Beside, chunks: int | None, local: Local | None) -> None:
-    if chunks is not None:
-        demand_together(CHUNKS, chosen, f"chunks={chunks}: ")
-    if local is not None:
-        demand_together(LOCAL, chosen, "local training with ")
-
-
 def _check_recompute(recomputing: Recompute, layout: Layout) -> None:
     if recomputing.every > len(layout.units):
         raise ConfigError(
@@ -367,7 +364,7 @@ def _check_recompute(recomputing: Recompute, layout: Layout) -> None:
         )
 
 
-def _codecs(choice: Choice, formats: Precision, chunks: int | None, outer: Codec | None) -> Codecs:
+def _codecs(choice: Choice, formats: Precision, outer: Codec | None) -> Codecs:
     """outer: between replicas that train by themselves."""
     found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients))
     if outer is not None:
@@ -413,8 +410,7 @@ def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Dis
 
 
 def _axes(distribution: Distribution, ahead: int | None, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
-    choice = config.apart(distribution.strategy)
-    strategy = distribution.within(world.size) if choice is None else choice.sharding
+    strategy = distribution.within(world.size)
     mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
     named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
     if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
@@ -422,7 +418,7 @@ def _axes(distribution: Distribution, ahead: int | None, world: Communicator, ch
     width = mesh.width("replica") * mesh.width("shard")
     lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
     ahead = lifetimes.ahead if ahead is None else ahead
-    axes = connect(mesh, world, check=check, local=local_of(distribution.strategy) is not None)
+    axes = connect(mesh, world, check=check, local=distribution.pace.replicas)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
 
 

@@ -26,7 +26,7 @@ from fsdpx.state.placement import Placement
 
 __all__ = [
     "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "begin", "call_records", "check_places",
-    "cut", "different", "digest_of", "exchange", "features_of", "inputs_of", "largest", "largest_microbatch", "number",
+    "cut", "different", "exchange", "inputs_of", "largest", "largest_microbatch", "number",
     "sum_of", "target_of",
 ]  # fmt: skip
 
@@ -180,10 +180,10 @@ def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
 
 def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
     """An input as its first layers take it; DataError for whole numbers that the model's format has no number for."""
-    narrow = takes == "numbers" and placement.compute == np.float16 and not placement.imaginary
+    narrow = takes == "numbers" and placement.formats.compute == np.float16 and not placement.imaginary
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > HALF:
         raise DataError(f"input {name!r} is {array.dtype} and holds numbers beyond {HALF}, the largest of float16")
-    return as_taken(array, takes, placement.compute)
+    return as_taken(array, takes, placement.formats.compute)
 
 
 def target_of(placement: Placement, y: Any, samples: int) -> Any:
@@ -196,20 +196,21 @@ def target_of(placement: Placement, y: Any, samples: int) -> Any:
 
 def array_of(placement: Placement, value: Any) -> Any:
     """On the engine's device, floating point in its format, in the byte order of the machine."""
-    if value.__class__ is np.ndarray and value.dtype is placement.compute and placement.xp is np:  # nearly always
+    compute = placement.formats.compute
+    if value.__class__ is np.ndarray and value.dtype is compute and placement.xp is np:  # nearly always
         return value
     if value is None:
         raise DataError("got None where an array is needed")
     if placement.imaginary:
-        return value.astype(placement.compute) if value.dtype.kind == "f" else value
+        return value.astype(compute) if value.dtype.kind == "f" else value
     try:
         array = value if is_on_gpu(value) else np.asarray(value)
     except (TypeError, ValueError) as error:
         raise DataError(f"the batch is no array: {error}") from error
     if array.dtype.kind not in "fiubV" or array.dtype.type is np.void:
         raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
-    if array.dtype.kind in "fV" and array.dtype != placement.compute:
-        array = array.astype(placement.compute)
+    if array.dtype.kind in "fV" and array.dtype != compute:
+        array = array.astype(compute)
     elif not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not is_on_gpu(array):
@@ -278,16 +279,6 @@ def _disagreement(features: list[str], lines: list[int]) -> DataError:
     return DataError(f"the parts of the global batch differ in more than the number of samples: {lines_of}")
 
 
-def features_of(arrays: Sequence[Any]) -> str:
-    """The properties that must be alike on all ranks: everything but the number of samples."""
-    return ", ".join(f"{a.dtype}{list(a.shape[1:])}" for a in arrays)
-
-
-def digest_of(arrays: Sequence[Any]) -> str:
-    """Tells batches apart by their contents."""
-    return f"{DIGEST}{sum_of(arrays)}"
-
-
 def sum_of(arrays: Iterable[Any]) -> int:
     """One number that tells arrays apart by their contents."""
     total = 0
@@ -302,7 +293,10 @@ def cut(placement: Placement, part: LocalBatch, microbatches: int, evenly: bool 
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
         bounds, microbatches = sums.bounds(part.rows, rank, microbatches), sums.microbatches(microbatches)
-    mine: list[Microbatch | None] = [_microbatch(part, a, b) for a, b in pairwise(bounds)]
+    mine: list[Microbatch | None] = []
+    for a, b in pairwise(bounds):
+        target = None if part.target is None else part.target[a:b]
+        mine.append(Microbatch(tuple(array[a:b] for array in part.inputs), target, part.row + a))
     return mine + [None] * (microbatches - len(mine))
 
 
@@ -312,8 +306,3 @@ def largest_microbatch(
     """A batch without data, with as many samples as the largest microbatch of any rank."""
     most = placement.accumulation.largest(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)
-
-
-def _microbatch(part: LocalBatch, start: int, stop: int) -> Microbatch:
-    target = None if part.target is None else part.target[start:stop]
-    return Microbatch(tuple(a[start:stop] for a in part.inputs), target, part.row + start)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, TextIO
 
 import numpy as np
@@ -224,13 +224,6 @@ class Events:
             method(self.trainer, self.history)
 
 
-class _Each:
-    """A function, called after each step."""
-
-    def __init__(self, function: Callable[[Any, History], object]) -> None:
-        self.on_step_end = function
-
-
 def _checked(callback: Any) -> Any:
     """ConfigError for callbacks that would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
@@ -238,4 +231,4 @@ def _checked(callback: Any) -> Any:
     if unknown or not (methods or callable(callback)):
         kind = f"{type(callback).__name__} has {', '.join(unknown) or 'none of them'}"
         raise ConfigError(f"fit(callbacks=...): a function, or an object with some of {', '.join(EVENTS)}; {kind}")
-    return callback if methods else _Each(callback)
+    return callback if methods else SimpleNamespace(on_step_end=callback)

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx import config, optim
+from fsdpx import optim
 from fsdpx.array.sums import GRAIN
 from fsdpx.codecs import Cast, Codecs, Compressed, Plain
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Axes, Mesh
-from fsdpx.config import Async, Offload, Precision
+from fsdpx.config import Offload, Precision
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim.optimizer import needs_whole
-from fsdpx.state.local import local_of
 from fsdpx.state.placement import Options
+from fsdpx.strategies import Async, Local
 from fsdpx.words import meant, patterns_of
 
 __all__ = [
@@ -60,6 +60,11 @@ class Beside:
         nodes = () if self.model is None else self.model.nodes
         return next((node for node in nodes if is_collective(node.layer)), None)
 
+    @property
+    def pace(self) -> Any:
+        """Whether ranks make every step together."""
+        return self.recipe.distribution.pace
+
     def option(self, name: str) -> Any:
         """The choice of the user by this name."""
         parts = self.recipe.training, self.recipe.distribution, self.recipe.machinery
@@ -95,13 +100,12 @@ def _width(axis: str, text: str) -> Callable[[Beside], str]:
 
 
 def _other_axis(c: Beside) -> str:
-    axis = "replica" if isinstance(config.apart(c.option("strategy")), Async) else "shard"
+    axis = "replica" if isinstance(c.pace, Async) else "shard"
     return f"there is no {axis} axis, the mesh says {c.mesh}" if c.mesh.width(axis) > 1 else ""
 
 
 def _norm_of_sum(c: Beside) -> str:
-    choice = config.apart(c.option("strategy"))
-    return _given("clip_norm")(c) if isinstance(choice, Async) and choice.staleness == 0 else ""
+    return _given("clip_norm")(c) if isinstance(c.pace, Async) and c.pace.staleness == 0 else ""
 
 
 def _format(name: str) -> Callable[[Beside], str]:
@@ -124,7 +128,7 @@ def _layer(text: str) -> Callable[[Beside], str]:
     return lambda c: "" if c.layer is None else text.format(path=c.layer.path, layer=c.layer.layer)
 
 
-LOCAL, OWN, ELASTIC = "local training", "ranks at their own speed", "elastic ranks"
+LOCAL, OWN, ELASTIC = Local.excluded, Async.excluded, "elastic ranks"
 CHUNKS, STAGES = "`chunks`", "`stages`"
 TABLE: tuple[Excluded, ...] = (
     Excluded(LOCAL, "`chunks`", _given("chunks"), "its bits depend on the mesh", "leave chunks out"),
@@ -168,10 +172,10 @@ TABLE: tuple[Excluded, ...] = (
     Excluded(ELASTIC, "`trace`", _when("trace: ", lambda c: c.option("trace") is not None),
         "elastic ranks change, and a trace is of ranks that stay", "leave trace or elastic out"),
     Excluded(ELASTIC, LOCAL, lambda c:
-        "" if local_of(c.option("strategy")) is None else f"strategy={c.option('strategy')!r}: ",
+        "" if c.pace.excluded != LOCAL else f"strategy={c.option('strategy')!r}: ",
         "elastic ranks train together", "leave elastic out, or choose 'hybrid'"),
     Excluded(ELASTIC, OWN, lambda c:
-        "" if config.apart(c.option("strategy")) is None else f"strategy {c.option('strategy')!r}: ",
+        "" if c.pace.excluded != OWN else f"strategy {c.option('strategy')!r}: ",
         "elastic ranks step together", "leave elastic out"),
     Excluded(CHUNKS, "a layer that takes statistics over the global batch", _layer("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",

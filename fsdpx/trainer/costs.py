@@ -163,8 +163,9 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
     axes, cores = placement.shapes.imagined(tensor), placement.options.recompute.cores
     root = Env(xp, axes, Random(0), True, recompute=cores, time=time_of(batch.inputs))
     envs = [root.at(node.path) for node in one.nodes]
+    dtype = placement.formats.compute
     params = [
-        {name: xp.ShapeArray(spread.shape(spec), placement.compute) for name, spec in node.layer.specs().items()}
+        {name: xp.ShapeArray(spread.shape(spec), dtype) for name, spec in node.layer.specs().items()}
         for node in one.nodes
     ]
     saved = computing.unit_forward(one, envs, params, values, True, stage.constant)

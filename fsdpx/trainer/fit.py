@@ -35,7 +35,7 @@ from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
 from fsdpx.trainer.recipe import NoOptimizer, Recipe, demand
 from fsdpx.trainer.routing import METRICS, Watched, routes
-from fsdpx.trainer.saves import Saves, Trains
+from fsdpx.trainer.saves import Saves
 from fsdpx.trainer.series import Checkpoints, History
 from fsdpx.trainer.session import Session
 from fsdpx.watch.preempt import Preemption
@@ -196,7 +196,7 @@ def _knowing(function: Callable[P, T]) -> Callable[P, T]:
 
 @_knowing
 def fit(
-    trainer: Trains,
+    trainer: Any,
     loader: Iterable[Any],
     *,
     epochs: int | None = 1,
@@ -270,7 +270,7 @@ def fit(
 
 @dataclass(frozen=True)
 class _Loop:
-    trainer: Trains
+    trainer: Any
     loader: Any
     limits: Limits
     history: History
@@ -363,7 +363,7 @@ class _Loop:
 
 @dataclass(frozen=True)
 class _Validation:
-    trainer: Trains
+    trainer: Any
     batches: Any
     training: Any
     metrics: Mapping[str, Metric]

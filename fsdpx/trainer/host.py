@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from os import PathLike
@@ -25,20 +25,10 @@ from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer.session import Session
-from fsdpx.trainer.whole import put_averages, put_outer, remember
+from fsdpx.trainer.whole import put_averages, remember
 
 __all__ = [
-    "EVERY",
-    "KEEPS",
-    "LOOKS",
-    "REPLACES",
-    "SAVE",
-    "STEP",
-    "WAIT",
-    "FixedRanks",
-    "LastUpdate",
-    "TrainerHost",
-    "hosted",
+    "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "LastUpdate", "TrainerHost", "hosted",
 ]  # fmt: skip
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
@@ -143,13 +133,12 @@ class TrainerHost(ABC):
     @property
     def apart(self) -> bool:
         """Whether ranks step at their own speed, and meet only where they must."""
-        return self.place.apart is not None
+        return self.place.pace.own_speed
 
     @property
     def met(self) -> bool:
         """Whether all ranks came together in the last step; not always in local training."""
-        rounds = self.place.rounds
-        return not self.apart and (rounds is None or bool(rounds.at(self.session.state.steps).deltas))
+        return self.place.pace.met(self.session.state.steps)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -216,6 +205,7 @@ class TrainerHost(ABC):
         def mine() -> None:
             self.begin("save")
             self.saved()
+            # replicas that train by themselves go on from their own parameters, and save these
             state, plain = self.session.state, choices.with_ == "parameters" and not self.apart
             with self.session.common("slot", "average"), nullcontext() if plain else self.having(choices.with_):
                 if background:
@@ -268,19 +258,9 @@ class TrainerHost(ABC):
         an error each rank puts them back by itself. Collective."""
         if which not in ("parameters", "average"):
             raise ConfigError(f"with_={which!r}: choose parameters or average")
-        if which == "parameters" and self.place.rounds is None:
+        if which == "parameters":
             return self.session.common("master")
-        return self._put(which)
-
-    @contextmanager
-    def _put(self, which: str) -> Iterator[None]:
-        self.begin(f"with {which}")
-        put_back = (put_outer if which == "parameters" else put_averages)(self.session.state)
-        try:
-            yield
-            self.begin(f"without {which}")
-        finally:
-            put_back()
+        return self.session.having(partial(put_averages, self.session.state), which)
 
 
 class FixedRanks(TrainerHost):
@@ -319,13 +299,12 @@ class FixedRanks(TrainerHost):
 
     def no_batch(self) -> None:
         self.session.note("step")
-        if not self.place.imaginary and self.place.apart is None:
+        if not self.place.imaginary and not self.place.pace.own_speed:
             batches.agree(self.place.axes, "step", batches.ENDED, 0, None)
 
     def remember(self, trainer: Any) -> Callable[[], None]:
         self.demand_open("remember")
-        exchange = self.session.state.exchange
-        put_back = remember(self.session.state) if exchange is None else exchange.remember()
+        put_back = self.place.pace.remember() or remember(self.session.state)
 
         def restore() -> None:
             self.begin("restore")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from fsdpx import environment
 from fsdpx.codecs import Choice
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count, python_fields
+from fsdpx.config import Offload, Precision, Sharding, byte_count, python_fields
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Stages
@@ -22,7 +22,8 @@ from fsdpx.nn.losses import Loss
 from fsdpx.observe.trace import Trace
 from fsdpx.optim.optimizer import inside
 from fsdpx.state.accumulation import check_chunks
-from fsdpx.state.local import Local, local_of
+from fsdpx.state.placement import PaceChoice
+from fsdpx.strategies import pace_of
 from fsdpx.trainer.choices import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 
 __all__ = ["Distribution", "Machinery", "NoLoss", "NoOptimizer", "Recipe", "Training", "demand", "lacks"]
@@ -109,7 +110,7 @@ class Training:
 class Distribution:
     """How the model and its state lie over the ranks, and what travels between them."""
 
-    strategy: str | Sharding | Local | Apart = "fsdp"
+    strategy: str | Sharding | PaceChoice = "fsdp"
     mesh: Mesh | None = None
     codec: Choice = None
     schedule: str | Callable[..., Any] = "1f1b"
@@ -122,14 +123,14 @@ class Distribution:
         python_fields(self)
         Offload.of(self.offload)
 
+    @property
+    def pace(self) -> PaceChoice:
+        """Whether ranks make every step together."""
+        return pace_of(self.strategy)
+
     def within(self, ranks: int) -> str | Sharding:
         """The strategy of ranks that train together: of one replica, where replicas train by themselves."""
-        local = local_of(self.strategy)
-        if local is None:
-            return self.strategy  # type: ignore[return-value]
-        if local.within is not None:
-            return local.within
-        return "ddp" if self.mesh is None or self.mesh.filled("ddp", ranks).shard == 1 else "fsdp"
+        return self.pace.inner(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

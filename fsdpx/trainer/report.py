@@ -51,7 +51,8 @@ class Summary:
         model = f"{one.parameters:,} parameters in {one.units} units"
         seconds = max(report.seconds for report in self.reports)
         head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s"
-        parts = (f"{self._verbs()}\n{MEANING}", self._moved(), *self._routed(), self._memory(), *self._layers())
+        routed = [f"{text}\n{ROUTED}" for text in routing_table(self.routing, whole=True)]
+        parts = (f"{self._verbs()}\n{MEANING}", self._moved(), *routed, self._memory(), *self._layers())
         return "\n\n".join([head, *parts])
 
     @property
@@ -111,9 +112,6 @@ class Summary:
         """The slowest ones, where ranks keep a trace."""
         paths = dict.fromkeys(path for report in self.reports for path in report.layers)
         return slowest({path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths})
-
-    def _routed(self) -> list[str]:
-        return [f"{text}\n{ROUTED}" for text in routing_table(self.routing, whole=True)]
 
     def _memory(self) -> str:
         """The rank that holds most of a kind stands for all."""
@@ -263,7 +261,7 @@ class Report(Moved):
         model = f"{self.parameters:,} parameters in {self.units} units"
         head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
         layers = slowest({path: {self.rank: one} for path, one in self.layers.items()})
-        parts = (self._moved(), *self._reduced(), *self.routing_text, self._held(), self._spent(), *layers)
+        parts = (self._moved(), *self._reduced(), *self.routing_text, self.memory_text, self._spent(), *layers)
         return "\n\n".join([head, *parts])
 
     @property
@@ -274,9 +272,6 @@ class Report(Moved):
     @property
     def memory_text(self) -> str:
         """The table of memory alone."""
-        return self._held()
-
-    def _held(self) -> str:
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
         rows += [("in all", bytes_text(sum(self.memory.values())))]
@@ -334,7 +329,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         traffic=counted,
         predicted=predicted,
         routing=routing_of(place.axes.counters.tallies),
-        per="step" if place.rounds is None else f"round of {place.rounds.every} steps",
+        per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
         memory=state.nbytes(),
         disk=state.ledger.on_disk(),
         peak_rss=peak_rss(),
@@ -404,7 +399,7 @@ def sizes_of(engine: Engine) -> Sizes:
         full={p: page.size for p, page in place.pages.items()},
         shard={p: page.mine.size for p, page in place.pages.items()},
         replica_own={p: place.replica_own(p) for p in place.pages},
-        param_itemsize=(place.formats.wire or place.compute).itemsize,
+        param_itemsize=(place.formats.wire or place.formats.compute).itemsize,
         grad_itemsize=itemsize,
         tie_itemsize=itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},

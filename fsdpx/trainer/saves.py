@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from fsdpx.errors import CheckpointError
-from fsdpx.trainer.host import TrainerHost
-from fsdpx.trainer.inspect import Inspection
 from fsdpx.trainer.progress import say
 from fsdpx.trainer.series import Checkpoints, History
 
-__all__ = ["Saves", "Trains"]
-
-
-class Trains(Protocol):
-    """The part of a trainer that the loop of `fit` needs."""
-
-    @property
-    def host(self) -> TrainerHost: ...
-    @property
-    def inspect(self) -> Inspection: ...
-    @property
-    def steps(self) -> int: ...
-    def step(self, x: Any, y: Any) -> float: ...
-    def evaluate(self, x: Any, y: Any) -> float: ...
-    def predict(self, x: Any) -> Any: ...
-    def load_weights(self, source: Any, *, convert: bool = False) -> Any: ...
+__all__ = ["Saves"]
 
 
 class Saves:
@@ -36,7 +19,7 @@ class Saves:
     copy of this rank's part in memory."""
 
     def __init__(
-        self, trainer: Trains, loader: Any, checkpoints: Checkpoints | None, history: History, best: bool
+        self, trainer: Any, loader: Any, checkpoints: Checkpoints | None, history: History, best: bool
     ) -> None:
         self.trainer, self.loader, self.checkpoints, self.history, self.best = (
             trainer, loader, checkpoints, history, best
@@ -114,7 +97,8 @@ class Saves:
         }
 
     def _settings(self) -> dict[str, str]:
-        return self.trainer.inspect.settings() | _of_loader(self.loader)
+        size = getattr(self.loader, "batch_size", None)
+        return self.trainer.inspect.settings() | ({} if size is None else {"batch size": str(size)})
 
     def _save(self, state: Mapping[str, Any], background: bool) -> None:
         assert self.checkpoints is not None
@@ -122,11 +106,6 @@ class Saves:
         best = None if step is None else self.checkpoints.path(step)
         self.history.checkpoint = self.checkpoints.save(self.trainer.host, self.loader, state, background, best)
         self._written = state
-
-
-def _of_loader(loader: Any) -> dict[str, str]:
-    size = getattr(loader, "batch_size", None)
-    return {} if size is None else {"batch size": str(size)}
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

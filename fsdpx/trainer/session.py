@@ -4,7 +4,6 @@ one after every change of ranks."""
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +14,6 @@ import numpy as np
 
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import alone
-from fsdpx.config import Async
 from fsdpx.engine.direct import Direct
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
@@ -25,9 +23,8 @@ from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.observe.trace import Tracer
-from fsdpx.program import KINDS, Program, Request, Slot, Stage, compile, one_by_one
+from fsdpx.program import KINDS, Program, Request, Slot, Stage, Sync, compile, one_by_one
 from fsdpx.shapes import ShapeArray
-from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import BATCHES, TrainState
 from fsdpx.trainer import batch
@@ -90,7 +87,7 @@ class Session:
         if self.place.imaginary:
             return
         self.meet()
-        if call == "close" and self.state.exchange is not None and self.state.exchange.lost():
+        if call == "close" and self.place.pace.lost():
             return  # dead ranks do not come, and living ranks need nothing of each other any more
         batch.begin(self._meeting(call), call)
         if call not in STEP:
@@ -98,41 +95,38 @@ class Session:
 
     def _meeting(self, call: str) -> Communicator:
         """The ranks that come to `call` together: those of one replica in the steps in which replicas do not meet."""
-        axes, rounds = self.place.axes, self.place.rounds
-        if rounds is None or call not in STEP:
+        axes = self.place.axes
+        if axes.group is axes.world or call not in STEP:
             return axes.world
-        return axes.world if call in ("step", "update") and rounds.at(self.state.steps + 1).deltas else axes.group
+        return axes.world if call in ("step", "update") and self.place.pace.met(self.state.steps + 1) else axes.group
 
     def meet(self) -> None:
         """Return when all ranks have made their last step, where they step at their own speed: until then some may read
         and change what this rank holds, and this rank delays no other."""
-        if self.state.exchange is not None:
-            self.state.exchange.meet()
+        self.place.pace.meet()
 
     def placed(self) -> None:
         """All parameters and the number of steps have been set; returns when they are on all ranks. Collective where
         ranks step at their own speed: none may read what another has not set."""
-        if self.state.exchange is not None:
-            self.state.exchange.begin(self.state.steps)
+        self.place.pace.placed(self.state.steps)
+        if self.place.pace.own_speed:
             self.begin("begin to step apart")
 
     def common(self, *kinds: str) -> AbstractContextManager[None]:
         """Inside, each rank has what all have in common, where ranks have models of their own. kinds: of rows of the
         ledger."""
-        return nullcontext() if self.state.exchange is None else self._common(self.state.exchange, kinds)
+        put = self.place.pace.common(self.state, kinds)
+        return nullcontext() if put is None else self.having(put, "the common model")
 
     @contextmanager
-    def _common(self, exchange: Exchange, kinds: Sequence[str]) -> Iterator[None]:
-        put = exchange.common(kinds)
-        if put is None:
-            yield
-            return
-        self.begin("the common model")
+    def having(self, put: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
+        """Inside, parameters are others: `put` puts them there, and returns what puts the own ones back."""
+        self.begin(f"with {what}")
         put_back = put()
         self.state.replaced()
         try:
             yield
-            self.begin("models of their own")
+            self.begin(f"without {what}")
         finally:
             put_back()
             self.state.replaced()
@@ -155,10 +149,10 @@ class Session:
                 target = batches.target_of(place, y, rows)
             arrays = [*inputs, *([] if target is None else [target])]
             if place.axes.world.size > 1:
-                features = batches.features_of(arrays) + also
+                features = ", ".join(f"{a.dtype}{list(a.shape[1:])}" for a in arrays) + also
             doubted = kind in ("step", "accumulate") and self._twins.doubted
             if doubted or place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
-                features += batches.digest_of(arrays)
+                features += f"{batches.DIGEST}{batches.sum_of(arrays)}"
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = problem
@@ -186,7 +180,7 @@ class Session:
 
     def _by_itself(self, kind: str) -> bool:
         """Whether no other rank comes to a program of this kind."""
-        return self.place.imaginary or (self.place.apart is not None and kind == "step")
+        return self.place.imaginary or (self.place.pace.own_speed and kind == "step")
 
     def _microbatches(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
@@ -202,7 +196,7 @@ class Session:
         evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
         made = batches.cut(place, part, 1 if whole else self.microbatches, evenly)
         if trains:
-            state.see(before + sum(rows))
+            state.samples = before + sum(rows)
             if place.options.recompute.budget is not None:
                 self._largest = batches.largest_microbatch(place, inputs, rows, self.microbatches)
         return made
@@ -213,7 +207,7 @@ class Session:
         shapes = self._fits.get(key)
         if shapes is None:
             given = [ShapeArray(a.shape, a.dtype) for a in inputs]
-            outputs = infer(self.model, given, place.compute, alone())
+            outputs = infer(self.model, given, place.formats.compute, alone())
             if place.axes.tensor.size > 1:  # what is cut must divide
                 place.shapes.of(0, batches.largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
@@ -237,12 +231,7 @@ class Session:
         """Change which parameters are left alone for now. Collective: ranks compare the patterns."""
         if self.state.adding:
             raise ConfigError("freeze: gradients are being added up; call update or zero_grad first")
-        rounds, steps = self.place.rounds, self.state.steps
-        if rounds is not None and (len(rounds.fragments) > 1 or rounds.delay or steps % rounds.every):
-            raise ConfigError(
-                f"freeze: replicas have parameters of their own after step {steps}; call it at the end of a round of "
-                f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
-            )
+        self.place.pace.demand_settled(self.state.steps)
         patterns_of("freeze", patterns)
         self.begin(f"freeze({', '.join(map(repr, patterns))}{', undo=True' * undo})")
         names = frozenset[str]().union(*(self.place.layout.matching(pattern, "freeze") for pattern in patterns))
@@ -252,11 +241,9 @@ class Session:
 
     def run(self, kind: str, feed: Feed, local: bool = False) -> dict[Slot, Any]:
         """Run a program. local: gradients stay on this rank, whatever the placement says."""
-        if self.place.apart is not None and kind not in ("step", "evaluate", "predict"):
-            raise ConfigError(f"{kind}: ranks that step at their own speed train by whole steps; use step or fit")
         try:
             executable = self._executable(kind, feed, local)
-            self.state.note(kind)
+            self.state.ran.add(kind)
             results = self.engine.run(executable, feed)
         except MemoryError as error:
             if self.short is None:
@@ -326,21 +313,20 @@ class Session:
             yield
         finally:
             state.store.update(kept)
-            state.add(adding)
+            state.adding = adding
 
     def request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> Request:
         """The input to compilation: the placement, and what earlier programs left. fresh: as if nothing."""
-        place, apart = self.place, self.place.apart
+        place, pace = self.place, self.place.pace
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.holding
         steps = kind in ("step", "accumulate", "local")
-        if apart is not None and kind == "step":
-            kind = "push" if isinstance(apart, Async) else "mix"
+        kind = pace.kind(kind)
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic
         return Request(
             kind,
             self._stage(),
             microbatches,
-            keep_full=place.keep_full and apart is None,
+            keep_full=place.keep_full and not pace.own_speed,
             reduce_each=place.reduce_each and not local,
             ahead=place.sharding.ahead,
             resident=holding("full"),
@@ -351,7 +337,7 @@ class Session:
             recompute=self._recompute(microbatches) if steps else frozenset(),
             commit=self.commit is not None,
             scales=("NORM" if normed else "SCALE",),
-            outer=place.rounds.at(self.state.steps + 1) if place.rounds and KINDS[kind].updates else None,
+            sync=pace.sync(self.state.steps + 1) if KINDS[kind].updates else Sync(),
         )
 
     def _stage(self, wanted: Microbatch | None = None) -> Stage:
@@ -374,12 +360,7 @@ class Session:
     def round(self) -> list[tuple[Program, int]]:
         """The step, or all different steps of a round of replicas that train by themselves, and how often each runs."""
         request = self.request("step", self.place.accumulation.microbatches(self.microbatches), fresh=True)
-        if (rounds := self.place.rounds) is None:
-            return [(compile(request), 1)]
-        steps = Counter(rounds.at(step) for step in range(2 * rounds.every, 3 * rounds.every))
-        last = rounds.at(3 * rounds.every)
-        found = [outer for outer in steps if outer != last]
-        return [(compile(replace(request, outer=outer)), steps[outer]) for outer in (*found, last)]
+        return [(compile(replace(request, sync=sync)), times) for sync, times in self.place.pace.round()]
 
     def _recompute(self, microbatches: int) -> frozenset[int]:
         """The same for every step with batches of one size; a budget takes a forward on shapes to find them."""

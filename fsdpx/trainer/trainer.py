@@ -29,7 +29,6 @@ from fsdpx.trainer.recipe import demand, lacks
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import (
-    common_parameters,
     cut_output,
     input_gradients,
     whole_gradients,
@@ -40,7 +39,7 @@ from fsdpx.words import MOVED, demand_match, moved, patterns_of
 
 __all__ = ["Trainer"]
 
-MEAN, SCALE, SHARE = Slot("mean"), Slot("scale"), Slot("share")
+MEAN, SCALE = Slot("mean"), Slot("scale")
 PIECES = "the whole global batch goes into one step; chunks are its microbatches"
 
 
@@ -93,7 +92,7 @@ class Trainer:
         self._refuse_to_mix("accumulate")
         feed = self._host.feed(x, y, "step")
         session = self._host.session
-        session.state.add("accumulate")
+        session.state.adding = "accumulate"
         loss = self._updated(session.run("step", feed))
         self._demand_finite(loss)
         return loss
@@ -105,7 +104,7 @@ class Trainer:
         self._place.accumulation.demand_pieces("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
         feed = self._host.feed(x, y, "accumulate")
-        self._session.state.add("accumulate")
+        self._session.state.adding = "accumulate"
         return float(self._session.run("local" if self._local else "accumulate", feed)[MEAN].value)
 
     @hosted(KEEPS)
@@ -149,7 +148,7 @@ class Trainer:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
         if session.place.stage.scores:
             session.state.store[Slot("seed", None, 0)] = tuple(cut_output(session.place, array) for array in arrays)
-        session.state.add("backward")
+        session.state.adding = "backward"
         if not self._local:
             session.begin("backward")
         (batch,) = feed.batch
@@ -253,11 +252,9 @@ class Trainer:
         if names is not None:
             names = patterns_of("names", names)
             demand_match("parameters(names=)", names, self._place.layout.specs, fits=operator.eq)
-        exchange = self._session.state.exchange
-        if exchange is not None and with_ == "parameters":
-            self._host.demand_open("parameters")
-            found = common_parameters(self._session.state, exchange)
-        else:
+        self._host.demand_open("parameters")
+        found = self._place.pace.parameters() if with_ == "parameters" else None
+        if found is None:
             self._host.begin("parameters")
             with self._host.having(with_):
                 found = whole_parameters(self._session.state, names) | whole_state(self._session.state)
@@ -268,7 +265,7 @@ class Trainer:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
         self._host.begin("load_parameters")
         load_weights(self._session.state, values, "load_parameters", convert=True)
-        self._session.state.begin_round()
+        self._place.pace.loaded(self._session.state)
         self._session.placed()
 
     @hosted(KEEPS)
@@ -375,7 +372,7 @@ class Trainer:
         """
         self._host.begin("load_weights")
         report = load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
-        self._session.state.begin_round()
+        self._place.pace.loaded(self._session.state)
         self._session.placed()
         return report
 
@@ -443,8 +440,7 @@ class Trainer:
         demand(call, self._session.loss, self._place.optimizer)
 
     def _updated(self, results: Mapping[Slot, Any]) -> float:
-        found = results.get(SHARE)
-        loss = float(results[MEAN].value if found is None else found.loss)
+        loss = self._place.pace.loss(results)
         self._host.last = LastUpdate.of(loss, results[SCALE])
         self._session.updated(results[MEAN], results[SCALE])
         return loss

@@ -17,14 +17,12 @@ from fsdpx.nn import moves
 from fsdpx.nn.numeric import is_index
 from fsdpx.optim.average import AVERAGE, average_of
 from fsdpx.program import Slot
-from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Microbatch
-from fsdpx.state.ledger import Key
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
 __all__ = [
-    "common_parameters", "cut_output", "input_gradients", "put_averages", "put_outer", "remember", "whole_gradients",
+    "cut_output", "input_gradients", "put_averages", "remember", "whole_gradients",
     "whole_outputs", "whole_parameters", "whole_state",
 ]  # fmt: skip
 
@@ -80,7 +78,7 @@ def _spread(placement: Placement, whole: Any, value: int, shape: tuple[int, ...]
     xp = placement.xp
     dtype = placement.shapes.of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
-    placement.axes.pipe.broadcast(flat, placement.pipe_home, what="outputs").wait()
+    placement.axes.pipe.broadcast(flat, placement.layout.spread.home[-1], what="outputs").wait()
     return flat.reshape(shape)
 
 
@@ -95,15 +93,6 @@ def whole_parameters(state: TrainState, names: Collection[str] | None = None) ->
         return _over_shards(state, page, state.ledger.array("master", page.index))
 
     return _everywhere(state, flat, trained=False, names=names)
-
-
-def common_parameters(state: TrainState, exchange: Exchange) -> dict[str, np.ndarray]:
-    """Canonical name -> full array of the parameters common to ranks at their own speed; by this rank alone."""
-    found: dict[str, np.ndarray] = {}
-    for page in state.placement.layout.pages:
-        named = page.named(exchange.whole(Key("master", page.index)))
-        found |= {f.source: named[f.name] for f in page.fields}
-    return {name: found[name] for name in state.placement.layout.specs}
 
 
 def whole_gradients(state: TrainState) -> dict[str, np.ndarray]:
@@ -140,11 +129,7 @@ def remember(state: TrainState) -> Callable[[], None]:
     all of them have come to it, since others may still read what they share."""
     state.land()
     kinds = ("master", "outer", "statistic")
-    return _remember(state, [array for row, array in state.ledger.saved() if row.key.kind in kinds])
-
-
-def _remember(state: TrainState, arrays: list[Any]) -> Callable[[], None]:
-    copies = [(array, array.copy()) for array in arrays]
+    copies = [(array, array.copy()) for row, array in state.ledger.saved() if row.key.kind in kinds]
 
     def restore() -> None:
         for array, copy in copies:
@@ -154,26 +139,13 @@ def _remember(state: TrainState, arrays: list[Any]) -> Callable[[], None]:
     return restore
 
 
-def put_outer(state: TrainState) -> Callable[[], None]:
-    """Put the parameters that all replicas have in common where each has its own, as a function that puts these back:
-    as `put_averages`."""
-    state.land()
-    outer = {row.key.page: array for row, array in state.ledger.saved() if row.key.kind == "outer"}
-    own = {page: state.ledger.array("master", page) for page in outer}
-    put_back = _remember(state, list(own.values()))
-    for page, array in own.items():
-        array[...] = outer[page]
-    state.replaced()
-    return put_back
-
-
 def put_averages(state: TrainState) -> Callable[[], None]:
     """Put the averages that the optimiser keeps where the parameters are, as a function that puts these back: both on
     all ranks, once all of them have come to it."""
     found, place = average_of(state.placement.optimizer), state.placement
     if found is None:
         raise ConfigError("with_='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
-    if place.rounds is not None:
+    if place.pace.owner == "replica":
         raise ConfigError("with_='average': in local training each replica has another one; leave with_ out")
     slot, factor = found
     kind = "average" if slot == AVERAGE else "slot"

@@ -40,7 +40,7 @@ own = slice(comm.rank, None, comm.size)
 model = nn.Chain(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 3))
 with model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2), strategy=eval(sys.argv[1])) as trainer:
     if comm.rank == VICTIM:
-        deadly(trainer.inspect.engine.state.exchange.window, lambda: trainer.steps == DEADLY)
+        deadly(trainer.inspect.placement.pace.window, lambda: trainer.steps == DEADLY)
     losses = [trainer.step(x[own], y[own]) for _ in range(STEPS)]
     trainer.host.finish()
     print("ended", comm.rank, trainer.steps, losses[0], losses[-1], trainer.inspect.fingerprint(), flush=True)

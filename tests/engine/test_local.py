@@ -131,8 +131,7 @@ def test_diloco_is_its_definition(local: Local) -> None:
     def run(comm: Communicator, mesh: Mesh | None) -> Any:
         trainer = make(comm, "mlp", local, mesh=mesh)
         steps(trainer, "mlp", sizes)
-        rounds, pages = trainer.inspect.placement.rounds, trainer.inspect.placement.layout.pages
-        assert rounds is not None
+        rounds, pages = trainer.inspect.placement.pace.rounds, trainer.inspect.placement.layout.pages
         return [[f.name for p in some for f in pages[p].fields] for some in rounds.fragments], trainer.parameters()
 
     found = [one for size, mesh in ((3, None), (6, Mesh(replica=3, shard=2))) for one in spawn(run, size, mesh)]
@@ -309,7 +308,7 @@ def test_bad_calls_are_named() -> None:
     def run(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match="layer '1': it speaks with all ranks in every step; take one that does"):
             make(comm, "norms", "diloco")
-        with pytest.raises(ConfigError, match=r"ranks differ in rounds: rank 0 has every=8, .*, rank 1 has every=9, "):
+        with pytest.raises(ConfigError, match=r"ranks differ in pace: rank 0 has every=8, .*, rank 1 has every=9, "):
             make(comm, "mlp", Local(every=8 + comm.rank))
         trainer = make(comm, "mlp", Local(every=2, outer=MEAN))
         steps(trainer, "mlp", (8,))

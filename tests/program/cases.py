@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from fsdpx.program import Outer, Program, Request, Rounds, Slot, Stage, compile, pipeline, schedule
+from fsdpx.program import Program, Request, Slot, Stage, compile, pipeline, schedule
+from fsdpx.strategies.local import Outer, Rounds
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
@@ -103,7 +104,7 @@ def rounds() -> dict[str, Program]:
     found = {"at-once": Rounds(4, (frozenset(range(3)),)).at(4), "between": Outer()}
     found |= {f"apart-{step}": Rounds(4, apart, delay=2).at(step) for step in (6, 7, 8)}
     step = requests("step", TIED, 1, "fsdp")
-    return {f"step-tied-rounds-{name}": compile(replace(step, outer=outer)) for name, outer in found.items()}
+    return {f"step-tied-rounds-{name}": compile(replace(step, sync=outer.sync)) for name, outer in found.items()}
 
 
 def everything() -> dict[str, Program]:
