@@ -282,7 +282,7 @@ def test_what_takes_more_than_a_second_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By rank 0, while it lasts; here less, and until the line itself is there."""
-    monkeypatch.setattr(progress, "SILENCE", 0.05)
+    monkeypatch.setattr(assemble, "SILENCE", 0.05)
     spoken = threading.Event()
 
     def slowly(*given: Any) -> Tuning:
@@ -290,7 +290,7 @@ def test_what_takes_more_than_a_second_is_said(
         spoken.wait(60)
         return Tuning("numpy")
 
-    monkeypatch.setattr(progress, "say", lambda who, text: (print(who.rank, text), spoken.set()))
+    monkeypatch.setattr(assemble, "say", lambda who, text: (print(who.rank, text), spoken.set()))
     monkeypatch.setattr(assemble, "warm", slowly)
     monkeypatch.setattr(assemble, "tune_for", slowly)
     make(spawn(lambda comm: comm, 1)[0], "mlp")
