@@ -17,8 +17,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.plain import LIMIT, pack, unpack
 from fsdpx.config import Elastic, Sharding
 from fsdpx.elastic.copies import Copies, Generation
-from fsdpx.elastic.descriptors import Descriptor, describe, missing, uncovered
-from fsdpx.elastic.recut import recut
+from fsdpx.elastic.recut import Descriptor, describe, missing, recut, uncovered
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
 from fsdpx.state.allocate import initialise
 from fsdpx.state.ledger import saved_tensors

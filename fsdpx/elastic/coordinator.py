@@ -19,8 +19,7 @@ from fsdpx.comm.communicator import Survivor
 from fsdpx.config import Elastic
 from fsdpx.elastic.assembly import Assembler, Assembly, Member, hear, mesh_for, tell
 from fsdpx.elastic.copies import Generation
-from fsdpx.elastic.descriptors import live, moving
-from fsdpx.elastic.recut import let_go
+from fsdpx.elastic.recut import let_go, live, moving
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
 from fsdpx.files import read
 from fsdpx.state.ledger import Key

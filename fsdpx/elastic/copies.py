@@ -19,8 +19,7 @@ from fsdpx.checkpoint.pieces import Held
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.comm.calls import progress_of, spin
 from fsdpx.comm.communicator import Communicator, Handle
-from fsdpx.elastic.descriptors import Descriptor, describe, live
-from fsdpx.elastic.recut import let_go
+from fsdpx.elastic.recut import Descriptor, describe, let_go, live
 from fsdpx.errors import CommTimeout, RankLost
 from fsdpx.layout.pages import Range
 from fsdpx.nn.layer import Spec

@@ -34,7 +34,7 @@ from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
 from fsdpx.trainer.recipe import NoOptimizer, Recipe, demand
-from fsdpx.trainer.routing import METRICS, Watched, routes
+from fsdpx.trainer.report import METRICS, Watched, routes
 from fsdpx.trainer.saves import Saves
 from fsdpx.trainer.series import Checkpoints, History
 from fsdpx.trainer.session import Session

@@ -15,8 +15,7 @@ from fsdpx.optim import rate
 from fsdpx.optim.optimizer import inside
 from fsdpx.state.placement import Placement
 from fsdpx.trainer.host import EVERY, KEEPS, LastUpdate, TrainerHost
-from fsdpx.trainer.report import Summary, report
-from fsdpx.trainer.routing import Routing, routing_of, together
+from fsdpx.trainer.report import Routing, Summary, report, routing_of, together
 
 __all__ = ["Inspection"]
 

@@ -21,8 +21,7 @@ from fsdpx.checkpoint.pieces import Held, held
 from fsdpx.checkpoint.state import scalars_of
 from fsdpx.comm import Communicator
 from fsdpx.elastic.copies import Copies, Generation, buddies, groups
-from fsdpx.elastic.descriptors import describe, live, missing
-from fsdpx.elastic.recut import recut
+from fsdpx.elastic.recut import describe, live, missing, recut
 from fsdpx.errors import RankLost
 from fsdpx.state.ledger import saved_tensors
 

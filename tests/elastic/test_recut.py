@@ -21,8 +21,7 @@ from fsdpx.array.namespace import dtype
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.comm import Communicator
 from fsdpx.comm.communicator import Counted, Counters
-from fsdpx.elastic.descriptors import describe, missing, runs
-from fsdpx.elastic.recut import FLIGHT, recut
+from fsdpx.elastic.recut import FLIGHT, describe, missing, recut, runs
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.layer import Spec
 

@@ -16,8 +16,7 @@ import fsdpx
 from fsdpx import Mesh, dry_run, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.trainer.report import Summary
-from fsdpx.trainer.routing import Routing
+from fsdpx.trainer.report import Routing, Summary
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 
