@@ -15,10 +15,9 @@ from fsdpx.native.compiled import jit
 
 
 def test_the_table_names_compiled_kernels():
-    from fsdpx.array.kernels import compiled
+    from fsdpx.array.kernels.compiled import KERNELS
 
-    assert set(compiled.__all__) >= kernels.NUMBA
-    assert {*kernels.__all__, "normal"} >= set(compiled.__all__)  # that one is called by `array.random`
+    assert {*KERNELS} == kernels.NUMBA <= {*kernels.__all__, "normal"}  # that one is called by `array.random`
 
 
 def test_modes():

@@ -75,10 +75,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _compiled() -> Any:
-    from fsdpx.array.kernels import compiled
+def _compiled() -> dict[str, Any]:
+    from fsdpx.array.kernels.compiled import KERNELS
 
-    return compiled
+    return KERNELS
 
 
 choice.load = _compiled

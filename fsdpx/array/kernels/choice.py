@@ -27,7 +27,7 @@ NUMBA = frozenset({
 })  # fmt: skip
 """The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`."""
 
-load: Callable[[], Any] = dict
+load: Callable[[], dict[str, Callable[..., Any]]] = dict
 """Imports and returns the compiled kernels; set by the package `kernels`: their files import this one."""
 active: Mode = "default"
 """The mode that `use` has set."""
@@ -92,4 +92,4 @@ def _warn() -> None:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any] | None:
-    return getattr(load(), name, None)
+    return load().get(name)
