@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import open_file, unreadable
 
-__all__ = ["ArrayDataset", "Dataset", "TokenDataset", "Windows", "collate", "maps"]
+__all__ = ["ArrayDataset", "Dataset", "TokenDataset", "Windows", "collate", "digest_of_first", "maps"]
 
 OPEN_FILES = 64
 """Memory maps kept open; each holds a file descriptor."""
@@ -184,3 +185,31 @@ def emptied(batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return tuple(emptied(value) for value in batch)
     return batch[:0]
+
+
+def digest_of_first(dataset: Any) -> int | None:
+    """One number that tells sample 0 of a dataset from those of other datasets; None if it cannot be read."""
+    take = getattr(dataset, "take", None)
+    try:
+        sample = dataset[0] if take is None else take(np.array([0]))
+    except Exception:  # raised again with its place where the sample is asked for, if it ever is
+        return None
+    parts = [a for a in map(_array, _leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
+    texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
+    return zlib.crc32(b"".join(texts)) if texts else None
+
+
+def _leaves(sample: Any) -> Iterator[Any]:
+    inner = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else None
+    if inner is None:
+        yield sample
+    else:
+        for one in inner:
+            yield from _leaves(one)
+
+
+def _array(value: Any) -> np.ndarray | None:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # a sample may hold anything: what is no array tells nothing
+        return None

@@ -101,7 +101,8 @@ class DataLoader:
     batch_size : samples of the GLOBAL batch, which the ranks share; it is the same at any number of ranks
     comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the
         default communicator
-    rank, size, shuffle, seed, drop_last, chunks : as in `DistributedSampler`
+    rank, size, shuffle, seed, drop_last, chunks : as in `DistributedSampler`; rank=0, size=1 without comm: the dataset
+        holds the samples of this rank alone, and batch_size counts those
     sampler : instead of batch_size, comm and these six
     collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
     transform : batch -> batch; it runs, as collate does, in the thread that reads

@@ -46,7 +46,9 @@ class DistributedSampler:
     Parameters
     ----------
     n : samples of the dataset
-    rank, size : this data rank, and how many there are; None: those of comm
+    rank, size : this data rank, and how many there are; None: those of comm; 0 and 1: the dataset holds this rank's own
+        samples, which are not cut again (`presharded`), and `batch` counts those of this rank; `fit` on several ranks
+        makes it `uneven`: they may have more and fewer samples, so that `state_dict` does not tell how many
     comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator, or
         all ranks of this job as long as there is none
     shuffle : a new random order every epoch; else 0 .. n-1
@@ -69,6 +71,7 @@ class DistributedSampler:
         batch: int | None = None,
         chunks: int | None = None,
     ) -> None:
+        self.presharded, self.uneven = comm is None and (rank, size) == (0, 1), False
         rank, size = _place(comm, rank, size)
         self.n, self.rank, self.size = _whole("n", n, 0), _whole("rank", rank, 0), _whole("size", size, 1)
         if self.n == 0:
@@ -155,7 +158,8 @@ class DistributedSampler:
         """Epoch and position: the same on every rank, valid at any number of ranks."""
         over = self._rows(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
-        return {"epoch": epoch, "position": position, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
+        n = {} if self.uneven else {"n": self.n}
+        return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; DataError if it is of other data or another order."""

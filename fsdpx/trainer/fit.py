@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -18,8 +19,10 @@ import numpy as np
 from fsdpx.array.arena import give_back
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.guarded import grouped
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.config import python_number
+from fsdpx.data.dataset import digest_of_first
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory
 from fsdpx.shapes import ShapeArray
@@ -44,6 +47,9 @@ __all__ = ["fit", "made", "passing", "remedies"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """From most memory to least."""
+
+NOT_KNOWN = -(2**62)
+"""Below all numbers that ranks compare."""
 
 ENOUGH = 0.99
 """A choice that leaves more than this of the bytes is none."""
@@ -406,15 +412,71 @@ def _pair(which: str, batch: Any) -> Any:
 
 
 def _demand_shares(host: TrainerHost, *loaders: Any) -> None:
-    """ConfigError on all ranks if a DataLoader cuts batches for other ranks than the trainer's. Collective."""
+    """An error on all ranks if a DataLoader cuts batches for other ranks than the trainer's, or if datasets that are
+    cut differ in length; a warning if they have the same length and begin with other samples. Collective."""
     place = host.data.rank, host.data.size
     samplers = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
-    sizes = [sampler.size for sampler in samplers if (sampler.rank, sampler.size) != place]
-    rank, size = host.most(np.array([1 + host.rank if sizes else 0, max(sizes, default=0)]), "fit").tolist()
+    wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
+    rows = [1 + host.rank if wrong else 0, max(wrong, default=0)]
+    for loader in loaders:
+        rows += _span(_amount(loader, place[1])) + _span(_digest(loader) if host.world.size > 1 else None)
+    rank, size, *spans = host.most(np.array(rows, np.int64), "fit").tolist()
     if rank:
         raise ConfigError(
             f"fit: the DataLoader of rank {rank - 1} shares each batch among {size} ranks, which are not the "
             f"{place[1]} data ranks of the trainer: DataLoader(..., comm=trainer.data)"
+        )
+    for sampler in samplers:
+        sampler.uneven = sampler.presharded and place[1] > 1
+    for i, loader in enumerate(loaders):
+        (high, low), (last, first) = spans[4 * i : 4 * i + 2], spans[4 * i + 2 : 4 * i + 4]
+        if high + low > 0:
+            _refuse_lengths(host, loader)
+        if last + first > 0:
+            _warn_of_first(host, loader)
+
+
+def _span(value: int | None) -> list[int]:
+    """What `most` finds the largest value of all ranks from, and the smallest, negated. None: not known here."""
+    return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
+
+
+def _amount(loader: Any, size: int) -> int | None:
+    """Twice what must be the same on all ranks: the samples of a dataset that is cut, or the batches of one that each
+    rank has cut, and then 1 more."""
+    if not isinstance(loader, DataLoader):
+        return None
+    return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
+
+
+def _digest(loader: Any) -> int | None:
+    """Of the first sample of a dataset that is cut, if that is known."""
+    return digest_of_first(loader.dataset) if isinstance(loader, DataLoader) and not loader.sampler.presharded else None
+
+
+def _refuse_lengths(host: TrainerHost, loader: Any) -> None:
+    """DataError that says what each rank has. Collective."""
+    everyone = np.zeros(host.world.size, np.int64)
+    everyone[host.rank] = _amount(loader, host.data.size) or 0
+    found = host.most(everyone, "fit").tolist()
+    words = {r: f"{n // 2} {'batches of its own' if n % 2 else 'samples'}" for r, n in enumerate(found) if n}
+    raise DataError(
+        f"fit: the datasets of the ranks differ in length: {grouped(words)}. DataLoader(comm=trainer.data) takes the "
+        "whole dataset on every rank and cuts it; where each rank has its own part already, DataLoader(dataset, "
+        "samples of this rank, rank=0, size=1) takes that as it is, and must give as many batches on every rank"
+    )
+
+
+def _warn_of_first(host: TrainerHost, loader: Any) -> None:
+    """Warn on rank 0, unless a sample differs each time that it is read. Collective."""
+    changes = _digest(loader) != _digest(loader)
+    if not host.most(np.array([int(changes)]), "fit")[0] and host.rank == 0:
+        warnings.warn(
+            f"fsdpx: the datasets of the ranks have {len(loader.dataset)} samples each and differ in the first one, "
+            "and each rank trains on its share of its own dataset alone: give all ranks the same dataset, or, where "
+            "each has its own part already, say DataLoader(dataset, samples of this rank, rank=0, size=1)",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -301,7 +302,7 @@ def test_what_takes_more_than_a_second_is_said(
 
 
 def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.slow(type("R", (), {"rank": 0}), "thinking"):
+    with assemble.slow(type("R", (), {"rank": 0}), "thinking"):
         pass
     assert capsys.readouterr().err == ""
 
@@ -664,3 +665,86 @@ def test_saving_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         f"epoch 2/40  step 4/5  saved {tmp_path / 'step-4'}, the best so far",
         f"epoch 2/40  step 5/5  saved {tmp_path / 'step-5'}",
     ]
+
+
+# -- data that each rank has cut already -------------------------------------------------------------------------------
+
+
+class Own:
+    """The samples of one rank, which are not those of another; `seen` are those that were asked for."""
+
+    def __init__(self, rank: int, length: int, changing: bool = False) -> None:
+        self.rank, self.length, self.changing, self.seen = rank, length, changing, list[int]()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> Any:
+        self.seen.append(i)
+        seed = [self.rank, i, len(self.seen) if self.changing else 0]
+        return np.random.default_rng(seed).normal(size=3), np.float64(i % 2)
+
+
+def trained_on(
+    lengths: list[int], *, own: bool = False, changing: bool = False, validation: bool = False, **options: Any
+) -> list[Any]:
+    """What `fit` says on each rank, or the samples that it has trained on, and warnings."""
+
+    def run(comm: Communicator) -> Any:
+        mine = Own(comm.rank, lengths[comm.rank], changing)
+        trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), **options)
+        whole = data.DataLoader(Own(0, 8), 8, comm=trainer.data)
+        cut: dict[str, Any] = {"rank": 0, "size": 1} if own else {"comm": trainer.data}
+        given = data.DataLoader(mine, 4, transform=lambda batch: (batch[0], batch[1].astype(int)), **cut)
+        whole.transform = given.transform
+        try:
+            trainer.fit(whole if validation else given, validation=given if validation else None, progress=False)
+        except DataError as error:
+            return str(error)
+        return sorted({*mine.seen})
+
+    return spawn(run, len(lengths))
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_datasets_of_different_length_are_refused_on_all_ranks(validation: bool) -> None:
+    texts = trained_on([40, 37, 40], validation=validation)
+    assert len({*texts}) == 1
+    assert "differ in length: ranks 0, 2: 40 samples; rank 1: 37 samples. " in texts[0]
+    assert "DataLoader(dataset, samples of this rank, rank=0, size=1)" in texts[0]
+
+
+def test_data_that_each_rank_has_cut_is_named_and_has_a_way() -> None:
+    with pytest.warns(RuntimeWarning, match=r"20 samples each and differ in the first one.*rank=0, size=1") as found:
+        trained_on([20, 20])
+    assert len([one for one in found if "differ in the first" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert trained_on([40, 37], own=True) == [[*range(40)], [*range(37)]]
+
+
+def test_samples_that_change_by_themselves_are_not_compared() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trained_on([20, 20], changing=True)
+
+
+def test_own_data_gives_as_many_batches_on_every_rank() -> None:
+    texts = trained_on([40, 20], own=True)
+    assert len({*texts}) == 1
+    assert "rank 0: 10 batches of its own; rank 1: 5 batches of its own. " in texts[0]
+
+
+def test_own_data_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Also where the ranks have more and fewer samples."""
+
+    def run(comm: Communicator, folder: Path, *stops: int) -> Any:
+        for steps in stops:
+            trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))
+            rows = 11 - comm.rank
+            x = np.random.default_rng(comm.rank).normal(size=(rows, 3))
+            mine = data.DataLoader(data.ArrayDataset(x, np.arange(rows) % 2), 4, rank=0, size=1, shuffle=True)
+            trainer.fit(mine, epochs=None, steps=steps, checkpoints=folder, progress=False)
+        return bits(trainer)
+
+    assert ranks(2, run, tmp_path / "a", 7) == ranks(2, run, tmp_path / "b", 4, 7)
