@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.cuda.devices import cupy, is_on_gpu
 from fsdpx.cuda.gemm import batched
 from fsdpx.cuda.head_layout import merged, time_first
@@ -26,7 +26,7 @@ BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
 PACK = 16
 """Bytes that a thread reads and writes at a time, in kernels over packs."""
-KINDS = {dtype_of("float64"): 64, dtype_of("float32"): 32, dtype_of("bfloat16"): 16}
+KINDS = {np.dtype(np.float64): 64, np.dtype(np.float32): 32, np.dtype(ml_dtypes.bfloat16): 16}
 OPTIONS = ("--fmad=false", "--std=c++17")
 """Without fused multiplications and additions, updates have the bits that the host computes; there are none of
 bfloat16, where the first is left out."""
