@@ -21,11 +21,14 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError, FsdpxError
 
 __all__ = [
-    "Target", "agreed", "alone", "current", "hold", "in_words", "moving", "named", "numbered", "place", "prune", "put",
-    "replaceable", "same", "together",
+    "Target", "agreed", "alone", "current", "hold", "in_words", "located", "moving", "named", "numbered", "place", "prune",
+    "put", "replaceable", "same", "together",
 ]  # fmt: skip
 
 T = TypeVar("T")
+
+
+HOST = "host"
 
 
 def together(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
@@ -36,7 +39,8 @@ def together(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     try:
         value = body()
     except Exception as error:
-        problem, cause = in_words(error), error
+        problem = in_words(error)
+        cause = None if isinstance(error, FsdpxError) else error  # else one text would be shown twice
     for rank, (_, text) in enumerate(everyone := world.all_gather_plain((value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
@@ -57,7 +61,12 @@ def same(world: Communicator, where: str, **choices: str) -> None:
 def place(world: Communicator, call: str, path: Any, **choices: str) -> Path:
     """The path that `call` was given, if it can be one and all ranks gave the same and the same choices; else
     CheckpointError on all of them. Collective."""
-    return Path(agreed(world, call, lambda: {"path": str(named(path)), **choices})["path"])
+    return Path(agreed(world, call, lambda: {**located(named(path)), **choices})["path"])
+
+
+def located(path: Path) -> dict[str, str]:
+    """What ranks compare of a path: a relative one means another folder where a rank of the same host works in one."""
+    return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agreed(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
@@ -70,6 +79,8 @@ def agreed(world: Communicator, where: str, choices: Callable[[], Mapping[str, s
 def _demand_same(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
+            if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
+                continue  # the same folder may have other names on other hosts
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 

@@ -83,7 +83,8 @@ def demand_intact(world: Communicator, source: Source, where: str) -> None:
     def judge() -> None:
         assert source.manifest is not None
         if wrong := source.manifest.wrong(source.files, total.tolist()):
-            raise CheckpointError(f"{source.folder}: damaged: the digest does not fit of {listed(wrong)}")
+            text = f"damaged: the digest of {listed(wrong)} does not fit; take another checkpoint"
+            raise CheckpointError(f"{source.folder}: {text}")
 
     alone(world, where, judge)
 

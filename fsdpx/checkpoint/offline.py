@@ -89,7 +89,7 @@ def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | No
     if target.exists() and any(os.path.samefile(target, place) for place in (source, found.folder) if place.exists()):
         raise CheckpointError(f"{target}: source and target are the same, which would be lost: name another folder")
     if wrong:
-        raise CheckpointError(f"{found.folder}: damaged: the digest does not fit of {', '.join(wrong[:5])}")
+        raise CheckpointError(f"{found.folder}: damaged: the digest of {', '.join(wrong[:5])} does not fit")
     text = state_text(found)
     code = None if dtype is None else code_of(dtype_of(dtype))
     floats, rest = found.only(state=False).places, found.only(state=True).places

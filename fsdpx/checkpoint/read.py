@@ -148,7 +148,7 @@ def _text(path: Path) -> bytes:
 
 
 def _near(path: Path) -> str:
-    return f"; in {path.parent} there is {_names(path.parent)}" if path.parent.is_dir() else ""
+    return f"; in {path.parent.absolute()} there is {_names(path.parent)}" if path.parent.is_dir() else ""
 
 
 def _names(folder: Path) -> str:

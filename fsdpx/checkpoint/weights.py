@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import to_host
-from fsdpx.checkpoint.commit import agreed, alone, named, together
+from fsdpx.checkpoint.commit import agreed, alone, located, named, together
 from fsdpx.checkpoint.disk import Tensors
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.load import demand_data_here, demand_fit, demand_intact, fill, listed, weights_of
@@ -90,7 +90,7 @@ def load_weights(
     together(world, where, lambda: demand_data_here(state))
     origin, report = together(world, where, lambda: _match(state.placement, given.tensors, rename or {}))[0]
     if strict:
-        _demand_all(state, report, where)
+        _demand_all(state, report, where, call)
     wanted = weights_of(state)
     found = {n: given.tensors[theirs] for n, theirs in origin.items()}
     demand_fit({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEFT_OUT)
@@ -109,7 +109,7 @@ def _file(world: Communicator, call: str, given: Any, options: str) -> Given:
             if hasattr(given, "state_dict"):
                 raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
             raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
-        return {"path": str(named(given)), "options": options}
+        return {**located(named(given)), "options": options}
 
     path = Path(agreed(world, call, look)["path"])
     where = f"{call} {path}"
@@ -216,10 +216,11 @@ def _aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]]:
         yield from _aliases(dotted(path, name), child)
 
 
-def _demand_all(state: TrainState, report: WeightsReport, where: str) -> None:
+def _demand_all(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
     """Nothing is missing but running statistics, and nothing is left over."""
     missing = [name for name in report.missing if name not in state.placement.layout.state]
     problems = (("missing", missing), ("not in the model", report.extra))
     texts = [f"{what}: {listed(sorted(names))}" for what, names in problems if names]
     if texts:
-        raise CheckpointError(f"{where}: {'; '.join(texts)} ({REMEDY})")
+        other = "" if call == "load_weights" else "load_weights takes options: "
+        raise CheckpointError(f"{where}: {'; '.join(texts)} ({other}{REMEDY})")

@@ -16,7 +16,7 @@ from typing import Any
 import fsdpx
 from fsdpx import Checkpoints, data, environment, nn, optim
 from fsdpx.errors import ConfigError
-from fsdpx.examples.mistakes import status_of
+from fsdpx.examples.mistakes import natural, status_of, whole
 from fsdpx.facade.outcome import keep, result
 from fsdpx.generation.terminal import Printed, of_bytes
 from fsdpx.nn.models import SIZES, gpt
@@ -35,31 +35,34 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sequence", default=None, help="over the tensor axis: parallel, ulysses or ring")
     p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
     p.add_argument("--size", default="tiny", choices=SIZES, help="model size")
-    p.add_argument("--steps", type=int, default=300, help="optimiser steps")
-    p.add_argument("--batch", type=int, default=32, help="sequences of the global batch, over all data ranks")
+    p.add_argument("--steps", type=whole, default=300, help="optimiser steps")
+    p.add_argument("--batch", type=whole, default=32, help="sequences of the global batch, over all data ranks")
     p.add_argument(
-        "--microbatches", "--accumulate", type=int, help="per data rank and step (default: 1, in a pipe 4 per rank)"
+        "--microbatches", "--accumulate", type=whole, help="per data rank and step (default: 1, in a pipe 4 per rank)"
     )
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16, bf16-true or fp16")
     p.add_argument(
-        "--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size"
+        "--chunks",
+        type=whole,
+        default=None,
+        help="equal parts of the batch for bit-identical results at any world size",
     )
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     p.add_argument("--dropout", type=float, default=0.0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--validate", type=int, default=100, help="steps between validations")
-    p.add_argument("--validation-batches", type=int, default=8, help="batches per validation")
+    p.add_argument("--seed", type=natural, default=0)
+    p.add_argument("--validate", type=whole, default=100, help="steps between validations")
+    p.add_argument("--validation-batches", type=whole, default=8, help="batches per validation")
     p.add_argument("--elastic", action="store_true", help="go on when ranks die, leave or join (docs/elastic.md)")
-    p.add_argument("--copies", type=int, default=1, help="of each rank's state in other ranks' memory")
-    p.add_argument("--ranks", type=int, default=None, help="how many train at first; the others wait")
+    p.add_argument("--copies", type=natural, default=1, help="of each rank's state in other ranks' memory")
+    p.add_argument("--ranks", type=whole, default=None, help="how many train at first; the others wait")
     p.add_argument("--resize", default=None, help="a file with the number of ranks that are to train")
     p.add_argument("--chaos", default="", help="what to do to ranks, such as 'kill 2@900, stop 0@1500' (rank@action)")
     p.add_argument("--run", default=None, help="folder of the run (default: runs/gpt-DATE-TIME)")
     p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
     p.add_argument("--no-save", action="store_true", help="leave no folder")
-    p.add_argument("--keep", type=int, default=2, help="checkpoints that stay; one is saved after each validation")
-    p.add_argument("--sample", type=int, default=200, help="bytes of text that the model writes at the end")
+    p.add_argument("--keep", type=whole, default=2, help="checkpoints that stay; one is saved after each validation")
+    p.add_argument("--sample", type=natural, default=200, help="bytes of text that the model writes at the end")
     p.add_argument(
         "--trace",
         nargs="?",
@@ -189,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkpoints=Checkpoints(folder.checkpoints, every=args.validate, keep=args.keep) if folder else None,
         )
     report, summary = trainer.report(), trainer.inspect.summary()
+    memory = report.memory_text  # of training: a model that writes takes more
     if trainer.host.rank == 0:
         loss = history.validation[-1][1]
         print(f"\n{result(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
@@ -197,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.sample:
         sample(trainer, args.sample, args.seed, cache=args.sequence is None)
     if trainer.host.rank == 0:
-        print(f"\n{report if args.verbose else report.memory_text}\n")
+        print(f"\n{report if args.verbose else memory}\n")
         peaks = ", ".join(f"{one.peak_rss / 2**20:,.0f} MiB" for one in summary.reports)
         print(f"{summary}\n\n" if args.verbose else "", end="")
         print(f"peak memory per rank: {peaks}", flush=True)

@@ -1,5 +1,6 @@
 """What the examples do about a mistake on their command lines."""
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,23 @@ from typing import Any
 from fsdpx import environment
 from fsdpx.errors import FsdpxError
 
-__all__ = ["status_of"]
+__all__ = ["natural", "status_of", "whole"]
+
+
+def whole(text: str, least: int = 1) -> int:
+    """An argument of a command line that is a whole number, 1 or more."""
+    try:
+        found = int(text)
+    except ValueError:
+        found = least - 1
+    if found < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, {least} or more, is needed")
+    return found
+
+
+def natural(text: str) -> int:
+    """An argument of a command line that is a whole number, 0 or more."""
+    return whole(text, 0)
 
 
 def status_of(main: Callable[[], Any]) -> int:

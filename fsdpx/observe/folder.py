@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fsdpx import files
+from fsdpx import environment, files
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.observe.plots import curves, missing
 from fsdpx.version import __version__
@@ -48,6 +48,11 @@ class RunFolder:
             return datetime.fromisoformat(self.read_json(self.config.name)["begun"]).astimezone()
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.config}: it does not say when the run was begun: {error!r}") from error
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the run has made a step that can be gone on from, or looked at."""
+        return bool(self.metrics()) or any(self.checkpoints.glob("*"))
 
     @property
     def checkpoints(self) -> Path:
@@ -171,6 +176,8 @@ def choose(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFo
         known = [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")]
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
+        if environment.read().restart == 0:  # by hand: a run that failed before its first step is not the one meant
+            known = [one for one in known if one.stepped] or known
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.begun, one.path))
         return folder, folder.arguments()
 

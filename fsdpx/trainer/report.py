@@ -377,8 +377,9 @@ class Report(Moved):
         rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
         rows += [("in all", bytes_text(sum(self.memory.values())))]
         rows += [(f"on disk: {kind}", bytes_text(n)) for kind, n in sorted(self.disk.items())]
-        process = [] if self.footprint is None else [str(self.footprint)]
-        return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(self.peak_rss)}"])
+        now = self.footprint
+        process, peak = ([], self.peak_rss) if now is None else ([str(now)], max(self.peak_rss, now.rss))
+        return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(peak)}"])
 
     def _spent(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]

@@ -454,11 +454,11 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         path = fresh()
 
     damage(path / "model.safetensors", start)
-    in_words(f"{path}: damaged: the digest does not fit of blocks.0.attn")
+    in_words(f"{path}: damaged: the digest of blocks.0.attn")
     damage(path / "model.safetensors", size - 1, 128)
-    in_words("damaged: the digest does not fit of norm.weight")
+    in_words("damaged: the digest of norm.weight")
     damage(path / "state.safetensors", (path / "state.safetensors").stat().st_size - 1)
-    in_words("damaged: the digest does not fit of v/norm.weight")
+    in_words("damaged: the digest of v/norm.weight")
     damage(path / "model.safetensors", start - 1, 32 ^ 10)  # a space of the header
     in_words("model.safetensors: damaged: the digest of the header does not fit")
     damage(path / "manifest.json", 60)
@@ -556,3 +556,36 @@ def test_manifests_are_read_to_the_last_byte() -> None:
     for bad in (b"", b"{}", b"[]", good + b" ", good.replace(b"1", b"2"), b"\xff", b"{" * 100_000):
         with pytest.raises(CheckpointError, match=r"^m: "):
             Manifest.parse(bad, "m")
+
+
+def test_ranks_that_work_in_different_folders_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means another folder in each of them."""
+    monkeypatch.chdir(tmp_path)
+    spawn(saved, 2, Path("a"))
+    real = os.getcwd()
+    there = {"rank 1": f"{real}/sub"}
+    monkeypatch.setattr(commit.os, "getcwd", lambda: there.get(threading.current_thread().name, real))
+    words = f"ranks differ in working folder: rank 0 has {real}, rank 1 has {real}/sub"
+    for call in ("save", "load", "load_weights"):
+        with pytest.raises(CheckpointError, match=re.escape(f"{call}: {words}")):
+            spawn(lambda comm, call=call: getattr(make(comm, "wide"), call)("a"), 2)
+    spawn(saved, 2, tmp_path / "b")
+
+
+def test_a_relative_path_that_is_not_there_is_looked_for_by_its_whole_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(f"in {tmp_path} there is nothing")) as caught:
+        spawn(lambda comm: make(comm, "wide").load("a"), 2)
+    assert caught.value.__cause__ is None or "there is no checkpoint" not in str(caught.value.__cause__)
+
+
+def test_load_parameters_names_the_call_that_has_the_options(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide")
+        values = trainer.parameters()
+        trainer.load_parameters(dict(list(values.items())[1:]))
+
+    with pytest.raises(CheckpointError, match=r"load_parameters: missing: .*\(load_weights takes options: rename="):
+        spawn(body, 1)

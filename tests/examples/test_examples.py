@@ -15,8 +15,9 @@ from amount import few
 
 from fsdpx import spawn
 from fsdpx.comm import Communicator
+from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError
-from fsdpx.examples import digits, strategies
+from fsdpx.examples import digits, gpt, strategies
 from fsdpx.launch import catalog
 from fsdpx.nn import models
 from fsdpx.observe.folder import RunFolder, choose
@@ -312,3 +313,26 @@ def test_sizes_have_their_parameter_counts() -> None:
         want = size.n_layers * (12 * d * d + 13 * d) + (models.BYTES + size.seq_len) * d + 2 * d
         specs = models.gpt(name).specs()
         assert sum(spec.size for key, spec in specs.items() if key != "head.weight") == want
+
+
+def test_numbers_of_the_command_line_are_checked_before_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    monkeypatch.chdir(tmp_path)
+    for option, least in (("--steps", 1), ("--batch", 1), ("--keep", 1), ("--seed", 0)):
+        with pytest.raises(SystemExit):
+            gpt.main([option, "-3"])
+        assert f"'-3': a whole number, {least} or more, is needed" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_resume_passes_over_runs_that_made_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt-1", "gpt-2"):
+        RunFolder(Path("runs", name)).begin({"lr": 1}, 1)
+    (tmp_path / "runs/gpt-1/metrics.jsonl").write_text('{"step": 1}\n')
+    assert choose("gpt", None, True, single())[0].path.name == "gpt-1"
+    monkeypatch.setenv("FSDPX_RESTART", "1")  # the launcher starts the newest one again, whatever became of it
+    assert choose("gpt", None, True, single())[0].path.name == "gpt-2"

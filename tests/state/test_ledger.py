@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from fsdpx.state import footprint as module_of_footprint
 from fsdpx.state import ledger
 from fsdpx.state.footprint import Footprint, ProcessBytes
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
+from fsdpx.state.tuning import bytes_text
 
 F32 = np.dtype(np.float32)
 
@@ -391,3 +393,10 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     code = "from fsdpx.state.footprint import peak_rss; print(peak_rss())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < large.nbytes
+
+
+def test_the_peak_is_never_below_what_is_held_now() -> None:
+    """Both are read at moments of their own."""
+    parts = {"arena": ProcessBytes(3000, 3000), "code of libraries": ProcessBytes(4000, 2000)}
+    report = replace(make(single()).report(), peak_rss=1, read_footprint=Footprint(parts))
+    assert f"peak of the process (RSS): {bytes_text(7000)}" in report.memory_text
