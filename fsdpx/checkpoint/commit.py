@@ -21,8 +21,8 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError, FsdpxError
 
 __all__ = [
-    "Target", "agreed", "alone", "current", "hold", "in_words", "located", "moving", "named", "numbered", "place", "prune",
-    "put", "replaceable", "same", "together",
+    "Target", "agreed", "alone", "current", "hold", "in_words", "located", "moving", "named", "numbered", "place",
+    "prune", "put", "replaceable", "same", "together",
 ]  # fmt: skip
 
 T = TypeVar("T")

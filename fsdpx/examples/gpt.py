@@ -191,8 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log=folder.path if folder else None,
             checkpoints=Checkpoints(folder.checkpoints, every=args.validate, keep=args.keep) if folder else None,
         )
-    report, summary = trainer.report(), trainer.inspect.summary()
-    memory = report.memory_text  # of training: a model that writes takes more
+    report, summary = trainer.report().measured(), trainer.inspect.summary()  # a model that writes takes more
     if trainer.host.rank == 0:
         loss = history.validation[-1][1]
         print(f"\n{result(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
@@ -201,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.sample:
         sample(trainer, args.sample, args.seed, cache=args.sequence is None)
     if trainer.host.rank == 0:
-        print(f"\n{report if args.verbose else memory}\n")
+        print(f"\n{report if args.verbose else report.memory_text}\n")
         peaks = ", ".join(f"{one.peak_rss / 2**20:,.0f} MiB" for one in summary.reports)
         print(f"{summary}\n\n" if args.verbose else "", end="")
         print(f"peak memory per rank: {peaks}", flush=True)

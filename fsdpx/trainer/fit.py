@@ -450,7 +450,7 @@ def _amount(loader: Any, size: int) -> int | None:
 
 
 def _digest(loader: Any) -> int | None:
-    """Of the first sample of a dataset that is cut, if that is known."""
+    """The digest of the first sample of a dataset that is cut, if it is known."""
     return digest_of_first(loader.dataset) if isinstance(loader, DataLoader) and not loader.sampler.presharded else None
 
 
