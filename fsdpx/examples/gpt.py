@@ -42,10 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16, bf16-true or fp16")
     p.add_argument(
-        "--chunks",
-        type=whole,
-        default=None,
-        help="equal parts of the batch for bit-identical results at any world size",
+        "--chunks", type=whole, help="equal parts of the batch for bit-identical results at any world size"
     )
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
