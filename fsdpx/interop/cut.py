@@ -143,7 +143,10 @@ def _made(layout: ModuleLayout, module: torch.nn.Module, backend: str | None) ->
     for alias, names in layout.borrowed.items():
         name = next((name for name in names if name in made), None)
         if name is None:
-            raise ConfigError(f"{alias!r} is of no unit but of a module around several: choose other units")
+            raise ConfigError(
+                f"{names[0]!r} is of no unit but of a module around several, and what reads it reads others as well or "
+                "is inside a unit: choose other units, or put it in a module of its own, such as torch.nn.Embedding"
+            )
         ties[alias] = ties.get(name, name)
     return CutModule(steps, list(layout.inputs), [layout.result], ties)
 
@@ -178,6 +181,7 @@ class _Plan:
         self.inputs = [n for n in placeholders if n.name in signature.user_inputs]
         full = signature.inputs_to_parameters
         self._parameters = {n: _stripped(full[n.name]) for n in placeholders if n.name in full}
+        self._read = {node: [name] for node, name in self._parameters.items()}
         buffers, lifted = signature.inputs_to_buffers, signature.inputs_to_lifted_tensor_constants
         self._constants: dict[fx.Node, str | torch.Tensor] = {}
         for node in placeholders:
@@ -268,15 +272,24 @@ class _Plan:
             at = ".".join(names[:i])
             if at in self.modules and (self._unit(at, self.modules[at]) or _owns(self.modules[at])):
                 return at
-        reads = [self._parameters[source] for source in node.all_input_nodes if source in self._parameters]
-        if any("." not in name for name in reads):
-            raise ConfigError(
-                f"{type(self.modules['']).__name__} itself reads {', '.join(reads)}, so that it cannot be cut into "
-                "units: leave the example out, and it is one layer"
-            )
-        if reads:  # of a unit, in an operation outside, such as a product with the table of an embedding
-            return node.name if node.name not in self.modules else f"{node.name}_"
-        return None
+        return self._outside(node)
+
+    def _outside(self, node: fx.Node) -> str | None:
+        """The layer of an operation outside of units that reads parameters, such as a product with the table of an
+        embedding; operations on parameters alone, such as a part of a table of positions, are repeated by who reads
+        them. The first to read a parameter of the whole module has its name."""
+        sources = [source for source in node.all_input_nodes if _is_tensor(source)]
+        reads = [name for source in sources for name in self._read.get(source, ())]
+        if not reads:
+            return None
+        if all(source in self._read for source in sources):
+            self._read[node] = reads
+            return None
+        own = next((name for name in reads if "." not in name and name not in self._segments), None)
+        if own is not None:
+            return own
+        taken = node.name in self.modules or node.name in self._parameters.values()
+        return f"{node.name}_" if taken else node.name
 
     def _is_read(self, node: fx.Node, segment: _Segment) -> bool:
         """Whether another segment, or the caller, reads it: also through operations that belong to none."""
@@ -302,6 +315,8 @@ class _Plan:
         full = self._parameters[node]
         tensor = self._tensor(node)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
+        if segment in names:
+            return ""  # the layer has the name of its parameter
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[dotted(segment, full)] = names

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdpx.interop.replaced import fuse
+from fsdpx.interop.replaced import RESHAPES, fuse
 
 __all__ = [
     "PATIENCE", "At", "ModuleLayout", "ModuleUnit", "Operation", "OperationGraph", "Shapes", "apart", "described",
@@ -141,7 +141,7 @@ def described(
     ----------
     nodes : in order, as numbered
     number : also of nodes that others stand for
-    target_of : what is called in the place of a node's own target
+    target_of : what is called in the place of a node's own target; a view is made by a reshape in any case
     owner : what inner graphs are attributes of
     """
     inner, made = dict[str, OperationGraph](), list[Operation]()
@@ -151,7 +151,7 @@ def described(
             target = f"inner{len(inner)}"
             inner[target] = _inner(operator.attrgetter(str(node.target))(owner))
         args, kwargs = (fx.node.map_arg(given, number.__getitem__) for given in (node.args, node.kwargs))
-        made.append(Operation(node.op, target, args, kwargs))
+        made.append(Operation(node.op, RESHAPES.get(target, target), args, kwargs))
     return OperationGraph(made, inner)
 
 

@@ -14,7 +14,7 @@ from fsdpx.array import blas, kernels
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.nn.numeric import affine
 
-__all__ = ["NATIVE", "attention", "fuse"]
+__all__ = ["NATIVE", "RESHAPES", "attention", "fuse"]
 
 aten: Any = torch.ops.aten
 EXACT = (torch.float32, torch.float64)
@@ -71,6 +71,12 @@ def attention(
 
 NATIVE: dict[Any, Callable[..., Any]] = {aten.linear.default: linear, aten.addmm.default: addmm}
 """Operations and what runs in their place. Attention has dropout, and is among those that ask for the mode."""
+
+
+RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+"""Views that PyTorch's exporter found valid for the strides that its own operations and one process give. Those of
+fsdpx's operations, and of what another rank sends, may be others; exported graphs write into nothing, so that a copy
+does as well."""
 
 
 def fuse(graph: fx.Graph) -> None:

@@ -1,0 +1,148 @@
+"""Modules of PyTorch that are cut: layouts of memory that their views rely on, and parameters of the whole module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fsdpx  # noqa: E402
+from fsdpx import nn, optim  # noqa: E402
+from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.errors import ConfigError  # noqa: E402
+from fsdpx.interop.torch import from_torch  # noqa: E402
+
+tnn = torch.nn
+VOCAB, TIME, WIDTH = 20, 6, 8
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, TIME))
+
+
+class Encoder(tnn.Module):
+    """Encoder layers of PyTorch itself. masked: by an argument, or by a mask and the word that it is causal."""
+
+    def __init__(self, drop: float = 0.0, first: bool = False, masked: str = "") -> None:
+        super().__init__()
+        self.masked, self.embed = masked, tnn.Embedding(VOCAB, WIDTH)
+        given = {"dropout": drop, "batch_first": True, "norm_first": first}
+        self.blocks = tnn.ModuleList(tnn.TransformerEncoderLayer(WIDTH, 2, 16, **given) for _ in range(2))
+        self.head = tnn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Any) -> Any:
+        x, given = self.embed(tokens), {}
+        if self.masked:
+            mask = torch.full((tokens.shape[1], tokens.shape[1]), -torch.inf).triu(1)
+            given = {"src_mask": mask, "is_causal": self.masked == "causal"}
+        for block in self.blocks:
+            x = block(x, **given)
+        return self.head(x)
+
+
+class Positions(tnn.Module):
+    """A token in front and positions, both parameters of the whole module; a scale that two operations read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = tnn.Embedding(VOCAB, WIDTH), tnn.Parameter(torch.randn(1, 1, WIDTH))
+        self.pos, self.scale = tnn.Parameter(torch.randn(1, TIME + 3, WIDTH)), tnn.Parameter(torch.rand(WIDTH))
+        self.blocks = tnn.ModuleList(tnn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = tnn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Any) -> Any:
+        x = torch.cat([self.first.expand(tokens.shape[0], -1, -1), self.embed(tokens)], 1)
+        x = (x + self.pos[:, : x.shape[1]]) * self.scale
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head((x * self.scale)[:, 1:])
+
+
+def plain(net: Any, steps: int) -> tuple[list[float], Any, dict[str, Any]]:
+    """Plain PyTorch: losses, the result afterwards, and parameters."""
+    net, losses = copy.deepcopy(net), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = tnn.functional.cross_entropy(net(torch.tensor(TOKENS)).flatten(0, 1), torch.tensor(TOKENS).flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, net(torch.tensor(TOKENS)).numpy(), {n: p.detach().numpy() for n, p in net.named_parameters()}
+
+
+def train(model: Any, steps: int, ranks: int = 1, data: int | None = None, **options: Any) -> Any:
+    """(losses, predictions, parameters) of thread ranks."""
+
+    def run(comm: Communicator) -> Any:
+        trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
+        rows = len(TOKENS) // (data or comm.size)
+        mine = TOKENS[comm.rank % (data or comm.size) * rows :][:rows]
+        return [trainer.step(mine, mine) for _ in range(steps)], trainer.predict(TOKENS), trainer.parameters()
+
+    return spawn(run, ranks)[0]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize(("first", "masked", "evaluation"), [
+    (False, "", False), (True, "", False), (False, "mask", False), (True, "causal", False), (False, "causal", True),
+    (False, "", True),
+])  # fmt: skip
+def test_encoder_layers_without_dropout_train_as_in_pytorch(
+    first: bool, masked: str, evaluation: bool, precision: str
+) -> None:
+    torch.manual_seed(1)
+    net = Encoder(0.5 if evaluation else 0.0, first, masked)
+    net = net.eval() if evaluation else net
+    losses, result, _ = plain(net, 3)
+    found, predicted, _ = train(from_torch(net, TOKENS), 3, precision=precision)
+    close = {"rtol": 2e-5, "atol": 2e-5} if precision == "float32" else {"rtol": 3e-2, "atol": 1e-1}
+    np.testing.assert_allclose(found, losses, **close)
+    np.testing.assert_allclose(np.asarray(predicted, np.float32), result, **close)
+
+
+def test_dropout_in_training_leaves_views_valid_in_evaluation() -> None:
+    torch.manual_seed(1)
+    net = Encoder(0.5)
+    result = plain(net.eval(), 0)[1]
+    predicted = train(from_torch(net.train(), TOKENS), 0)[1]
+    np.testing.assert_allclose(predicted, result, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "options"), [
+    (1, {}), (2, {"strategy": "fsdp", "group_bytes": 0}),
+    (2, {"data": 1, "mesh": fsdpx.Mesh(pipe=2), "schedule": "zb-h1", "microbatches": 2}),
+], ids=["one", "fsdp", "pipe"])  # fmt: skip
+def test_parameters_of_the_whole_module_are_layers_of_their_own(ranks: int, options: Any) -> None:
+    torch.manual_seed(2)
+    net = Positions().double()
+    losses, result, end = plain(net, 3)
+    model = from_torch(net, TOKENS)
+    assert [name for name in model.children() if not name.startswith("mul")] == [
+        "embed", "first", "pos", "scale", "blocks.0", "blocks.1", "head"
+    ]  # fmt: skip
+    found, predicted, parameters = train(model, 3, ranks, precision="float64", **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-10)
+    np.testing.assert_allclose(predicted, result, rtol=1e-8, atol=1e-10)
+    assert parameters.keys() == end.keys()
+    for name, array in end.items():
+        np.testing.assert_allclose(parameters[name], array, rtol=1e-8, atol=1e-10)
+
+
+class Both(tnn.Module):
+    """One operation that reads two parameters of the whole module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = tnn.Parameter(torch.ones(3, 4)), tnn.Parameter(torch.ones(3))
+
+    def forward(self, x: Any) -> Any:
+        return tnn.functional.linear(x, self.weight, self.bias)
+
+
+def test_what_stays_uncut_is_named_with_what_to_do() -> None:
+    said = r"'bias' is of no unit but of a module around several.*module of its own, such as torch\.nn\.Embedding"
+    with pytest.raises(ConfigError, match=said):
+        from_torch(Both(), np.ones((2, 4), np.float32))
