@@ -74,9 +74,9 @@ NATIVE: dict[Any, Callable[..., Any]] = {aten.linear.default: linear, aten.addmm
 
 
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""Views that PyTorch's exporter found valid for the strides that its own operations and one process give. Those of
-fsdpx's operations, and of what another rank sends, may be others; exported graphs write into nothing, so that a copy
-does as well."""
+"""A view is valid for the strides of one tensor. PyTorch's exporter knows the strides that its own operations give in
+one process, and fsdpx's operations and messages may give others. Exported graphs write into nothing, so that a copy
+gives the same."""
 
 
 def fuse(graph: fx.Graph) -> None:
