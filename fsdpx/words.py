@@ -2,13 +2,18 @@
 about names that are unknown."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any
 
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["GONE", "LEFT", "MOVED", "OTHERS", "demand_match", "left", "meant", "moved", "patterns_of"]
+__all__ = [
+    "GONE", "LEFT", "MOVED", "OTHERS", "demand_known", "demand_match", "knowing", "left", "meant", "moved",
+    "patterns_of",
+]  # fmt: skip
 
 OTHERS: dict[str, str] = {
     "FULL_SHARD": 'strategy="fsdp"',
@@ -104,6 +109,12 @@ GONE: dict[str, str] = {
     "routes": "nothing: trainer.inspect.routing() is empty without experts",
 }
 """What an earlier version's trainer had -> what to use instead. The old name is an error."""
+_OPTIM: dict[str, str] = {
+    "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
+    "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
+    "params": "groups", "T_max": "steps", "total_steps": "steps", "eta_min": "final", "step_size": "every",
+}  # fmt: skip
+"""Option of another library's optimisers and schedules -> ours."""
 _PLAIN = str.maketrans("", "", "-_ ")
 _LEFT = {word.lower().translate(_PLAIN): instead for word, instead in LEFT.items()}
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
@@ -118,6 +129,28 @@ def meant(word: str, known: Iterable[str]) -> str:
         return f"; here that is {ours}"
     near = get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """ConfigError for options that a call does not have, with what may be meant."""
+    known = list(known)
+    for name in options:
+        if name not in known:
+            ours = _OPTIM.get(name)
+            hint = f"; here that is {ours}=" if ours in known else meant(name, known) or ": " + ", ".join(known)
+            raise ConfigError(f"{call}({name}=...): no such option{hint}")
+
+
+def knowing(kind: type[Any]) -> None:
+    """Let a dataclass answer an option that it does not have with ConfigError, which says what may be meant."""
+    known, made = [field.name for field in fields(kind) if field.init], kind.__init__
+
+    @wraps(made)
+    def begin(self: Any, *given: Any, **options: Any) -> None:
+        demand_known(type(self).__name__, options, known)
+        made(self, *given, **options)
+
+    kind.__init__ = begin
 
 
 def patterns_of(argument: str, given: Any) -> tuple[str, ...]:

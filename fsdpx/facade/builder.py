@@ -19,9 +19,8 @@ from fsdpx.files import read
 from fsdpx.nn import models
 from fsdpx.observe import trace
 from fsdpx.optim import schedules
-from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.trainer import Trainer
-from fsdpx.words import meant
+from fsdpx.words import demand_known, meant
 
 __all__ = ["SECTIONS", "ModelBuilder"]
 

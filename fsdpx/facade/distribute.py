@@ -26,12 +26,13 @@ from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
 from fsdpx.state.placement import PaceChoice
 from fsdpx.trainer.batch import begin
-from fsdpx.trainer.choices import ELASTIC, Beside, demand_known, demand_together
+from fsdpx.trainer.choices import ELASTIC, Beside, demand_together
 from fsdpx.trainer.fit import made
 from fsdpx.trainer.host import FixedRanks
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.watch.watchdog import note, unwatch, watch_axes
+from fsdpx.words import demand_known
 
 __all__ = ["OPTIONS", "distribute"]
 

@@ -11,12 +11,16 @@ from fsdpx.optim.muon import Muon
 from fsdpx.optim.optimizer import Kept, Optimizer, Rate, no_decay, rate
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
-from fsdpx.words import left
+from fsdpx.words import knowing, left
 
 __all__ = [
     "EMA", "LAMB", "SGD", "SWA", "Adam", "AdamW", "Groups", "Kept", "Lion", "Muon", "Optimizer", "Rate", "Run",
     "Segment", "Segments", "no_decay", "rate", "schedules",
 ]  # fmt: skip
+
+
+for _kind in (EMA, LAMB, SGD, SWA, Adam, AdamW, Lion, Muon, *(getattr(schedules, name) for name in schedules.__all__)):
+    knowing(_kind)
 
 
 def __getattr__(name: str) -> Any:

@@ -245,8 +245,8 @@ def _asked_for(
     """What all ranks must have asked for alike, by its name in errors."""
     training, layout, pace = recipe.training, pages.layout, ranks.pace
     return {
+        "strategy": ranks.sharding,  # it decides the mesh where none is given
         "mesh": ranks.axes.mesh,
-        "strategy": ranks.sharding,
         "precision": formats,
         "options": replace(options, pace=TOGETHER),
         "model": layout,

@@ -166,9 +166,9 @@ def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
         given = [x[name] for name in names]
     else:
         given = list(x) if isinstance(x, tuple | list) and len(names) > 1 else [x]
-    arrays = [array_of(placement, a) for a in given]
-    if len(arrays) != len(names):
-        raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(arrays)}")
+    if len(given) != len(names):
+        raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(given)}")
+    arrays = [array_of(placement, a, name) for name, a in zip(names, given, strict=True)]
     for name, array in zip(names, arrays, strict=True):
         if array.ndim == 0:
             raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
@@ -187,28 +187,37 @@ def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
 
 
 def target_of(placement: Placement, y: Any, samples: int) -> Any:
-    target = array_of(placement, y)
+    target = array_of(placement, y, TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")
     return target
 
 
-def array_of(placement: Placement, value: Any) -> Any:
-    """On the engine's device, floating point in its format, in the byte order of the machine."""
+TARGET = "the target"
+
+
+def _called(name: str) -> str:
+    """An array of a batch, in errors."""
+    return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
+
+
+def array_of(placement: Placement, value: Any, name: str = "") -> Any:
+    """On the engine's device, floating point in its format, in the byte order of the machine. name: of the input, or
+    TARGET."""
     compute = placement.formats.compute
     if value.__class__ is np.ndarray and value.dtype is compute and placement.xp is np:  # nearly always
         return value
     if value is None:
-        raise DataError("got None where an array is needed")
+        raise DataError(f"got None where an array is needed: {_called(name)}")
     if placement.imaginary:
         return value.astype(compute) if value.dtype.kind == "f" else value
     try:
         array = value if is_on_gpu(value) else np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise DataError(f"the batch is no array: {error}") from error
+        raise DataError(f"{_called(name)} is no array: {error}") from error
     if array.dtype.kind not in "fiubV" or array.dtype.type is np.void:
-        raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
+        raise DataError(f"{_called(name)} of dtype {array.dtype} cannot be trained on: numbers are needed")
     if array.dtype.kind in "fV" and array.dtype != compute:
         array = array.astype(compute)
     elif not array.dtype.isnative:
@@ -216,7 +225,7 @@ def array_of(placement: Placement, value: Any) -> Any:
     if not is_on_gpu(array):
         return from_host(placement.xp, array)
     if placement.xp is np:
-        raise DataError(f"an array of the batch lies {where(array)}, and device='cpu': pass array.get()")
+        raise DataError(f"{_called(name)} lies {where(array)}, and device='cpu': pass array.get()")
     return array
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from inspect import isfunction
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,12 +20,13 @@ from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.config import Offload, Precision
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
+from fsdpx.nn import losses
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim.optimizer import needs_whole
 from fsdpx.state.placement import Options
 from fsdpx.strategies import Async, Local
-from fsdpx.words import meant, patterns_of
+from fsdpx.words import patterns_of
 
 __all__ = [
     "CHUNKS", "ELASTIC", "LOCAL", "OWN", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
@@ -205,14 +207,6 @@ def table() -> str:
     return "\n".join(["| with | there is no | because | what to do |", "|---|---|---|---|", *rows])
 
 
-def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """ConfigError for options that a call does not have, with what may be meant."""
-    known = list(known)
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{call}({name}=...): no such option" + (meant(name, known) or ": " + ", ".join(known)))
-
-
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
     """ConfigError for options of an axis without a mesh. On an axis of one rank they are allowed, without effect."""
     for name, given, axis in (
@@ -269,21 +263,35 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
         ("optimizer", optimizer, ("update", "slots", "lr")),
     ):
         if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
-            hint = f"{value.__name__}(...)" if isinstance(value, type) else "one of fsdpx.nn or fsdpx.optim"
-            raise ConfigError(of_torch(value) or f"{name}={_short(value)}: an object is needed, {hint}")
+            raise ConfigError(of_torch(value) or f"{name}={_short(value)}: an object is needed{_hint(value)}")
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed")
+        parsed = f", such as fsdpx.Mesh.parse({mesh!r})" if isinstance(mesh, str) else ""
+        raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed{parsed}")
     if isinstance(frozen, str):
         raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
     patterns_of("frozen", frozen)
 
 
+def _hint(value: Any) -> str:
+    """What to give instead of a class, a name or a function."""
+    if isinstance(value, type):
+        return f", {value.__name__}(...)"
+    if isinstance(value, str):
+        plain = value.lower().replace("_", "").replace("-", "")
+        found = [f", optim.{name}(lr=...)" for name in _OPTIMIZERS if name.lower() == plain]
+        found += [f", nn.{name}()" for name in losses.__all__ if name.lower() == plain]
+        if found:
+            return found[0]
+    return "; docs/custom-loss.md makes one of a function" if isfunction(value) else ", one of fsdpx.nn or fsdpx.optim"
+
+
 def of_torch(value: Any) -> str:
-    """An optimiser or a schedule of PyTorch in one line, with what takes its place here; "" for all else."""
-    kind = type(value)
+    """An optimiser or a schedule of PyTorch, or the class of one, in one line, with what takes its place here; "" for
+    all else."""
+    kind = value if isinstance(value, type) else type(value)
     if not kind.__module__.startswith("torch.optim"):
         return ""
-    if hasattr(value, "last_epoch"):
+    if (hasattr(value, "last_epoch") or "lr_scheduler" in kind.__module__):
         ours = [name for name in optim.schedules.__all__ if kind.__name__.lower().startswith(name.lower())]
         use = f"optim.schedules.{ours[0] if ours else 'Cosine'}(...)"
         return f"torch.optim.lr_scheduler.{kind.__name__}: a schedule is the rate itself, fsdpx.optim.AdamW(lr={use})"

@@ -33,7 +33,6 @@ from fsdpx.state.state import TrainState
 from fsdpx.state.tuning import Tuning, bytes_text, table
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.callbacks import Events, Log, Metric, Metrics, on_host
-from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
 from fsdpx.trainer.recipe import NoOptimizer, Recipe, demand
@@ -42,6 +41,7 @@ from fsdpx.trainer.saves import Saves
 from fsdpx.trainer.series import Checkpoints, History
 from fsdpx.trainer.session import Session
 from fsdpx.watch.preempt import Preemption
+from fsdpx.words import demand_known
 
 __all__ = ["fit", "made", "passing", "remedies"]
 

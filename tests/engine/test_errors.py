@@ -154,7 +154,9 @@ def test_unknown_backend() -> None:
     [
         (np.ones((3, 12)), np.ones((2, 5)), "the target has 2 samples, the inputs have 3"),
         (np.float64(1.0), np.ones((2, 5)), "input 'x' is a single number"),
-        (np.array(["a"]), np.ones((1, 5)), "a batch of dtype <U1 cannot be trained on"),
+        (np.array(["a"]), np.ones((1, 5)), "input 'x' of dtype <U1 cannot be trained on"),
+        (np.ones((1, 12)), np.array(["a"]), "the target of dtype <U1 cannot be trained on"),
+        (np.ones((1, 12)), np.ones((1, 5), complex), "the target of dtype complex128 cannot be trained on"),
         ((np.ones((3, 12)),) * 2, np.ones((3, 5)), None),
         ({"z": np.ones((3, 12))}, np.ones((3, 5)), "the model's inputs are x, the batch has z"),
         (np.ones((3, 12)), np.ones((3, 4)), "(3, 4)"),
@@ -282,6 +284,9 @@ def test_shape_error_is_a_value_error() -> None:
     ("options", "text"),
     [
         ({"optimizer": optim.AdamW}, "an object is needed, AdamW(...)"),
+        ({"optimizer": "adamw"}, "optimizer='adamw': an object is needed, optim.AdamW(lr=...)"),
+        ({"optimizer": "adam_v"}, "an object is needed, one of fsdpx.nn or fsdpx.optim"),
+        ({"mesh": "pipe=2"}, "mesh='pipe=2': fsdpx.Mesh(...) is needed, such as fsdpx.Mesh.parse('pipe=2')"),
         ({"clip_norm": "1"}, "clip_norm='1': a positive number"),
         ({"seed": 1.5}, "seed=1.5: a whole number"),
         ({"seed": None}, "seed=None: a whole number"),
@@ -479,3 +484,27 @@ def test_a_refused_batch_leaves_no_mark() -> None:
         trainer.step(x, y)
 
     spawn(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        ("cross_entropy", "loss='cross_entropy': an object is needed, nn.CrossEntropy()"),
+        (lambda y, target: 0, "an object is needed; docs/custom-loss.md makes one of a function"),
+    ],
+)
+def test_a_loss_that_is_no_object(loss: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        nn.Linear(2, 2).as_distributed(loss=loss, optimizer=optim.SGD(lr=1))
+    assert text in str(caught.value)
+
+
+def test_the_class_of_an_optimiser_of_pytorch_is_answered_at_once() -> None:
+    theirs = type("AdamW", (), {"__module__": "torch.optim.adamw"})
+    with pytest.raises(ConfigError, match=r"^torch\.optim\.AdamW: use fsdpx\.optim\.AdamW\("):
+        nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=theirs)
+
+
+def test_strategies_that_differ_are_named_and_not_their_meshes() -> None:
+    text = alike(2, lambda comm: make(comm, "mlp", ("ddp", "fsdp")[comm.rank]))
+    assert text.startswith("ConfigError: ranks differ in strategy: rank 0 has ")

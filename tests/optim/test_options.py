@@ -270,3 +270,19 @@ BOTH = pytest.mark.usefixtures("version")
 for _name, (_make, _more) in KINDS.items():
     _body = {"make": lambda self, make=_make, **options: make(**options), "pytestmark": BOTH, **_more}
     globals()[f"Test{_name}"] = type(f"Test{_name}", (OptimizerContract,), _body)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: optim.AdamW(learning_rate=1e-3), "AdamW(learning_rate=...): no such option; here that is lr="),
+        (lambda: optim.SGD(momentun=0.9), "SGD(momentun=...): no such option; did you mean 'momentum'?"),
+        (lambda: schedules.Cosine(1e-3, steps_=3), "Cosine(steps_=...): no such option; did you mean 'steps'?"),
+        (lambda: schedules.Cosine(1e-3, T_max=3), "Cosine(T_max=...): no such option; here that is steps="),
+        (lambda: optim.EMA(qqq=1), "EMA(qqq=...): no such option: decay"),
+    ],
+)
+def test_options_that_there_are_not(make: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert text in str(caught.value)
