@@ -41,9 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "--microbatches", "--accumulate", type=whole, help="per data rank and step (default: 1, in a pipe 4 per rank)"
     )
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16, bf16-true or fp16")
-    p.add_argument(
-        "--chunks", type=whole, help="equal parts of the batch for bit-identical results at any world size"
-    )
+    p.add_argument("--chunks", type=whole, help="equal parts of the batch for bit-identical results at any world size")
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     p.add_argument("--dropout", type=float, default=0.0)

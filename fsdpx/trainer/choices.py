@@ -291,7 +291,7 @@ def of_torch(value: Any) -> str:
     kind = value if isinstance(value, type) else type(value)
     if not kind.__module__.startswith("torch.optim"):
         return ""
-    if (hasattr(value, "last_epoch") or "lr_scheduler" in kind.__module__):
+    if hasattr(value, "last_epoch") or "lr_scheduler" in kind.__module__:
         ours = [name for name in optim.schedules.__all__ if kind.__name__.lower().startswith(name.lower())]
         use = f"optim.schedules.{ours[0] if ours else 'Cosine'}(...)"
         return f"torch.optim.lr_scheduler.{kind.__name__}: a schedule is the rate itself, fsdpx.optim.AdamW(lr={use})"
