@@ -25,8 +25,8 @@ from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
 
 __all__ = [
-    "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "begin", "call_records", "check_places",
-    "cut", "different", "exchange", "inputs_of", "largest", "largest_microbatch", "number",
+    "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "as_given", "begin", "call_records",
+    "check_places", "cut", "different", "exchange", "inputs_of", "largest", "largest_microbatch", "number",
     "sum_of", "target_of",
 ]  # fmt: skip
 
@@ -200,6 +200,14 @@ TARGET = "the target"
 def _called(name: str) -> str:
     """An array of a batch, in errors."""
     return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
+
+
+def as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
+    """An error about a format that floats were converted to, which also names the one that the caller gave."""
+    text, _, dtype = str(problem).rpartition("whole numbers, got ")
+    given = getattr(y if "labels" in text else x, "dtype", None)
+    known = not text or given is None or str(given) == dtype
+    return problem if known else type(problem)(f"{problem} (given as {given})")
 
 
 def array_of(placement: Placement, value: Any, name: str = "") -> Any:

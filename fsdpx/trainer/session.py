@@ -155,7 +155,7 @@ class Session:
                 features += f"{batches.DIGEST}{batches.sum_of(arrays)}"
             self._validate(inputs, target)
         except FsdpxError as problem:
-            error = problem
+            error = batches.as_given(problem, x, y)
         by_itself = self._by_itself(kind)
         if error is not None and by_itself:
             raise error

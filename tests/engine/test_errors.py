@@ -508,3 +508,12 @@ def test_the_class_of_an_optimiser_of_pytorch_is_answered_at_once() -> None:
 def test_strategies_that_differ_are_named_and_not_their_meshes() -> None:
     text = alike(2, lambda comm: make(comm, "mlp", ("ddp", "fsdp")[comm.rank]))
     assert text.startswith("ConfigError: ranks differ in strategy: rank 0 has ")
+
+
+def test_labels_and_indices_are_named_as_they_were_given() -> None:
+    x, y = np.ones((2, 3), np.float32), np.ones(2)
+    trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=1))
+    with pytest.raises(DataError, match=r"labels must be whole numbers, got float32 \(given as float64\)$"):
+        trainer.step(x, y)
+    with pytest.raises(DataError, match=r"labels must be whole numbers, got float32$"):
+        trainer.step(x.astype(float), y.astype(np.float32))
