@@ -4,12 +4,16 @@ Between units stand operations without parameters, such as masks and positions: 
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from threading import Timer
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,8 +21,9 @@ import torch
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fsdpx.environment import read as environment
 from fsdpx.errors import ConfigError
-from fsdpx.interop.described import At, ModuleLayout, ModuleUnit, OperationGraph, Shapes, apart, described, value
+from fsdpx.interop.described import TIMER, At, ModuleLayout, ModuleUnit, OperationGraph, Shapes, apart, described, value
 from fsdpx.interop.module import Differentiated, Module, chosen, is_norm, values_of
 from fsdpx.interop.operations import Operations
 from fsdpx.interop.recorded import Run
@@ -34,6 +39,8 @@ __all__ = ["CutModule", "UnitFunction", "cut", "shared"]
 Units = Callable[[str, torch.nn.Module], bool]
 _tracing = threading.Lock()  # PyTorch exports in one thread at a time, and changes the module while it does
 ROOT = "module."
+SILENCE = 2.0
+"""Seconds that an export may take before it is named."""
 
 
 class UnitFunction(Differentiated):
@@ -109,8 +116,34 @@ def cut(
         with _tracing:
             return _layout(module, example, units, output)
 
-    # A compiler of units needs PyTorch's exporter in this process all the same.
-    return _made(work() if backend else apart(work), module, backend)
+    with _named(f"PyTorch exports {type(module).__name__}, to cut it into units"):
+        # A compiler of units needs PyTorch's exporter in this process all the same.
+        layout = work() if backend else apart(work)
+    return _made(layout, module, backend)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """If the block takes longer than `SILENCE`, the first rank says what it does, and at its end how long it took."""
+    launcher = environment().launcher
+    if launcher is not None and launcher.rank:
+        yield
+        return
+    begin, named = perf_counter(), threading.Event()
+
+    def name() -> None:
+        named.set()
+        print(f"fsdpx: {what} ...", file=sys.stderr, flush=True)
+
+    timer = Timer(SILENCE, name)
+    timer.name, timer.daemon = TIMER, True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if named.is_set():
+            print(f"fsdpx: {what} took {perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def _layout(

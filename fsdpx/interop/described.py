@@ -22,8 +22,8 @@ from torch import fx
 from fsdpx.interop.replaced import RESHAPES, fuse
 
 __all__ = [
-    "PATIENCE", "At", "ModuleLayout", "ModuleUnit", "Operation", "OperationGraph", "Shapes", "apart", "described",
-    "dumped", "loaded", "value",
+    "PATIENCE", "TIMER", "At", "ModuleLayout", "ModuleUnit", "Operation", "OperationGraph", "Shapes", "apart",
+    "described", "dumped", "loaded", "value",
 ]  # fmt: skip
 
 INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
@@ -193,7 +193,9 @@ def loaded(text: bytes) -> ModuleLayout:
 
 PATIENCE = 600.0
 """Seconds for the child; after that this process does its work."""
-QUIET = {"fsdpx watchdog", "fsdpx progress"}
+TIMER = "fsdpx export"
+"""The thread that says that an export takes long."""
+QUIET = {"fsdpx watchdog", "fsdpx progress", TIMER}
 """Threads of this process that hold no lock which PyTorch asks for."""
 GIVEN = b"."  # the last byte of a whole result
 

@@ -14,6 +14,7 @@ import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
+from fsdpx.interop import cut  # noqa: E402
 from fsdpx.interop.torch import from_torch  # noqa: E402
 
 tnn = torch.nn
@@ -146,3 +147,24 @@ def test_what_stays_uncut_is_named_with_what_to_do() -> None:
     said = r"'bias' is of no unit but of a module around several.*module of its own, such as torch\.nn\.Embedding"
     with pytest.raises(ConfigError, match=said):
         from_torch(Both(), np.ones((2, 4), np.float32))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_export_that_takes_long_is_named_by_the_first_rank(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Any] = []
+
+    class AtOnce:
+        """A timer whose time is over when it starts."""
+
+        def __init__(self, seconds: float, function: Any) -> None:
+            self.start, self.cancel = function, lambda: made.append(self)
+
+    monkeypatch.setattr(cut, "Timer", AtOnce)
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    monkeypatch.setenv("PMI_SIZE", "2")
+    from_torch(tnn.Sequential(tnn.Linear(4, 4)), np.ones((2, 4), np.float32))
+    said = capsys.readouterr().err
+    assert len(made) == 1 - rank
+    assert said.count("fsdpx: PyTorch exports Sequential, to cut it into units") == 2 * len(made)
