@@ -13,8 +13,6 @@ from typing import Any
 
 from fsdpx.native.processor import cpuinfo
 
-__all__ = ["RESULTS", "arguments", "command", "folder_of", "lines", "load", "machine", "save"]
-
 RESULTS = Path(__file__).parent / "results"
 QUICK = Path(__file__).parents[1] / "build" / "bench"
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fsdpx.launch.call import launch
     from fsdpx.launch.info import info
     from fsdpx.launch.options import LaunchConfig
+    from fsdpx.layout.grid import Grid
     from fsdpx.observe.folder import RunFolder
     from fsdpx.observe.trace import Trace
     from fsdpx.optim.average import EMA, SWA
@@ -50,6 +51,7 @@ _NAMES = {
     "fsdpx.comm.mesh": ("Mesh",),
     "fsdpx.comm.opening": ("spawn",),
     "fsdpx.config": ("Elastic", "Offload", "Precision", "Sharding"),
+    "fsdpx.layout.grid": ("Grid",),
     "fsdpx.facade.adapters": ("load_adapter", "merged_parameters", "save_adapter"),
     "fsdpx.facade.builder": ("ModelBuilder",),
     "fsdpx.facade.distribute": ("distribute",),

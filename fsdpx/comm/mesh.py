@@ -152,7 +152,8 @@ class Mesh:
 @dataclass(frozen=True)
 class Axes:
     """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all, and `group`
-    those ranks that train together: all of them, or those of one replica where replicas train by themselves."""
+    those ranks that train together: all of them, or those of one replica where replicas train by themselves. space: the
+    ranks along each dim of a field, of those data ranks that have parts of the same samples."""
 
     mesh: Mesh
     coordinates: Coordinates
@@ -164,6 +165,7 @@ class Axes:
     tensor: Communicator
     group: Communicator
     counters: Counters
+    space: tuple[Communicator, ...] = ()
     made: tuple[Communicator, ...] = ()
 
     @property
@@ -190,10 +192,15 @@ class Axes:
 
 
 def connect(
-    mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False, local: bool = False
+    mesh: Mesh,
+    comm: Communicator,
+    counters: Counters | None = None,
+    check: bool = False,
+    local: bool = False,
+    space: Sequence[int] = (),
 ) -> Axes:
     """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. local: replicas train by
-    themselves.
+    themselves. space: ranks along each dim of a field, whose product divides the data axis.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
     in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
@@ -216,7 +223,22 @@ def connect(
     named |= {"group": REPLICA} if local else {}
     comms = {name: Counted(group(axes), name, counters) for name, axes in named.items()}
     comms.setdefault("group", comms["world"])
-    return Axes(mesh, place, **comms, counters=counters, made=tuple(made))
+    lines = []
+    for dim, width in enumerate(space):
+        ranks = _line_of_field(mesh.line(place, ("replica", "shard")), comm.rank, space, dim)
+        part = single() if width == 1 else comm.subgroup(ranks)
+        made.extend([] if width == 1 else [part])
+        lines.append(Counted(Guarded(part) if check else part, "space", counters))
+    return Axes(mesh, place, **comms, counters=counters, space=tuple(lines), made=tuple(made))
+
+
+def _line_of_field(data: list[int], rank: int, space: Sequence[int], dim: int) -> list[int]:
+    """The ranks that differ from `rank` along one dim of the field. data: the ranks of its data axis, in order: the
+    first prod(space) of them have the parts of one sample, and so on."""
+    group, at = divmod(data.index(rank), prod(space))
+    step = prod(space[dim + 1 :])
+    first = at - at // step % space[dim] * step
+    return [data[group * prod(space) + first + i * step] for i in range(space[dim])]
 
 
 def alone() -> Axes:

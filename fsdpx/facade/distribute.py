@@ -21,6 +21,7 @@ from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.interop.values import handed_on, same_values
+from fsdpx.layout.grid import Grid
 from fsdpx.layout.units import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
@@ -60,6 +61,7 @@ def distribute(
     elastic: bool | Elastic = False,
     average: Any = None,
     offload: Offload | None = None,
+    space: Grid | None = None,
     machinery: Machinery | None = None,
     **rarely: Any,
 ) -> Trainer:
@@ -96,6 +98,8 @@ def distribute(
     elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
     offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
+    space : a `fsdpx.Grid`: each rank has a part of every field, as its solver has it, and batches and predictions are
+        such parts (docs/fields.md)
     machinery : `fsdpx.Machinery(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
     rarely : fields of `fsdpx.Machinery` by name, `device="cuda"`; they replace those of `machinery`
 
@@ -108,6 +112,8 @@ def distribute(
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     choice = Elastic.of(elastic)
+    if comm is None and isinstance(space, Grid):
+        comm = space.comm
     if not isinstance(machinery, Machinery | None):
         raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
     chosen: dict[str, Any] = vars(machinery or Machinery()) | rarely
@@ -121,7 +127,7 @@ def distribute(
             *_native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
             precision,
         ),
-        Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload),
+        Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload, space),
         Machinery(**chosen),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)

@@ -4,7 +4,7 @@ from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, CutDropout, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
 from fsdpx.nn.container import Chain, Composite, Container, Residual
-from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
+from fsdpx.nn.conv import Conv1d, Conv2d, Conv3d
 from fsdpx.nn.cut import Column, Cut, CutRequest, Features, Own, Positions, Row, Samples, Vocab, Whole
 from fsdpx.nn.decoders import GPT, Llama
 from fsdpx.nn.embedding import (
@@ -22,24 +22,28 @@ from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAtt
 from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.layer import Env, Layer, Portion, Spec
 from fsdpx.nn.linear import ColumnLinear, Linear, RowLinear
-from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
+from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss, RelativeL2
 from fsdpx.nn.lowrank import LoRALinear, lora
 from fsdpx.nn.moe import CutMoE, MoE
-from fsdpx.nn.norm import BatchNorm, LayerNorm, RMSNorm
+from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
+from fsdpx.nn.pool import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
+from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Upsample
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
 from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
+from fsdpx.nn.unet import UNet
 
 __all__ = [
-    "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool2d", "BCEWithLogits", "BatchNorm",
-    "Bert", "BertEmbedding", "Chain", "Column", "ColumnLinear", "Composite", "Concat", "Container", "Conv2d",
+    "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d", "AvgPool3d",
+    "BCEWithLogits", "BatchNorm", "Bert", "BertEmbedding", "Chain", "Column", "ColumnLinear", "Composite", "Concat",
+    "Container", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",
     "CrossEntropy", "Cut", "CutDropout", "CutMoE", "CutRequest", "Dropout", "Embedding", "Enter", "Env", "Features",
-    "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GroupedQueryAttention", "HeadNorm", "Lambda",
-    "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool2d", "MoE",
-    "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion",
-    "Positions", "RMSNorm", "ReLU", "Residual", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss",
-    "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "ViT", "Vocab",
-    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models",
-    "parallelise", "shapes", "sort", "specs_of",
+    "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GroupNorm", "GroupedQueryAttention", "HeadNorm",
+    "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool1d",
+    "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches",
+    "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rotary", "Row", "RowLinear",
+    "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding",
+    "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding",
+    "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.cut import CutRequest, Features, Positions, share
+from fsdpx.nn.cut import CutRequest, Features, Parts, Positions, share
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
 
 __all__ = [
@@ -165,6 +165,10 @@ class Dropout(Layer):
 
     def cut(self, request: CutRequest) -> Portion:
         kind = request.kinds[0]
+        if isinstance(kind, Parts):
+            raise ConfigError(
+                f"{request.path!r} {self!r} reads {kind}: its mask would depend on how the field is cut; leave it out"
+            )
         if type(self) is not Dropout or request.mark is not None or not isinstance(kind, Positions | Features):
             return super().cut(request)
         if isinstance(kind, Positions):

@@ -1,144 +1,325 @@
-"""Conv2d, MaxPool2d, AvgPool2d: windows that move over images."""
+"""Convolutions over fields of one to three dims, and the windows of these and of pools."""
+
+from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import (
+    Strides,
+    correlate,
+    correlate_backward_input,
+    correlate_backward_params,
+)
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, pair, positive, want_image
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
 from fsdpx.nn.numeric import destination
+from fsdpx.nn.parts import MODES, Reach, demand_dims, demand_fit, fold, owned, reaches, widen
 
-__all__ = ["AvgPool2d", "Conv2d", "MaxPool2d"]
+__all__ = [
+    "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "cut_window", "fitting", "for_each", "here", "image_window",
+]  # fmt: skip
 
 Pair = int | tuple[int, int]
+Sizes = int | tuple[int, ...]
 
 
-class Conv2d(Layer):
-    """Cross-correlation of `(samples, in_channels, height, width)` with a window, plus bias.
+@dataclass(frozen=True)
+class ConvWindow:
+    """A window over cells: for each dim its size, step, padding before and after, dilation, and what lies beyond.
+    ceil: windows that begin before the end and reach beyond it count as well."""
 
-    Weights `weight (out_channels, in_channels, kh, kw)` and `bias (out_channels,)`, from U(-k, k) with k =
-    1/sqrt(in_channels kh kw), as in PyTorch. On CPUs 3 x 3 windows that move by 1 pixel, of a multiple of 16 channels,
-    need a quarter of the multiplications (Winograd's F(4 x 4, 3 x 3)), with errors of a few 1e-6 in float32.
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    dilation: tuple[int, ...]
+    modes: tuple[str, ...]
+    ceil: bool = False
+
+    @classmethod
+    def of(
+        cls, layer: Layer, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, mode: Any,
+        ceil: bool = False,
+    ) -> ConvWindow:  # fmt: skip
+        """From the arguments of a layer; ConfigError for what they cannot be."""
+        sizes = [
+            for_each(layer, name, value, dims, 1)
+            for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation))
+        ]
+        modes = (mode,) * dims if isinstance(mode, str) else tuple(mode)
+        if len(modes) != dims or any(one not in MODES for one in modes):
+            raise ConfigError(
+                f"{type(layer).__name__}: padding_mode={mode!r}: choose one of {', '.join(MODES)}, or {dims} of them"
+            )
+        low, high = _sides(layer, padding, dims, *sizes)
+        return cls(sizes[0], sizes[1], low, high, sizes[2], modes, ceil)
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Cells from the first to the last one under the window."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+
+    def outputs(self, parts: Parts) -> Parts:
+        """Who has which outputs."""
+        rows = zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True)
+        return Parts(tuple(owned(c, s, self._count(c[-1], s, a, b, span)) for c, s, a, b, span in rows))
+
+    def _count(self, n: int, stride: int, low: int, high: int, span: int) -> int:
+        """Outputs along a dim of n cells."""
+        steps = n + low + high - span
+        count = (-(-steps // stride) if self.ceil else steps // stride) + 1
+        if self.ceil and (count - 1) * stride >= n + low:
+            count -= 1
+        return max(count, 0)
+
+    def inside(self, parts: Parts) -> tuple[int, ...]:
+        """Zeros that the kernel adds itself, on both sides alike: of dims that are not cut."""
+        rows = zip(parts.cuts, self.low, self.high, self.modes, strict=True)
+        return tuple(a if len(c) == 2 and a == b and mode == "zeros" else 0 for c, a, b, mode in rows)
+
+    def moves(self, parts: Parts, alone: bool = True) -> tuple[Reach, ...]:
+        """What each rank needs beside its own cells; ShapeError for a field that is too small for the padding. alone:
+        zeros of dims that are not cut are left to the kernel."""
+        rows = zip(self.stride, self.low, self.spans, strict=True)
+        found = list(reaches(parts, [(s, -a, span) for s, a, span in rows], self.outputs(parts), self.modes))
+        for i, (cuts, pad) in enumerate(zip(parts.cuts, self.inside(parts), strict=True)) if alone else ():
+            if pad or (len(cuts) == 2 and self.low[i] == self.high[i] == 0):
+                found[i] = Reach(i + 2, cuts, ((0, cuts[-1]),))
+        for reach in found:
+            demand_fit(reach)
+        return tuple(found)
+
+
+
+def for_each(layer: Layer, name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
+    """`3` or `(3, 5)` as a whole number for each dim, each at least `least`."""
+    each = (value,) * dims if hasattr(value, "__index__") else value
+    if not isinstance(each, tuple | list) or len(each) != dims:
+        many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
+        raise ConfigError(f"{type(layer).__name__}: {name} must be {many}, got {value!r}")
+    if any(not hasattr(side, "__index__") or side < least for side in each):
+        raise ConfigError(f"{type(layer).__name__}: {name} must be whole numbers >= {least}, got {value!r}")
+    return tuple(map(int, each))
+
+
+def _sides(
+    layer: Layer, padding: Any, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cells before and after, for each dim."""
+    if padding == "valid":
+        return (0,) * dims, (0,) * dims
+    if padding == "same":
+        if any(s != 1 for s in stride):
+            raise ConfigError(f"{type(layer).__name__}: padding='same' needs stride 1, got {tuple(stride)}")
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
+    if isinstance(padding, str):
+        raise ConfigError(f"{type(layer).__name__}: padding={padding!r}: give cells, or 'same' or 'valid'")
+    if isinstance(padding, tuple | list) and any(isinstance(side, tuple | list) for side in padding):
+        pairs = [for_each(layer, "padding", side, 2, 0) for side in padding]
+        if len(pairs) != dims:
+            raise ConfigError(f"{type(layer).__name__}: padding must be {dims} pairs, got {padding!r}")
+        return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+    each = for_each(layer, "padding", padding, dims, 0)
+    return each, each
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """A convolution of cells that are all here, but for zeros that the kernel adds. sizes: of its outputs."""
+
+    window: ConvWindow
+    groups: int
+    padding: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def image(self) -> SlidingWindow | None:
+        """For the kernels of images; None: these do not take it."""
+        plain = len(self.sizes) == 2 and self.groups == 1 and set(self.window.dilation) == {1} and min(self.sizes) > 0
+        return image_window(self.window, self.padding) if plain else None
+
+    @property
+    def moves(self) -> Strides:
+        return Strides(self.window.kernel, self.window.stride, self.window.dilation, self.padding, self.groups)
+
+    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None) -> Array:
+        if image := self.image:
+            return kernels.conv2d(xp, x, weight, bias, image)
+        return correlate(xp, x, weight, bias, self.moves, self.sizes)
+
+    def backward_input(self, xp: Any, weight: Array, dy: Array, shape: Sequence[int]) -> Array:
+        if image := self.image:
+            return kernels.conv2d_backward_input(xp, weight, dy, image, tuple(shape))
+        return correlate_backward_input(xp, weight, dy, self.moves, shape)
+
+    def backward_params(self, xp: Any, x: Array, dy: Array, weight: Any, bias: Any) -> None:
+        if image := self.image:
+            kernels.conv2d_backward_params(xp, x, dy, image, weight, bias)
+        else:
+            correlate_backward_params(xp, x, dy, self.moves, weight, bias)
+
+
+@lru_cache(1 << 10)
+def _prepared(window: ConvWindow, parts: Parts, alone: bool) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
+    return window.outputs(parts), window.moves(parts, alone), window.inside(parts)
+
+
+def fitting(
+    layer: Any, parts: Parts, alone: bool = True
+) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
+    """Who has which outputs, what each rank needs for them, and the zeros that the kernel adds; ShapeError, which names
+    the layer, for a field that is too small."""
+    try:
+        found = _prepared(layer.window, parts, alone)
+    except ShapeError as error:
+        raise ShapeError(f"{layer!r}: {error}") from None
+    if min(found[0].shape) < 1:
+        raise ShapeError(f"{layer!r}: the window does not fit into a field of shape {parts.shape}")
+    return found
+
+
+def here(env: Env, parts: Parts) -> tuple[int, ...]:
+    """Cells of this rank's part."""
+    return parts.shape if parts.uncut else parts.local([line.rank for line in env.mesh.space])
+
+
+def image_window(window: ConvWindow, padding: tuple[int, ...]) -> SlidingWindow:
+    """A window of two dims, as the kernels of images have it."""
+    return SlidingWindow(_pair(window.kernel), _pair(window.stride), _pair(padding))
+
+
+def _pair(each: tuple[int, ...]) -> tuple[int, int]:
+    height, width = each
+    return height, width
+
+
+def cut_window(layer: Any, request: CutRequest) -> Portion | None:
+    """The layer on a part of a field; parts of outputs follow from its window. None: its input is no such part."""
+    kind = request.kinds[0]
+    if not isinstance(kind, Parts):
+        return None
+    request.refuse_mark(layer)
+    if len(kind.cuts) != len(layer.window.kernel):
+        raise ConfigError(
+            f"{request.path!r} {layer!r} has windows of {len(layer.window.kernel)} dims and reads {kind}: the grid "
+            "must have as many dims as the field"
+        )
+    made = copy(layer)
+    made.parts = kind
+    return Portion(made, fitting(layer, kind)[0])
+
+
+class Conv(Layer):
+    """The base of `Conv1d`, `Conv2d` and `Conv3d`: cross-correlation of (samples, in_channels, *cells) with a window,
+    plus bias, with PyTorch's arguments, weights and initial values.
+
+    Weights `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with
+    k = 1/sqrt(in_channels / groups * prod(kernel_size)).
+
+    Over a grid of ranks each has the outputs whose windows begin, without their padding, in its part of the input; it
+    gets the cells that its windows lack from their owners, and padding lies at the ends of the whole field.
 
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the result
-    kernel_size : height and width of the window, one number for both or a pair; so are the next two
-    stride : by how many pixels the window moves
-    padding : rows and columns of zeros on each side
+    kernel_size : of the window, one number for all dims or one for each; so are stride and dilation
+    stride : by how many cells the window moves
+    padding : cells beyond each end, one number, one for each dim, or (before, after) for each; "same" (stride 1)
+        gives as many outputs as there are cells, "valid" has none
+    dilation : distance of the cells of a window from each other
+    groups : channels fall into so many groups, of which each sees its own alone
     bias : whether there is a bias
+    padding_mode : what lies beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims or for each
     init : of `weight`, instead of the uniform distribution
     """
 
-    runs = ("conv2d", "conv2d_backward_input", "conv2d_backward_params")
+    dims: ClassVar[int]
 
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: Pair,
-        stride: Pair = 1,
-        padding: Pair = 0,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes | str | tuple[tuple[int, int], ...] = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
         bias: bool = True,
+        padding_mode: str | tuple[str, ...] = "zeros",
         *,
         init: Init | None = None,
     ) -> None:
-        positive(self, in_channels=in_channels, out_channels=out_channels)
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
-        self.bias = bool(bias)
-        self.init = init
-        self._window = _window(self, kernel_size, stride, padding)
+        positive(self, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        if in_channels % groups or out_channels % groups:
+            raise ConfigError(
+                f"{type(self).__name__}: in_channels={in_channels} and out_channels={out_channels} must be multiples "
+                f"of groups={groups}"
+            )
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+        self.bias, self.padding_mode, self.init = bool(bias), padding_mode, init
+        self.window = ConvWindow.of(self, self.dims, kernel_size, stride, padding, dilation, padding_mode)
+        self.parts: Parts | None = None
 
     def specs(self) -> dict[str, Spec]:
-        kernel = self._window.kernel
-        default = uniform(1.0 / math.sqrt(self.in_channels * math.prod(kernel)))
-        specs = {"weight": Spec((self.out_channels, self.in_channels, *kernel), self.init or default)}
+        shape = (self.out_channels, self.in_channels // self.groups, *self.window.kernel)
+        default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
+        specs = {"weight": Spec(shape, self.init or default)}
         if self.bias:
             specs["bias"] = Spec((self.out_channels,), default)
         return specs
 
+    def cut(self, request: CutRequest) -> Portion:
+        return cut_window(self, request) or super().cut(request)
+
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_image(self, x, self.in_channels)
-        _check_fit(self, self._window, x)
-        return kernels.conv2d(env.xp, x, p["weight"], p.get("bias"), self._window), (x,)
+        demand_dims(self, x, self.dims, self.in_channels)
+        outputs, moves, inside = fitting(self, self.parts or Parts.whole(x.shape[2:]))
+        wide = widen(env, x, moves, what=env.random.path)
+        shape = Windowed(self.window, self.groups, inside, here(env, outputs))
+        y = shape.forward(env.xp, wide, p["weight"], p.get("bias"))
+        return y, (wide, moves, shape)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved
-        return kernels.conv2d_backward_input(env.xp, p["weight"], dy, self._window, tuple(x.shape)), (x, dy)
+        wide, moves, shape = saved
+        dwide = shape.backward_input(env.xp, p["weight"], dy, wide.shape)
+        return fold(env, dwide, moves, what=env.random.path), (wide, shape, dy)
 
     def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.backward_params(env, g, (*saved, dy))
+        wide, _, shape = saved
+        self.backward_params(env, g, (wide, shape, dy))
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        x, dy = kept
-        weight, bias = destination(g, "weight"), destination(g, "bias")
-        kernels.conv2d_backward_params(env.xp, x, dy, self._window, weight, bias)
+        wide, shape, dy = kept
+        shape.backward_params(env.xp, wide, dy, destination(g, "weight"), destination(g, "bias"))
 
 
-class _Pool2d(Layer):
-    """The options of MaxPool2d and AvgPool2d."""
+class Conv1d(Conv):
+    """`Conv` of (samples, in_channels, length)."""
 
-    def __init__(self, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> None:
-        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
-        window = _window(self, kernel_size, kernel_size if stride is None else stride, padding)
-        if any(2 * p > k for p, k in zip(window.padding, window.kernel, strict=True)):
-            name = type(self).__name__
-            raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
-        self._window = window
+    dims = 1
 
 
-class MaxPool2d(_Pool2d):
-    """The largest value in each window of `(samples, channels, height, width)`; the first of equals has the gradient.
-
-    Parameters
-    ----------
-    kernel_size : height and width of the window, one number for both or a pair; so are the next two
-    stride : by how many pixels the window moves; None: kernel_size
-    padding : rows and columns of -inf on each side, at most half of kernel_size
+class Conv2d(Conv):
+    """`Conv` of (samples, in_channels, height, width). On CPUs 3 x 3 windows that move by 1 pixel, of a multiple of 16
+    channels, need a quarter of the multiplications (Winograd's F(4 x 4, 3 x 3)), with errors of a few 1e-6 in float32.
     """
 
-    runs = ("max_pool2d", "max_pool2d_backward")
-
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_image(self, x)
-        _check_fit(self, self._window, x)
-        y, winner = kernels.max_pool2d(env.xp, x, self._window)
-        return y, (tuple(x.shape), winner)
-
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        shape, winner = saved
-        return kernels.max_pool2d_backward(env.xp, dy, winner, self._window, shape), ()
+    dims = 2
+    runs = ("conv2d", "conv2d_backward_input", "conv2d_backward_params")
 
 
-class AvgPool2d(_Pool2d):
-    """The mean of each window of `(samples, channels, height, width)`; padding counts as zeros.
+class Conv3d(Conv):
+    """`Conv` of (samples, in_channels, depth, height, width)."""
 
-    Parameters
-    ----------
-    kernel_size, stride, padding : as in `MaxPool2d`
-    """
-
-    runs = ("avg_pool2d", "avg_pool2d_backward")
-
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_image(self, x)
-        _check_fit(self, self._window, x)
-        return kernels.avg_pool2d(env.xp, x, self._window), tuple(x.shape)
-
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return kernels.avg_pool2d_backward(env.xp, dy, self._window, saved), ()
-
-
-def _check_fit(layer: Layer, window: SlidingWindow, x: Array) -> None:
-    """ShapeError if the window does not fit once."""
-    if min(window.out(x.shape)) < 1:
-        raise ShapeError(f"{layer!r}: the window does not fit into an image of shape {tuple(x.shape)}")
-
-
-def _window(layer: Layer, kernel: Pair, stride: Pair, padding: Pair) -> SlidingWindow:
-    return SlidingWindow(
-        pair(layer, "kernel_size", kernel, 1), pair(layer, "stride", stride, 1), pair(layer, "padding", padding, 0)
-    )
+    dims = 3

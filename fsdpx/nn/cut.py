@@ -1,5 +1,7 @@
 """What is cut over the tensor axis, and how: parameters, values, and the layers between them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +11,8 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "Column", "Cut", "CutRequest", "Features", "Kind", "Mark", "Own", "Positions", "Row", "Samples", "Vocab",
-    "Whole", "share",
+    "Column", "Cut", "CutRequest", "Cuts", "Features", "Kind", "Mark", "Own", "Parts", "Positions", "Row", "Samples",
+    "Vocab", "Whole", "share",
 ]  # fmt: skip
 
 
@@ -145,8 +147,40 @@ class Features:
         return f"features that {self.source!r} cut"
 
 
-Kind = Whole | Positions | Samples | Features
-"""How a value lies over the ranks of the tensor axis."""
+Cuts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a field is cut: along each of its dims rank r of a line has the cells [cuts[r], cuts[r + 1])."""
+
+    cuts: tuple[Cuts, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Parts:
+        """A field that one rank has all of."""
+        return cls(tuple((0, int(n)) for n in shape))
+
+    def __str__(self) -> str:
+        return f"a part of a field of {' x '.join(map(str, self.shape))} cells"
+
+    @property
+    def uncut(self) -> bool:
+        """Whether one rank has all of it."""
+        return all(len(cuts) == 2 for cuts in self.cuts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Cells of the whole field."""
+        return tuple(cuts[-1] for cuts in self.cuts)
+
+    def local(self, place: Sequence[int]) -> tuple[int, ...]:
+        """Cells of the part at a place of the grid."""
+        return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
+
+
+Kind = Whole | Positions | Samples | Features | Parts
+"""How a value lies over the ranks of the tensor axis, or of the grid that holds a field."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from fsdpx.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import Cache
-from fsdpx.nn.cut import Cut, CutRequest, Features, Kind, Positions, Samples, share
+from fsdpx.nn.cut import Cut, CutRequest, Features, Kind, Parts, Positions, Samples, share
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.numeric import Gradients, is_index
 
@@ -113,13 +113,17 @@ class AxisRanks(Protocol):
 
 
 class LayerAxes(Protocol):
-    """What layers know of the connected mesh: the ranks that cut layers, those that cut samples, and the counters."""
+    """What layers know of the connected mesh: the ranks that cut layers, those that cut samples, those along each dim
+    of a field, and the counters."""
 
     @property
     def tensor(self) -> AxisRanks: ...
 
     @property
     def data(self) -> AxisRanks: ...
+
+    @property
+    def space(self) -> Sequence[AxisRanks]: ...
 
     @property
     def counters(self) -> Any: ...
@@ -255,6 +259,9 @@ class Layer(ABC):
     """The least it can treat alone: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on
     positions can run on a part of a sequence, those that act on elements also on a part of the features."""
 
+    fields: bool = False
+    """Whether each rank may run it, as it is, on its part of a field, (samples, channels, *cells)."""
+
     caches: bool | None = None
     """Whether a text may come piece by piece, as `env.cache` has it; None: containers ask their children, other layers
     may if `acts_on` is "position" or "element"."""
@@ -333,6 +340,8 @@ class Layer(ABC):
             )
         if isinstance(kind, Positions) and self.acts_on not in ("element", "position"):
             self._refuse_part(at, kind, f"it cannot be used with sequence={request.sequence!r}")
+        if isinstance(kind, Parts) and self.acts_on != "element" and not self.fields:
+            self._refuse_part(at, kind, "it must see the whole field; put it into a model without space=")
         if isinstance(kind, Features):
             if self.acts_on != "element":
                 self._refuse_part(at, kind, "close them with a Row before it, or use Column(gather_output=True)")

@@ -9,15 +9,16 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
-from fsdpx.nn.cut import Column, CutRequest, Features, Kind, Mark, Own, Positions, Samples, Whole
+from fsdpx.nn.cut import Column, CutRequest, Features, Kind, Mark, Own, Parts, Positions, Samples, Whole
 from fsdpx.nn.embedding import VocabCrossEntropy
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.losses import CrossEntropy, Loss
+from fsdpx.nn.parts import Shift
 from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
 from fsdpx.nn.ties import canonical
 from fsdpx.words import demand_match
 
-__all__ = ["SEQUENCES", "Planned", "matched", "parallelise", "paths"]
+__all__ = ["SEQUENCES", "Planned", "matched", "over_parts", "parallelise", "paths"]
 
 
 class Walk:
@@ -65,11 +66,28 @@ class Walk:
                         values[entered[source]] = self.cut
                     source = entered[source]
                 sources.append(source)
+            sources = self._aligned(layer, sources, steps, values)
             new, given = self.visit(step.layer, below, [values[source] for source in sources])
             values.update(zip(step.gives, given, strict=True))
             steps.append(ChildCall(step.name, new, tuple(sources), step.gives))
         self._ties(layer, path, steps)
         return layer.rewired(steps), [values[name] for name in layer.outputs]
+
+    def _aligned(
+        self, layer: Container, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
+    ) -> list[str]:
+        """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the first of them does."""
+        kinds = [values[source] for source in sources]
+        first = next((kind for kind in kinds if isinstance(kind, Parts)), None)
+        found = []
+        for source, kind in zip(sources, kinds, strict=True):
+            if first is not None and isinstance(kind, Parts) and kind != first and kind.shape == first.shape:
+                name = free(layer, f"shift_{len(steps)}_{source.replace('.', '_')}")
+                steps.append(ChildCall(name, Shift(kind, first), (source,), (name,)))
+                values[name] = first
+                source = name
+            found.append(source)
+        return found
 
     def enter(self) -> Enter:
         """What cuts a whole value as `self.cut` says."""
@@ -158,6 +176,15 @@ def parallelise(
             "use Mesh(tensor=1)"
         )
     return planned
+
+
+def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
+    """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
+    result says. ConfigError, with the path of the layer, for what cannot work on a part. Communicates nothing."""
+    made, kinds = Walk(1, None, {}).visit(model, "", [parts] * len(input_names(model)))
+    if len(kinds) != 1 or not isinstance(kinds[0], Parts):
+        raise ConfigError(f"space=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
+    return made, kinds[0]
 
 
 def _cuts(model: Layer) -> dict[str, Any]:

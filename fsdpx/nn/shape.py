@@ -123,6 +123,7 @@ class Concat(Layer):
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
         self.acts_on = "sample" if dim == 1 else "position"
+        self.fields = dim == 1
 
     def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
         others = {part.shape[: self.dim] + part.shape[self.dim :][1:] for part in x}

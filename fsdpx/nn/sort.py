@@ -36,6 +36,7 @@ class OneRank:
         return self
 
     data = tensor
+    space: tuple[Any, ...] = ()
 
     def all_reduce(self, buf: Array, op: Any = "sum", *, what: str = "") -> "OneRank":
         return self

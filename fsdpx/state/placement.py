@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,9 +17,10 @@ from fsdpx.comm.communicator import DONE, Communicator, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.config import Offload, Precision, Sharding, byte_count
 from fsdpx.errors import ConfigError
+from fsdpx.layout.grid import Grid
 from fsdpx.layout.pages import Page, Range, ShardedPage, cut
 from fsdpx.layout.units import Layout, Unit
-from fsdpx.nn.cut import share
+from fsdpx.nn.cut import Parts, share
 from fsdpx.nn.layer import Spec, dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
@@ -346,6 +348,28 @@ class Formats:
     precision: Precision
 
 
+@dataclass(frozen=True)
+class FieldParts:
+    """A field of which each rank has a part. outputs: how the model's output is cut."""
+
+    grid: Grid
+    outputs: Parts
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an input of the whole field."""
+        return (*shape[:2], *self.grid.shape)
+
+    def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's part of an output of the whole field."""
+        return (*shape[:2], *self.outputs.local(self.grid.place))
+
+    def entering(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Inputs and target as the model takes them, from what the caller has of the field."""
+        grid = self.grid
+        inputs = grid.entering(x, grid.parts, "the input")
+        return inputs, None if y is None else grid.entering(y, self.outputs, "the target")
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """stages: what each rank of the pipe sees. model: sorted, as this line of the tensor axis runs it. output_dim: dim
@@ -365,8 +389,21 @@ class Placement:
     tuning: Tuning
     pipe: Pipe
     output_dim: int | None = None
+    field: FieldParts | None = None
+
+    def others(self, rows: Sequence[int]) -> Sequence[int]:
+        """The samples of the data ranks before this one, of all; none where these have parts of the same samples."""
+        return rows[: self.axes.data.rank] if self.field is None else ()
 
     # -- this rank -----------------------------------------------------------------------------------------------------
+
+    def described(self, array: Any) -> str:
+        """What of an array of the batch must be alike on all ranks: all but the number of samples, and, of a part of a
+        field, the cells. Ranks that have parts of the same samples have as many of these."""
+        if self.field is None:
+            return f"{array.dtype}{list(array.shape[1:])}"
+        together = prod(self.field.grid.dims) == self.axes.data.size
+        return f"{array.dtype} of {f'{array.shape[0]} samples and ' if together else ''}{array.shape[1]} channels"
 
     @cached_property
     def stage(self) -> Stage:

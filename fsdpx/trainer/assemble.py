@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from fsdpx.engine.engine import Engine, warm
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.plan import Planned, parallelise
+from fsdpx.nn.plan import Planned, over_parts, parallelise
 from fsdpx.nn.sort import Sorted, sort, with_numbers
 from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
@@ -46,6 +47,7 @@ from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
 from fsdpx.state.placement import (
     TOGETHER,
+    FieldParts,
     Formats,
     Options,
     PaceChoice,
@@ -58,6 +60,7 @@ from fsdpx.state.placement import (
 from fsdpx.state.tuning import Tuning, kept, tune_for
 from fsdpx.trainer.choices import (
     CHUNKS,
+    SPACE,
     Beside,
     agree,
     check_offload,
@@ -168,8 +171,15 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         tuning=ranks.tuning,
         pipe=pages.pipe,
         output_dim=planned.output_dim,
+        field=_field(recipe),
     )
     return placed, planned.model, reducing.microbatches
+
+
+def _field(recipe: Recipe) -> FieldParts | None:
+    """How fields lie over the ranks."""
+    grid = recipe.distribution.space
+    return None if grid is None else FieldParts(grid, over_parts(recipe.training.model, grid.parts)[1])
 
 
 def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
@@ -190,6 +200,8 @@ def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Pl
     model = sort(planned.model)
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         check_whole(optimizer, axes.tensor.size)
+    if recipe.distribution.space is not None:
+        demand_together(SPACE, Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), "space: ")
     if training.chunks is not None:
         demand_together(CHUNKS, Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), f"chunks={training.chunks}: ")
     return planned, model
@@ -253,6 +265,7 @@ def _asked_for(
         "layers": pages.model,
         "stages": layout.spread.starts,
         "schedule": pages.pipe.words(reducing.each),
+        "space": repr(recipe.distribution.space),
         "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
         "optimizer": training.optimizer,
         "loss": training.loss,
@@ -351,6 +364,8 @@ def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: 
     it computes."""
     model, loss = with_numbers(training.model, dtype), training.loss
     plan, sequence = distribution.tensor_plan, distribution.sequence
+    if distribution.space is not None:
+        return Planned(over_parts(model, distribution.space.parts)[0], loss, None, frozenset())
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
@@ -418,7 +433,13 @@ def _axes(distribution: Distribution, ahead: int | None, world: Communicator, ch
     width = mesh.width("replica") * mesh.width("shard")
     lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
     ahead = lifetimes.ahead if ahead is None else ahead
-    axes = connect(mesh, world, check=check, local=distribution.pace.replicas)
+    space = () if distribution.space is None else distribution.space.dims
+    if space and mesh.width("data") != prod(space):
+        raise ConfigError(
+            f"space={distribution.space!r} has {prod(space)} ranks, and the data axis of {mesh} {mesh.width('data')}: "
+            "train on the communicator of the grid, comm=grid.comm"
+        )
+    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, space=space)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
 
 

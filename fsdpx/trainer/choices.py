@@ -29,7 +29,7 @@ from fsdpx.strategies import Async, Local
 from fsdpx.words import patterns_of
 
 __all__ = [
-    "CHUNKS", "ELASTIC", "LOCAL", "OWN", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
+    "CHUNKS", "ELASTIC", "LOCAL", "OWN", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
     "check_offload", "check_options", "check_packed", "check_parts", "check_whole", "demand_together", "is_collective",
     "table",
 ]  # fmt: skip
@@ -122,6 +122,10 @@ def _when(text: str, true: Callable[[Beside], bool]) -> Callable[[Beside], str]:
     return lambda c: text if true(c) else ""
 
 
+def _pace(excluded: str) -> Callable[[Beside], str]:
+    return lambda c: f"strategy={c.option('strategy')!r} " if c.pace.excluded == excluded else ""
+
+
 def _dynamic(c: Beside) -> bool:
     return c.formats is not None and c.formats.loss_scale == "dynamic"
 
@@ -131,7 +135,7 @@ def _layer(text: str) -> Callable[[Beside], str]:
 
 
 LOCAL, OWN, ELASTIC = Local.excluded, Async.excluded, "elastic ranks"
-CHUNKS, STAGES = "`chunks`", "`stages`"
+CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", "`space`"
 TABLE: tuple[Excluded, ...] = (
     Excluded(LOCAL, "`chunks`", _given("chunks"), "its bits depend on the mesh", "leave chunks out"),
     Excluded(LOCAL, "a dynamic loss scale", _when("a dynamic loss scale: ", _dynamic),
@@ -182,6 +186,19 @@ TABLE: tuple[Excluded, ...] = (
     Excluded(CHUNKS, "a layer that takes statistics over the global batch", _layer("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave chunks out"),
+    *(Excluded(SPACE, f"a `{axis}` axis", _width(axis, f"the {axis} axis of {{width}} ranks "),
+        "cuts a model whose fields are cut already", "leave it out") for axis in ("pipe", "tensor")),
+    *(Excluded(SPACE, f"`{name}`", _given(name, " "),
+        "is for the tensor axis, which fields that are cut do not have", "leave it out")
+        for name in ("tensor_plan", "sequence")),
+    Excluded(SPACE, "`chunks`", _given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
+        "leave chunks out"),
+    Excluded(SPACE, LOCAL, _pace(LOCAL),
+        "lets replicas train by themselves, and the parts of a field make one", "choose 'fsdp'"),
+    Excluded(SPACE, OWN, _pace(OWN),
+        "lets ranks step at their own speed, and layers exchange cells in each step", "choose 'fsdp'"),
+    Excluded(ELASTIC, "`space`", _when("space: ", lambda c: c.option("space") is not None),
+        "the parts of a field are dealt to ranks by the solver", "leave elastic out"),
     Excluded(STAGES, "`costs`", _when("stages and costs: ", lambda c: c.option("costs") is not None),
         "the first cuts by hand, the second automatically", "give only one of them"),
 )  # fmt: skip

@@ -16,6 +16,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, Precision, Sharding, byte_count, python_fields
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
+from fsdpx.layout.grid import Grid
 from fsdpx.layout.units import Stages
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
@@ -118,10 +119,13 @@ class Distribution:
     tensor_plan: Mapping[str, Any] | None = None
     sequence: str | None = None
     offload: Offload | None = None
+    space: Grid | None = None
 
     def __post_init__(self) -> None:
         python_fields(self)
         Offload.of(self.offload)
+        if self.space is not None and not isinstance(self.space, Grid):
+            raise ConfigError(f"space={self.space!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")
 
     @property
     def pace(self) -> PaceChoice:

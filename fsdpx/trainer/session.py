@@ -143,14 +143,16 @@ class Session:
         target, features, rows, doubted = None, "", 0, False
         try:
             batches.check_places(place, x, y)
+            if place.field is not None:
+                x, y = place.field.entering(*(None if a is None else batches.array_of(place, a) for a in (x, y)))
             inputs = batches.inputs_of(place, x)
             rows = int(inputs[0].shape[0])
             if kind in ("step", "accumulate", "evaluate"):
                 target = batches.target_of(place, y, rows)
             arrays = [*inputs, *([] if target is None else [target])]
             if place.axes.world.size > 1:
-                features = ", ".join(f"{a.dtype}{list(a.shape[1:])}" for a in arrays) + also
-            doubted = kind in ("step", "accumulate") and self._twins.doubted
+                features = ", ".join(map(place.described, arrays)) + also
+            doubted = kind in ("step", "accumulate") and self._twins.doubted and place.field is None
             if doubted or place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
                 features += f"{batches.DIGEST}{batches.sum_of(arrays)}"
             self._validate(inputs, target)
@@ -188,10 +190,10 @@ class Session:
         """Cut this rank's part; samples that are trained on are counted since the last update."""
         place, state, whole = self.place, self.state, kind in ("forward", "predict")
         if kind == "predict":
-            return [Microbatch(inputs, None, sum(rows[: place.axes.data.rank]))]
+            return [Microbatch(inputs, None, sum(place.others(rows)))]
         trains = kind in ("step", "accumulate", "forward")
         before = 0 if kind in ("step", "accumulate") and not state.adding else state.samples
-        row = sum(rows[: place.axes.data.rank]) + (before if trains else 0)
+        row = sum(place.others(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
         made = batches.cut(place, part, 1 if whole else self.microbatches, evenly)
@@ -206,11 +208,12 @@ class Session:
         place, key = self.place, _shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
-            given = [ShapeArray(a.shape, a.dtype) for a in inputs]
+            field = place.field
+            given = [ShapeArray(field.whole(a.shape) if field else a.shape, a.dtype) for a in inputs]
             outputs = infer(self.model, given, place.formats.compute, alone())
             if place.axes.tensor.size > 1:  # what is cut must divide
                 place.shapes.of(0, batches.largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
-            shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
+            shapes = self._fits[key] = [field.part(o.shape) if field else tuple(o.shape) for o in outputs]
         if target is not None:
             self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if place.options.check_finite:
@@ -375,6 +378,8 @@ class Session:
         """The outputs for a batch, which was given as `x`."""
         outputs = self.outputs(self.run("predict", feed), feed)
         (batch,) = feed.batch
+        if (field := self.place.field) is not None:
+            return tuple(field.grid.leaving(y, field.grid.batched(x)) for y in outputs)
         if batch is not None and batch.inputs[0] is x:
             known = self.engine.direct
             if len(known) >= SHAPES:

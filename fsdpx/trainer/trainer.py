@@ -121,6 +121,8 @@ class Trainer:
     def forward(self, x: Any, training: bool = True) -> Any:
         """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
         session = self._session
+        if session.place.field is not None:
+            raise ConfigError("forward: with space= there is no backward by hand yet; use step, evaluate or predict")
         session.place.accumulation.demand_pieces(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
@@ -388,7 +390,8 @@ class Trainer:
     def data(self) -> Communicator:
         """The ranks that hold different samples: give this to `data.DataLoader` and `data.DistributedSampler`.
 
-        Ranks of one pipe or tensor line share a rank here, and train on the same samples. With `elastic`, this rank by
+        Ranks of one pipe or tensor line share a rank here, and train on the same samples. With `space`, all ranks have
+        parts of the same samples, and each is here by itself. With `elastic`, this rank by
         itself: batches are whole."""
         return self._host.data
 

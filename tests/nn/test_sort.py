@@ -148,7 +148,7 @@ ROWS = ShapeArray((8, 64), np.float32)
         (
             nn.Chain(nn.MaxPool2d(9)),
             IMAGE,
-            r"MaxPool2d\(9\): the window does not fit into an image of shape \(8, 3, 6, 6\)",
+            r"MaxPool2d\(9\): the window does not fit into a field of shape \(6, 6\)",
         ),
         (
             nn.Chain(nn.AvgPool2d(2)),

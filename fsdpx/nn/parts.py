@@ -1,0 +1,287 @@
+"""Fields that are cut over a grid of ranks: who has which cells, which cells an output needs, and the moves between.
+
+An activation of a field is (samples, channels, *cells). Along each dim of cells the ranks of one line of the grid hold
+intervals, one after the other, of any sizes, some of them empty. Whatever a layer needs of other ranks follows from
+the bounds of these intervals, a few whole numbers that all ranks know: nothing is asked for at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.errors import ShapeError
+from fsdpx.nn.cut import Cuts, Parts
+from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Params
+
+__all__ = ["MODES", "Reach", "Shift", "demand_dims", "demand_fit", "fold", "owned", "reaches", "widen"]
+
+MODES = ("zeros", "circular", "reflect", "replicate")
+"""What lies beyond the ends of a dim, as in PyTorch: nothing, the other end, the mirror image, or the last cell."""
+
+Interval = tuple[int, int]
+
+
+class HaloPiece(NamedTuple):
+    """Cells that a rank needs and their owner has: where they come in what is needed, and which of the owner's they
+    are, each as a slice, or as indices where they do not follow one another."""
+
+    needs: int
+    owner: int
+    into: Any
+    cells: Any
+    length: int
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the ranks of one line need along one dim.
+
+    Parameters
+    ----------
+    dim : of the array
+    cuts : the bounds of what they have
+    needs : [start, stop) for each rank, also beyond the ends of the field
+    mode : what lies there, one of `MODES`
+    """
+
+    dim: int
+    cuts: Cuts
+    needs: tuple[Interval, ...]
+    mode: str = "zeros"
+
+    @property
+    def still(self) -> bool:
+        """Whether each rank needs what it has."""
+        return all(need == (a, b) for need, a, b in zip(self.needs, self.cuts, self.cuts[1:], strict=False))
+
+    def size(self, rank: int) -> int:
+        """Cells that a rank needs."""
+        start, stop = self.needs[rank]
+        return max(stop - start, 0)
+
+    def pieces(self) -> tuple[HaloPiece, ...]:
+        """All pieces of all ranks, in one order."""
+        return _pieces(self.cuts, self.needs, self.mode)
+
+
+@lru_cache(1 << 10)
+def _pieces(cuts: Cuts, needs: tuple[Interval, ...], mode: str) -> tuple[HaloPiece, ...]:
+    return tuple(piece for rank, need in enumerate(needs) for piece in _of_rank(rank, need, cuts, mode))
+
+
+def _of_rank(rank: int, need: Interval, cuts: Cuts, mode: str) -> Iterator[HaloPiece]:
+    n = cuts[-1]
+    wanted = np.arange(*need)
+    if not wanted.size:
+        return
+    cells = _mirrored(wanted, n, mode)
+    inside = (cells >= 0) & (cells < n)
+    owners = np.searchsorted(np.asarray(cuts), cells, side="right") - 1
+    for owner in np.unique(owners[inside]):
+        at = np.flatnonzero(inside & (owners == owner))
+        yield HaloPiece(rank, int(owner), _run(at), _run(cells[at] - cuts[owner]), int(at.size))
+
+
+def _mirrored(at: np.ndarray, n: int, mode: str) -> np.ndarray:
+    """The cells of the field that stand for places beyond its ends; with "zeros" they stay there."""
+    if mode == "circular":
+        return at % n
+    if mode == "replicate":
+        return np.clip(at, 0, n - 1)
+    if mode == "reflect":
+        at = np.abs(at)
+        return np.where(at >= n, 2 * (n - 1) - at, at)
+    return at
+
+
+def _run(indices: np.ndarray) -> Any:
+    """A slice if each index follows the one before it."""
+    first, last = int(indices[0]), int(indices[-1])
+    if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
+        return slice(first, last + 1)
+    return indices
+
+
+def reaches(
+    parts: Parts, windows: Sequence[tuple[int, int, int]], outputs: Parts, modes: Sequence[str]
+) -> tuple[Reach, ...]:
+    """What each rank needs for its part of the outputs, dim by dim.
+
+    parts : of the input
+    windows : stride, first cell of the window of output 0 (below 0 where there is padding), and span of a window
+    outputs : parts of the output
+    """
+    made = []
+    for dim, (cuts, (stride, first, span), out, mode) in enumerate(
+        zip(parts.cuts, windows, outputs.cuts, modes, strict=True)
+    ):
+        needs = tuple(
+            (a * stride + first, (b - 1) * stride + first + span) if b > a else (start, start)
+            for a, b, start in zip(out, out[1:], cuts, strict=False)
+        )
+        made.append(Reach(dim + 2, cuts, needs, mode))
+    return tuple(made)
+
+
+class Shift(Layer):
+    """A field that is cut in one way comes to lie as another is cut.
+
+    Parameters
+    ----------
+    parts, wanted : who has which cells, before and after
+    """
+
+    takes = "passed"
+
+    def __init__(self, parts: Parts, wanted: Parts) -> None:
+        self.parts, self.wanted = parts, wanted
+        self._moves = tuple(
+            Reach(d + 2, cuts, tuple(zip(out, out[1:], strict=False)))
+            for d, (cuts, out) in enumerate(zip(parts.cuts, wanted.cuts, strict=True))
+        )
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        return widen(env, x, self._moves, what=env.random.path), ()
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return fold(env, dy, self._moves, what=env.random.path), ()
+
+
+def demand_fit(reach: Reach) -> None:
+    """ShapeError where a field is too small for what lies beyond its ends."""
+    n = reach.cuts[-1]
+    low = max((-start for start, stop in reach.needs if stop > start), default=0)
+    high = max((stop - n for start, stop in reach.needs if stop > start), default=0)
+    most = {"circular": n, "reflect": n - 1}.get(reach.mode)
+    if most is not None and max(low, high) > most:
+        raise ShapeError(
+            f"padding {max(low, high)} of mode {reach.mode!r} along dim {reach.dim} takes fields of at least "
+            f"{max(low, high) + (reach.mode == 'reflect')} cells, got {n}"
+        )
+
+
+def line_of(env: Env, reach: Reach) -> AxisRanks | None:
+    """The ranks along a dim of the field; None: this rank has the whole of it."""
+    if len(reach.cuts) == 2:
+        return None
+    return env.mesh.space[reach.dim - 2]
+
+
+def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0, *, what: str = "") -> Array:
+    """The cells that this rank needs of a field; `x` is its part. Moves go dim by dim, so that corners ride along.
+
+    What lies beyond the ends in mode "zeros" is `beyond`. Communicates with the ranks that have what it lacks."""
+    for reach in moves:
+        if not reach.still:
+            x = _widened(env, x, reach, beyond, what)
+    return x
+
+
+def fold(env: Env, dy: Array, moves: Sequence[Reach], *, what: str = "") -> Array:
+    """The adjoint of `widen`: the gradient of each copy goes back to the owner of its cell, who adds them in the order
+    of ranks."""
+    for reach in reversed(moves):
+        if not reach.still:
+            dy = _folded(env, dy, reach, what)
+    return dy
+
+
+def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Array:
+    xp, line, dim = env.xp, line_of(env, reach), reach.dim
+    me = 0 if line is None else line.rank
+    if getattr(xp, "holds_no_data", False):
+        return xp.empty(_resized(x.shape, dim, reach.size(me)), dtype=x.dtype)
+    mine = [piece for piece in reach.pieces() if piece.needs == me]
+    full = sum(piece.length for piece in mine) == reach.size(me)
+    shape = _resized(x.shape, dim, reach.size(me))
+    y = xp.empty(shape, dtype=x.dtype) if full else xp.full(shape, beyond, dtype=x.dtype)
+    arriving = []
+    for piece in mine:
+        if piece.owner != me:
+            assert line is not None
+            buf = xp.empty(_resized(x.shape, dim, piece.length), dtype=x.dtype)
+            arriving.append((line.recv(buf.reshape(-1), piece.owner, HALO, what=what), piece, buf))
+    leaving = []
+    for piece in reach.pieces():
+        if piece.owner == me and piece.needs != me:
+            assert line is not None
+            buf = xp.ascontiguousarray(x[_at(dim, piece.cells)])
+            leaving.append(line.send(buf.reshape(-1), piece.needs, HALO, what=what))
+    for piece in mine:
+        if piece.owner == me:
+            y[_at(dim, piece.into)] = x[_at(dim, piece.cells)]
+    for handle, piece, buf in arriving:
+        handle.wait()
+        y[_at(dim, piece.into)] = buf
+    for handle in leaving:
+        handle.wait()
+    return y
+
+
+def _folded(env: Env, dy: Array, reach: Reach, what: str) -> Array:
+    xp, line, dim = env.xp, line_of(env, reach), reach.dim
+    me = 0 if line is None else line.rank
+    if getattr(xp, "holds_no_data", False):
+        return xp.empty(_resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]), dtype=dy.dtype)
+    dx = xp.zeros(_resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]), dtype=dy.dtype)
+    arriving, leaving = [], []
+    for piece in reach.pieces():
+        if piece.owner == me and piece.needs != me:
+            assert line is not None
+            buf = xp.empty(_resized(dy.shape, dim, piece.length), dtype=dy.dtype)
+            arriving.append((line.recv(buf.reshape(-1), piece.needs, HALO_GRADIENT, what=what), piece, buf))
+    for piece in reach.pieces():
+        if piece.needs == me and piece.owner != me:
+            assert line is not None
+            buf = xp.ascontiguousarray(dy[_at(dim, piece.into)])
+            leaving.append(line.send(buf.reshape(-1), piece.owner, HALO_GRADIENT, what=what))
+    for piece in reach.pieces():
+        if piece.needs == piece.owner == me:
+            _add(dx, dim, piece.cells, dy[_at(dim, piece.into)])
+    for handle, piece, buf in arriving:
+        handle.wait()
+        _add(dx, dim, piece.cells, buf)
+    for handle in leaving:
+        handle.wait()
+    return dx
+
+
+HALO, HALO_GRADIENT = 2, 3
+"""Tags of messages that carry cells to ranks that need them, and the gradients of these back."""
+
+
+def _add(out: Array, dim: int, cells: Any, values: Array) -> None:
+    """out[cells] += values; a cell that is named several times gets the sum of all."""
+    if isinstance(cells, slice):
+        out[_at(dim, cells)] += values
+        return
+    for i, cell in enumerate(cells):
+        out[_at(dim, slice(int(cell), int(cell) + 1))] += values[_at(dim, slice(i, i + 1))]
+
+
+def _at(dim: int, cells: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * dim, cells)
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def owned(cuts: Cuts, stride: int, total: int) -> Cuts:
+    """Who has which outputs of windows that move by `stride`: the owner of the cell that the window begins at without
+    its padding. total: how many outputs there are; what lies beyond the last cell falls to the last part."""
+    bounds = [min(-(-cut // stride), total) for cut in cuts]
+    full = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
+    return tuple(total if r > full else bound for r, bound in enumerate(bounds))
+
+
+def demand_dims(layer: object, x: Array, dims: int, channels: int | None = None) -> None:
+    """ShapeError unless `x` is (samples, channels, *cells) with `dims` dims of cells."""
+    if x.ndim != dims + 2 or channels not in (None, x.shape[1]):
+        wanted = "channels" if channels is None else channels
+        cells = ", ".join(("depth", "height", "width")[3 - dims :])
+        raise ShapeError(f"{layer!r} wants an input of shape (samples, {wanted}, {cells}), got {tuple(x.shape)}")

@@ -1,0 +1,219 @@
+"""Pools over fields of one to three dims: the largest or the mean of the cells under a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fsdpx.array import kernels
+from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import Strides
+from fsdpx.errors import ConfigError
+from fsdpx.nn.conv import ConvWindow, Sizes, cut_window, fitting, here, image_window
+from fsdpx.nn.cut import CutRequest, Parts
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
+from fsdpx.nn.parts import demand_dims, fold, widen
+
+__all__ = ["AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"]
+
+
+class Pool(Layer):
+    """The base of pools: a window over (samples, channels, *cells), on parts of fields as `Conv`."""
+
+    dims: ClassVar[int]
+    beyond: ClassVar[float] = 0.0
+    """What lies beyond the ends of a field."""
+
+    def __init__(
+        self, kernel_size: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil_mode: bool
+    ) -> None:
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        self.ceil_mode = bool(ceil_mode)
+        step = kernel_size if stride is None else stride
+        self.window = ConvWindow.of(self, self.dims, kernel_size, step, padding, dilation, "zeros", self.ceil_mode)
+        if any(2 * p > k for p, k in zip(self.window.low, self.window.kernel, strict=True)):
+            name = type(self).__name__
+            raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
+        self.parts: Parts | None = None
+
+    def cut(self, request: CutRequest) -> Portion:
+        return cut_window(self, request) or super().cut(request)
+
+    def image(self, parts: Parts) -> SlidingWindow | None:
+        """For the kernels of images, of fields that are not cut; None: these do not take it."""
+        window = self.window
+        plain = self.dims == 2 and parts.uncut and set(window.dilation) == {1} and not self.ceil_mode
+        return image_window(window, window.low) if plain else None
+
+    def reached(self, env: Env, x: Array) -> tuple[Array, Any, Parts, tuple[int, ...]]:
+        """The cells under all windows of this rank, and the moves that brought them."""
+        parts = self.parts or Parts.whole(x.shape[2:])
+        outputs, moves, _ = fitting(self, parts, False)
+        return widen(env, x, moves, self.beyond, what=env.random.path), moves, parts, here(env, outputs)
+
+    def places(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, tuple[slice, ...]]]:
+        """Each place of the window by number, and the cells that it meets."""
+        window = self.window
+        strides = Strides(window.kernel, window.stride, window.dilation, (0,) * self.dims, 1)
+        for number, (_, cells) in enumerate(strides.places(sizes)):
+            yield number, cells
+
+
+class MaxPool(Pool):
+    """The base of `MaxPool1d`, `MaxPool2d` and `MaxPool3d`: the largest value under each window of (samples, channels,
+    *cells); the first of equals has the gradient, and NaN is larger than all.
+
+    Parameters
+    ----------
+    kernel_size : of the window, one number for all dims or one for each; so are the next three
+    stride : by how many cells the window moves; None: kernel_size
+    padding : cells of -inf beyond each end, at most half of kernel_size
+    dilation : distance of the cells of a window from each other
+    ceil_mode : windows that reach beyond the end count as well, if they begin before it
+    """
+
+    beyond = -math.inf
+
+    def __init__(
+        self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
+        ceil_mode: bool = False,
+    ) -> None:  # fmt: skip
+        self.dilation = dilation
+        super().__init__(kernel_size, stride, padding, dilation, ceil_mode)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        demand_dims(self, x, self.dims)
+        image = self.image(self.parts or Parts.whole(x.shape[2:]))
+        if image is not None and min(image.out(x.shape)) > 0:
+            y, winner = kernels.max_pool2d(env.xp, x, image)
+            return y, (tuple(x.shape), winner, None)
+        xp, (wide, moves, _, sizes) = env.xp, self.reached(env, x)
+        y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
+        winner = xp.zeros(y.shape, dtype=np.int16)
+        for number, cells in self.places(sizes) if y.size else ():
+            there = wide[cells]
+            better = (there > y) | ((there != there) & (y == y))
+            y = xp.where(better, there, y)
+            winner = xp.where(better, np.int16(number), winner)
+        return y, (tuple(wide.shape), winner, moves)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        shape, winner, moves = saved
+        if moves is None:
+            image = self.image(Parts.whole(shape[2:]))
+            return kernels.max_pool2d_backward(env.xp, dy, winner, image, shape), ()
+        dwide = env.xp.zeros(shape, dtype=dy.dtype)
+        for number, cells in self.places(dy.shape[2:]) if dy.size else ():
+            into = dwide[cells]
+            into += env.xp.where(winner == number, dy, dy.dtype.type(0))
+        return fold(env, dwide, moves, what=env.random.path), ()
+
+
+class AvgPool(Pool):
+    """The base of `AvgPool1d`, `AvgPool2d` and `AvgPool3d`: the mean under each window of (samples, channels, *cells).
+
+    Parameters
+    ----------
+    kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding is of zeros
+    count_include_pad : whether cells of the padding count
+    divisor_override : what sums are divided by instead
+    """
+
+    def __init__(
+        self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False,
+        count_include_pad: bool = True, divisor_override: int | None = None,
+    ) -> None:  # fmt: skip
+        self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor_override
+        if divisor_override is not None and (not hasattr(divisor_override, "__index__") or divisor_override == 0):
+            raise ConfigError(f"{type(self).__name__}: divisor_override={divisor_override!r} must be a whole number")
+        super().__init__(kernel_size, stride, padding, 1, ceil_mode)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        demand_dims(self, x, self.dims)
+        image = self._image(self.parts or Parts.whole(x.shape[2:]))
+        if image is not None and min(image.out(x.shape)) > 0:
+            return kernels.avg_pool2d(env.xp, x, image), (tuple(x.shape), None, None)
+        xp, (wide, moves, parts, sizes) = env.xp, self.reached(env, x)
+        y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
+        for _, cells in self.places(sizes) if y.size else ():
+            y += wide[cells]
+        shares = self._shares(env, parts, x.dtype)
+        return y * shares, (tuple(wide.shape), moves, shares)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        shape, moves, shares = saved
+        if moves is None:
+            return kernels.avg_pool2d_backward(env.xp, dy, self._image(Parts.whole(shape[2:])), shape), ()
+        dwide, each = env.xp.zeros(shape, dtype=dy.dtype), dy * shares
+        for _, cells in self.places(dy.shape[2:]) if dy.size else ():
+            into = dwide[cells]
+            into += each
+        return fold(env, dwide, moves, what=env.random.path), ()
+
+    def _image(self, parts: Parts) -> SlidingWindow | None:
+        counted = self.count_include_pad or not any(self.window.low)
+        return self.image(parts) if counted and self.divisor_override is None else None
+
+    def _shares(self, env: Env, parts: Parts, dtype: Any) -> Array:
+        """1 / the cells that count, for each output of this rank, as (1, 1, *cells)."""
+        outputs, counts = self.window.outputs(parts), np.ones((1, 1, *(1,) * self.dims))
+        for d in range(self.dims):
+            first, last = (0, outputs.cuts[d][1]) if len(outputs.cuts[d]) == 2 else _mine(env, outputs, d)
+            n, s, k, pad = parts.shape[d], self.window.stride[d], self.window.kernel[d], self.window.low[d]
+            begin = np.arange(first, last) * s - pad
+            end = np.minimum(begin + k, n + pad)
+            if not self.count_include_pad:
+                begin, end = np.maximum(begin, 0), np.minimum(end, n)
+            shape = [1] * (self.dims + 2)
+            shape[d + 2] = last - first
+            counts = counts * (end - begin).reshape(shape)
+        if self.divisor_override is not None:
+            counts = np.full((1,) * (self.dims + 2), float(self.divisor_override))
+        return env.xp.asarray((1.0 / counts).astype(dtype))
+
+
+def _mine(env: Env, parts: Parts, d: int) -> tuple[int, int]:
+    """This rank's interval along one dim."""
+    rank = env.mesh.space[d].rank
+    return parts.cuts[d][rank], parts.cuts[d][rank + 1]
+
+
+class MaxPool1d(MaxPool):
+    """`MaxPool` of (samples, channels, length)."""
+
+    dims = 1
+
+
+class MaxPool2d(MaxPool):
+    """`MaxPool` of (samples, channels, height, width)."""
+
+    dims = 2
+    runs = ("max_pool2d", "max_pool2d_backward")
+
+
+class MaxPool3d(MaxPool):
+    """`MaxPool` of (samples, channels, depth, height, width)."""
+
+    dims = 3
+
+
+class AvgPool1d(AvgPool):
+    """`AvgPool` of (samples, channels, length)."""
+
+    dims = 1
+
+
+class AvgPool2d(AvgPool):
+    """`AvgPool` of (samples, channels, height, width)."""
+
+    dims = 2
+    runs = ("avg_pool2d", "avg_pool2d_backward")
+
+
+class AvgPool3d(AvgPool):
+    """`AvgPool` of (samples, channels, depth, height, width)."""
+
+    dims = 3

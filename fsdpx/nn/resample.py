@@ -1,0 +1,299 @@
+"""Fields at another resolution: transposed convolutions and upsampling."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fsdpx.array.kernels.correlation import Strides, correlate, correlate_backward_input, correlate_backward_params
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.conv import ConvWindow, Sizes, for_each
+from fsdpx.nn.cut import CutRequest, Parts
+from fsdpx.nn.init import Init, uniform
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
+from fsdpx.nn.numeric import destination
+from fsdpx.nn.parts import Reach, demand_dims, fold, widen
+
+__all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
+
+
+class ConvTranspose(Layer):
+    """The base of `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`: the gradient of a convolution with
+    respect to its input, of (samples, in_channels, *cells), plus bias, with PyTorch's arguments and numbers.
+
+    Weights `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with
+    k = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n - 1) stride - 2 padding +
+    dilation (kernel_size - 1) + output_padding + 1.
+
+    Parameters
+    ----------
+    in_channels, out_channels : size of dim 1 of the input and of the result
+    kernel_size : of the window, one number for all dims or one for each; so are the next three and dilation
+    stride : by how many cells of the result the window moves
+    padding : cells that are left out on each side of the result
+    output_padding : more cells on the far side, fewer than stride or dilation
+    groups : channels fall into so many groups, of which each sees its own alone
+    bias : whether there is a bias
+    dilation : distance of the cells of a window from each other
+    init : of `weight`, instead of the uniform distribution
+    """
+
+    dims: ClassVar[int]
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
+        output_padding: Sizes = 0, groups: int = 1, bias: bool = True, dilation: Sizes = 1, *,
+        init: Init | None = None,
+    ) -> None:  # fmt: skip
+        positive(self, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        if in_channels % groups or out_channels % groups:
+            raise ConfigError(
+                f"{type(self).__name__}: in_channels={in_channels} and out_channels={out_channels} must be multiples "
+                f"of groups={groups}"
+            )
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+        self.output_padding, self.bias, self.init = output_padding, bool(bias), init
+        for_each(self, "padding", padding, self.dims, 0)
+        self.window = ConvWindow.of(self, self.dims, kernel_size, stride, padding, dilation, "zeros")
+        self.more = for_each(self, "output_padding", output_padding, self.dims, 0)
+        rows = zip(self.more, self.window.stride, self.window.dilation, strict=True)
+        if any(m >= max(s, d) for m, s, d in rows):
+            raise ConfigError(
+                f"{type(self).__name__}: output_padding {output_padding!r} must be smaller than stride {stride!r} or "
+                f"dilation {dilation!r}"
+            )
+        self.parts: Parts | None = None
+
+    def specs(self) -> dict[str, Spec]:
+        shape = (self.in_channels, self.out_channels // self.groups, *self.window.kernel)
+        default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
+        specs = {"weight": Spec(shape, self.init or default)}
+        if self.bias:
+            specs["bias"] = Spec((self.out_channels,), default)
+        return specs
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind = request.kinds[0]
+        if not isinstance(kind, Parts):
+            return super().cut(request)
+        made = copy(self)
+        made.parts = kind
+        return Portion(made, self._outputs(kind))
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        demand_dims(self, x, self.dims, self.in_channels)
+        parts = self.parts or Parts.whole(x.shape[2:])
+        outputs = self._outputs(parts)
+        if min(outputs.shape) < 1:
+            raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
+        moves = self._moves(parts, outputs)
+        wide = widen(env, x, moves, what=env.random.path)
+        full, crop = self._crop(env, moves, outputs)
+        weight = p["weight"]
+        y = correlate_backward_input(env.xp, weight, wide, self._strides, (x.shape[0], self.out_channels, *full))[crop]
+        if self.bias:
+            y = y + p["bias"].reshape(-1, *(1,) * self.dims)
+        return y, (wide, moves, full, crop)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        wide, moves, full, crop = saved
+        dfull = env.xp.zeros((dy.shape[0], self.out_channels, *full), dtype=dy.dtype)
+        dfull[crop] = dy
+        dwide = correlate(env.xp, dfull, p["weight"], None, self._strides, wide.shape[2:])
+        return fold(env, dwide, moves, what=env.random.path), (wide, dfull, dy)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        wide, dfull, dy = kept
+        correlate_backward_params(env.xp, dfull, wide, self._strides, destination(g, "weight"), None)
+        if "bias" in g:
+            g["bias"][...] += dy.sum(axis=(0, *range(2, dy.ndim)))
+
+    @property
+    def _strides(self) -> Strides:
+        window = self.window
+        return Strides(window.kernel, window.stride, window.dilation, (0,) * self.dims, self.groups)
+
+    def _outputs(self, parts: Parts) -> Parts:
+        """Who has which outputs: the owner of the cell that the window of an output begins at, without its padding."""
+        made = []
+        for d, cuts in enumerate(parts.cuts):
+            s, p = self.window.stride[d], self.window.low[d]
+            total = max((cuts[-1] - 1) * s - 2 * p + self.window.spans[d] + self.more[d], 0)
+            last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
+            made.append(tuple(total if r > last else min(cut * s, total) for r, cut in enumerate(cuts)))
+        return Parts(tuple(made))
+
+    def _moves(self, parts: Parts, outputs: Parts) -> tuple[Reach, ...]:
+        """The inputs whose windows reach this rank's outputs."""
+        made = []
+        for d, (cuts, out) in enumerate(zip(parts.cuts, outputs.cuts, strict=True)):
+            s, p, span = self.window.stride[d], self.window.low[d], self.window.spans[d]
+            needs = tuple(
+                (min(-((span - 1 - a - p) // s), (a + p) // s), (b - 1 + p) // s + 1) if b > a else (start, start)
+                for a, b, start in zip(out, out[1:], cuts, strict=False)
+            )
+            made.append(Reach(d + 2, cuts, tuple((max(a, 0), max(min(b, cuts[-1]), max(a, 0))) for a, b in needs)))
+        return tuple(made)
+
+    def _crop(self, env: Env, moves: tuple[Reach, ...], outputs: Parts) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+        """Cells of the result of all inputs here, and those of this rank among them."""
+        full, crop = [], [slice(None), slice(None)]
+        for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
+            rank = 0 if len(out) == 2 else env.mesh.space[d].rank
+            begin, n = reach.needs[rank][0], reach.size(rank)
+            first = out[rank] + self.window.low[d] - begin * self.window.stride[d]
+            size = max((n - 1) * self.window.stride[d] + self.window.spans[d], 0)
+            end = first + out[rank + 1] - out[rank]
+            full.append(max(size, end))
+            crop.append(slice(first, end))
+        return tuple(full), tuple(crop)
+
+
+class ConvTranspose1d(ConvTranspose):
+    """`ConvTranspose` of (samples, in_channels, length)."""
+
+    dims = 1
+
+
+class ConvTranspose2d(ConvTranspose):
+    """`ConvTranspose` of (samples, in_channels, height, width)."""
+
+    dims = 2
+
+
+class ConvTranspose3d(ConvTranspose):
+    """`ConvTranspose` of (samples, in_channels, depth, height, width)."""
+
+    dims = 3
+
+
+UPSAMPLE = ("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear")
+DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
+
+
+class Upsample(Layer):
+    """(samples, channels, *cells) at another resolution, as PyTorch's Upsample.
+
+    Parameters
+    ----------
+    size : cells of the whole result, one number for all dims or one for each
+    scale_factor : of cells, instead of `size`, one number for all dims or one for each
+    mode : "nearest", "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
+    align_corners : whether the first and last cells of both lie on each other; of the last four modes
+    """
+
+    def __init__(
+        self, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None
+    ) -> None:
+        if (size is None) == (scale_factor is None):
+            raise ConfigError("Upsample: give size or scale_factor, one of them")
+        if mode not in UPSAMPLE:
+            raise ConfigError(f"Upsample: mode={mode!r}: choose one of {', '.join(UPSAMPLE)}")
+        if align_corners is not None and mode.startswith("nearest"):
+            raise ConfigError(f"Upsample: align_corners is of modes other than {mode!r}: leave it out")
+        self.size, self.scale_factor, self.mode, self.align_corners = size, scale_factor, mode, align_corners
+        self.parts: Parts | None = None
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind = request.kinds[0]
+        if not isinstance(kind, Parts):
+            return super().cut(request)
+        made = copy(self)
+        made.parts = kind
+        return Portion(made, self._outputs(kind))
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        dims = x.ndim - 2
+        if not 1 <= dims <= 3 or DIMS.get(self.mode, dims) != dims:
+            raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(x.shape)}")
+        parts = self.parts or Parts.whole(x.shape[2:])
+        outputs, tables, moves = self._outputs(parts), [], []
+        for d, cuts in enumerate(parts.cuts):
+            taps, weights = self._taps(d, cuts[-1], outputs.shape[d])
+            needs = tuple(
+                (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
+                for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
+            )
+            moves.append(Reach(d + 2, cuts, needs))
+            rank = 0 if len(cuts) == 2 else env.mesh.space[d].rank
+            mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
+            tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], moves[-1].size(rank)))
+        y = widen(env, x, moves, what=env.random.path)
+        for d, (taps, weights, _) in enumerate(tables):
+            y = _resampled(env.xp, y, d + 2, taps, weights)
+        return y, (tables, tuple(moves))
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        tables, moves = saved
+        for d, (taps, weights, size) in reversed(list(enumerate(tables))):
+            matrix = np.zeros((size, taps.shape[1]))
+            for at, weight in zip(taps, weights, strict=True):
+                np.add.at(matrix, (at, np.arange(taps.shape[1])), weight)
+            turned = env.xp.moveaxis(dy, d + 2, -1) @ env.xp.asarray(matrix.T.astype(dy.dtype))
+            dy = env.xp.moveaxis(turned, -1, d + 2)
+        return fold(env, env.xp.ascontiguousarray(dy), moves, what=env.random.path), ()
+
+    def _outputs(self, parts: Parts) -> Parts:
+        """Who has which outputs: about the owner of the cell that lies under an output."""
+        made = []
+        for d, cuts in enumerate(parts.cuts):
+            n, total = cuts[-1], self._total(d, cuts[-1])
+            last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
+            made.append(tuple(total if r > last else -(-cut * total // n) for r, cut in enumerate(cuts)))
+        return Parts(tuple(made))
+
+    def _total(self, d: int, n: int) -> int:
+        if self.size is not None:
+            return int(self.size if hasattr(self.size, "__index__") else self.size[d])
+        return math.floor(n * self._factor(d))
+
+    def _factor(self, d: int) -> float:
+        factor = self.scale_factor
+        return float(factor[d] if isinstance(factor, tuple | list) else factor)
+
+    def _taps(self, d: int, n: int, total: int) -> tuple[np.ndarray, np.ndarray]:
+        ratio = n / total if self.size is not None else 1.0 / self._factor(d)
+        return _table(self.mode, n, total, ratio, bool(self.align_corners))
+
+
+@lru_cache(256)
+def _table(mode: str, n: int, total: int, ratio: float, corners: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The cells that each output is made of, and their weights, (taps, outputs)."""
+    o = np.arange(total)
+    if mode.startswith("nearest"):
+        at = np.floor((o + (0.5 if mode.endswith("exact") else 0.0)) * ratio).astype(int)
+        return np.minimum(at, n - 1)[None], np.ones((1, total))
+    x = o * ((n - 1) / (total - 1) if total > 1 else 0.0) if corners else (o + 0.5) * ratio - 0.5
+    if mode == "bicubic":
+        first = np.floor(x).astype(int)
+        t = x - first
+        taps = np.clip(first + np.arange(-1, 3)[:, None], 0, n - 1)
+        return taps, np.stack([_cubic(t + 1), _cubic(t), _cubic(1 - t), _cubic(2 - t)])
+    x = np.maximum(x, 0.0)
+    first = np.minimum(np.floor(x).astype(int), n - 1)
+    share = x - first
+    return np.stack([first, np.minimum(first + 1, n - 1)]), np.stack([1 - share, share])
+
+
+def _cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
+    """Keys' kernel (1981) at distance t, with PyTorch's coefficient."""
+    near = ((a + 2) * t - (a + 3)) * t * t + 1
+    far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+    return np.where(t <= 1, near, far)
+
+
+def _resampled(xp: Any, x: Array, dim: int, taps: np.ndarray, weights: np.ndarray) -> Array:
+    if len(taps) == 1:
+        return xp.take(x, xp.asarray(taps[0]), axis=dim)
+    shape = [1] * x.ndim
+    shape[dim] = taps.shape[1]
+    y = None
+    for at, weight in zip(taps, weights, strict=True):
+        part = xp.take(x, xp.asarray(at), axis=dim) * xp.asarray(weight.astype(x.dtype)).reshape(shape)
+        y = part if y is None else y + part
+    return y

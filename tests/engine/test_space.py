@@ -1,0 +1,236 @@
+"""Fields that are cut over a grid of ranks: trained and predicted as by one process that has the whole of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few, in_full
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.array.random import Random
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.layer import Env
+from fsdpx.nn.parts import MODES, Reach, fold, widen
+from fsdpx.testing import demand_close
+
+Cuts = Sequence[Sequence[int]]
+
+
+def windows() -> nn.Layer:
+    """Odd sizes, even windows, dilation, strides, each padding."""
+    return nn.Chain(
+        nn.Conv2d(2, 5, 3, padding=1, padding_mode=("reflect", "circular")), nn.GELU(),
+        nn.Conv2d(5, 6, 3, 2, 1, padding_mode="replicate"), nn.Tanh(),
+        nn.Conv2d(6, 4, 5, padding=4, dilation=2), nn.ReLU(), nn.Conv2d(4, 3, 2),
+    )  # fmt: skip
+
+
+def sizes() -> nn.Layer:
+    """Resolutions that fall and rise by factors that divide nothing."""
+    return nn.Chain(
+        nn.Conv2d(2, 4, 3, padding="same"), nn.MaxPool2d(3, 2, 1), nn.InstanceNorm(4, affine=True),
+        nn.AvgPool2d(2, 2, ceil_mode=True), nn.Upsample(scale_factor=3, mode="bilinear"),
+        nn.ConvTranspose2d(4, 3, 3, 2, 1, 1), nn.Upsample(size=(31, 29), mode="bicubic"), nn.Conv2d(3, 3, 3, groups=3),
+    )  # fmt: skip
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int, ...]]]] = {
+    "windows": (windows, (13, 17), [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (3, 2)]),
+    "sizes": (sizes, (19, 23), [(2, 2), (3, 1), (1, 4)]),
+    "unet": (lambda: nn.UNet(2, 3, 2, 4, 2, ("reflect", "circular"), "batch", "tanh"), (24, 16), [(2, 2), (3, 2)]),
+    "unet1": (lambda: nn.UNet(2, 3, 1, 4, 3, "circular", None, "relu"), (40,), [(3,), (5,)]),
+    "unet3": (lambda: nn.UNet(2, 3, 3, 2, 1, "replicate", "group", "silu"), (8, 6, 10), [(4, 1, 1), (2, 2, 2)]),
+}
+
+
+def even(shape: Sequence[int], dims: Sequence[int]) -> list[list[int]]:
+    return [[n * r // d for r in range(d + 1)] for n, d in zip(shape, dims, strict=True)]
+
+
+def random_cuts(shape: Sequence[int], dims: Sequence[int]) -> list[list[int]]:
+    """Uneven parts, of which some are empty."""
+    rng = np.random.default_rng(sum(dims))
+    return [[0, *sorted(rng.integers(0, n + 1, d - 1).tolist()), n] for n, d in zip(shape, dims, strict=True)]
+
+
+def part(a: Any, cuts: Cuts, place: Sequence[int], first: int) -> Any:
+    return a[(slice(None),) * first + tuple(slice(c[p], c[p + 1]) for c, p in zip(cuts, place, strict=True))]
+
+
+def trained(comm: Communicator, name: str, dims: Sequence[int] | None, loss: Any, cuts: Cuts = ()) -> Any:
+    """Losses of three steps, parameters, the prediction of this rank, and where it lies; dims None: without a grid."""
+    make, shape, _ = MODELS[name]
+    fields = np.random.default_rng(1).standard_normal((3, 2, *shape, 2))
+    options: dict[str, Any] = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "comm": comm, "precision": "float64"}
+    if dims is None:
+        trainer = make().as_distributed(**options)
+        whole = np.moveaxis(fields, -1, 2)
+        out = trainer.predict(whole[0]).shape[2:]
+        target = np.moveaxis(wanted(out), -1, 1)
+        losses = [trainer.step(x, target) for x in whole]
+        return losses, trainer.parameters(), np.moveaxis(trainer.predict(whole[0]), 1, -1)
+    place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+    grid = fsdpx.Grid(comm, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)], dims=dims)
+    trainer = make().as_distributed(space=grid, **options)
+    outputs = trainer.inspect.placement.field.outputs
+    target = part(wanted(outputs.shape), outputs.cuts, place, 1)
+    losses = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
+    return losses, trainer.parameters(), trainer.predict(part(fields[0], cuts, place, 1)), (outputs.cuts, place)
+
+
+def wanted(shape: Sequence[int]) -> np.ndarray:
+    return np.sin(np.arange(6.0 * np.prod(shape))).reshape(2, *shape, 3)
+
+
+@in_full
+@pytest.mark.parametrize("loss", few([nn.MSE(), nn.RelativeL2()], 2), ids=repr)
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_train_as_the_whole_does(name: str, loss: nn.Loss) -> None:
+    _, shape, grids = MODELS[name]
+    losses, parameters, predicted = spawn(lambda comm: trained(comm, name, None, loss), 1)[0]
+    for dims in grids:
+        for cuts in (even(shape, dims), random_cuts(shape, dims)):
+            found = spawn(lambda comm, d=dims, c=cuts: trained(comm, name, d, loss, c), int(np.prod(dims)))
+            for got, values, mine, (parts, place) in found:
+                np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
+                demand_close(values, parameters, 1e-8)
+                demand_close({"prediction": mine}, {"prediction": part(predicted, parts, place, 1)}, 1e-8)
+
+
+class OfLine:
+    """A mesh whose ranks are those of one dim."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.space = (comm,)
+
+
+@given(st.integers(1, 13), st.data())
+def test_moves_between_ranks_are_adjoint(n: int, data: st.DataObject) -> None:
+    """Any parts, also empty ones; halos over several parts; each kind of padding."""
+    ranks = data.draw(st.integers(1, 4))
+    cuts = (0, *sorted(data.draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n)
+    mode = data.draw(st.sampled_from(MODES))
+    most = {"circular": n, "reflect": n - 1}.get(mode, 3)
+    starts = [data.draw(st.integers(-most, n)) for _ in range(ranks)]
+    needs = tuple((a, data.draw(st.integers(a, n + most))) for a in starts)
+    reach, x = Reach(2, cuts, needs, mode), np.random.default_rng(n).standard_normal((2, 1, n))
+
+    def run(comm: Communicator) -> tuple[Any, ...]:
+        env = Env(np, OfLine(comm), Random(0))  # type: ignore[arg-type]
+        mine = x[:, :, cuts[comm.rank] : cuts[comm.rank + 1]]
+        y = widen(env, mine, (reach,))
+        dy = np.random.default_rng(comm.rank).standard_normal(y.shape)
+        return mine, y, dy, fold(env, dy, (reach,))
+
+    found = spawn(run, ranks)
+    for rank, (_, y, _, _) in enumerate(found):
+        at = np.arange(*needs[rank])
+        full = {"circular": at % n, "replicate": np.clip(at, 0, n - 1)}.get(mode, at)
+        if mode == "reflect":
+            full = np.where(np.abs(at) >= n, 2 * (n - 1) - np.abs(at), np.abs(at))
+        inside = (full >= 0) & (full < n)
+        assert (y == np.where(inside, x[:, :, np.clip(full, 0, n - 1)], 0)).all(), (rank, reach)
+    forward = sum(float((y * dy).sum()) for _, y, dy, _ in found)
+    backward = sum(float((mine * dx).sum()) for mine, _, _, dx in found)
+    assert forward == pytest.approx(backward, rel=1e-12, abs=1e-12)
+
+
+def test_cells_and_nothing_else_travel() -> None:
+    """A convolution of 3 x 3 cells on a 2 x 2 grid: each rank gives a row in forward, then a column that is longer by
+    the row it got and by the padding, and the gradients of as many cells back."""
+
+    def run(comm: Communicator) -> int:
+        grid = fsdpx.Grid(comm, (8, 6), dims=(2, 2))
+        net = nn.Chain(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1))
+        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = net.as_distributed(space=grid, comm=comm, **options)
+        u = np.ones((8, 6, 3))
+        trainer.step(u, u)
+        counters = trainer.inspect.placement.axes.counters
+        before = counters.table["space", "send"].bytes
+        trainer.step(u, u)
+        return counters.table["space", "send"].bytes - before
+
+    halo = 3 * 8 * (6 + (8 + 1 + 1))  # channels, bytes, cells
+    assert spawn(run, 4) == [halo * 3] * 4  # both convolutions forward, the second one backward: the first is data
+
+
+@pytest.mark.parametrize("layout", ["yxc", "cyx", "xyc", "yx"])
+def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
+    sizes, channels = {"y": 6, "x": 9, "c": 2}, 2 if "c" in layout else 1
+    whole = np.random.default_rng(0).standard_normal([sizes[letter] for letter in layout])
+    first, second = (sizes[letter] for letter in layout.replace("c", ""))
+
+    def run(comm: Communicator) -> bool:
+        grid = fsdpx.Grid(comm, ((2, first - 2)[comm.rank], second), dims=(2, 1), layout=layout)
+        mine, net = grid.local(whole), nn.Conv2d(channels, channels, 1)
+        trainer = net.as_distributed(comm=comm, space=grid)
+        assert trainer.predict(mine).shape == mine.shape
+        assert trainer.predict(np.stack([mine] * 3)).shape == (3, *mine.shape)
+        return bool((grid.gather(mine) == whole).all())
+
+    assert spawn(run, 2) == [True, True]
+
+
+def refused(comm: Communicator, call: Callable[[Communicator], Any]) -> str:
+    with pytest.raises((ConfigError, DataError)) as error:
+        call(comm)
+    return str(error.value)
+
+
+def grid_of(comm: Communicator) -> Any:
+    return fsdpx.Grid(comm, (4, 6), dims=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: fsdpx.Grid(c, (4 + c.rank, 6), dims=(1, 2)), "along dim 0 rank 1 has 5 cells, and rank 0, which"),
+        (lambda c: fsdpx.Grid(c, (4, 6), dims=(2, 2)), "rank 0: dims=(2, 2) are 4 ranks, the communicator has 2"),
+        (lambda c: fsdpx.Grid(c, (4,), dims=(1, 2)), "rank 0: shape=(4,): give the cells of this rank's part"),
+        (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), layout="ycc"), "layout='ycc': name each of the 2 dims by a"),
+        (
+            lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), layout=("yxc", "cyx")[c.rank]),
+            "rank 0 has layout 'yxc' on (1, 2) ranks, rank 1 'cyx'",
+        ),
+        (
+            lambda c: nn.Chain(nn.Flatten(), nn.Linear(3, 2)).as_distributed(comm=c, space=grid_of(c)),
+            "'0' Flatten() reads a part of a field of 4 x 12 cells, but acts on each sample as a whole",
+        ),
+        (
+            lambda c: nn.Chain(nn.Dropout(0.1)).as_distributed(comm=c, space=grid_of(c)),
+            "its mask would depend on how the field is cut; leave it out",
+        ),
+        (
+            lambda c: nn.Conv3d(1, 1, 3).as_distributed(comm=c, space=grid_of(c)),
+            "has windows of 3 dims and reads a part of a field of 4 x 12 cells",
+        ),
+        (
+            lambda c: nn.Conv2d(1, 1, 11, padding=5, padding_mode="reflect").as_distributed(comm=c, space=grid_of(c)),
+            "padding 5 of mode 'reflect' along dim 2 takes fields of at least 6 cells, got 4",
+        ),
+        (lambda c: nn.ReLU().as_distributed(comm=c, space="2x1"), "space='2x1': give a fsdpx.Grid"),
+        (
+            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((5, 6, 2))),
+            "the input has shape (5, 6, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
+        ),
+        (
+            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((4, 6, 2 + c.rank))),
+            "rank 1: layer '' Conv2d(2, 2, 1) does not fit: Conv2d(2, 2, 1) wants an input of shape (samples, 2, hei",
+        ),
+        (
+            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).forward(np.zeros((4, 6, 2))),
+            "with space= there is no backward by hand yet",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
+    for text in spawn(lambda comm: refused(comm, call), 2):
+        assert message in text, text

@@ -1,0 +1,192 @@
+"""Layers of fields give what PyTorch's layers of the same names and arguments give, and so do their gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx import nn
+from fsdpx.array.random import Random
+from fsdpx.comm.mesh import alone
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.cut import Parts
+from fsdpx.nn.layer import Env
+from fsdpx.nn.parts import MODES, Reach, Shift, fold, reaches, widen
+from fsdpx.testing import demand_close
+
+ENV = Env(np, alone(), Random(0))
+SIZES = 7, 8, 9
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def compare(torch: Any, ours: Any, theirs: Any, x: np.ndarray) -> None:
+    """Outputs, the gradient of the input and those of all parameters."""
+    theirs = theirs.double()
+    there = torch.tensor(x, requires_grad=True)
+    want = theirs(there)
+    p = {name: value.detach().numpy() for name, value in theirs.named_parameters()}
+    assert {name: spec.shape for name, spec in ours.specs().items()} == {n: a.shape for n, a in p.items()}
+    y, saved = ours.forward(ENV, p, x)
+    dy = noise(*y.shape, seed=1)
+    want.backward(torch.tensor(dy))
+    g = {name: np.zeros_like(value) for name, value in p.items()}
+    dx = ours.backward(ENV, p, g, saved, dy)
+    got = {"y": y, "dx": dx} | {f"d {name}": value for name, value in g.items()}
+    wanted = {"y": want, "dx": there.grad} | {f"d {n}": value.grad for n, value in theirs.named_parameters()}
+    demand_close(got, {name: value.detach().numpy() for name, value in wanted.items()}, 1e-11)
+
+
+def convolutions(dims: int) -> Iterator[tuple[Any, ...]]:
+    kernels = (1, 2, 3, 4) if dims < 3 else (2, 3)
+    for k, s, p, d, g, mode in itertools.product(kernels, (1, 2, 3), (0, 1, 2, "same"), (1, 2), (1, 2), MODES):
+        if (p != "same" or s == 1) and (dims < 3 or s < 3):
+            yield 4, 6, k, s, p, d, g, mode != "reflect", mode
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_are_those_of_pytorch(dims: int) -> None:
+    torch = pytest.importorskip("torch")
+    ours, theirs = getattr(nn, f"Conv{dims}d"), getattr(torch.nn, f"Conv{dims}d")
+    x, tried = noise(2, 4, *SIZES[:dims]), 0
+    for arguments in convolutions(dims):
+        compare(torch, ours(*arguments), theirs(*arguments), x)
+        tried += 1
+    assert tried > 100
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolutions_are_those_of_pytorch(dims: int) -> None:
+    torch = pytest.importorskip("torch")
+    ours, theirs = getattr(nn, f"ConvTranspose{dims}d"), getattr(torch.nn, f"ConvTranspose{dims}d")
+    x = noise(2, 4, *(4, 5, 6)[:dims])
+    for k, s, p, m, g, d in itertools.product((1, 2, 3), (1, 2, 3), (0, 1), (0, 1), (1, 2), (1, 2)):
+        if m < max(s, d) and (dims < 3 or g == 1):
+            compare(torch, ours(4, 6, k, s, p, m, g, True, d), theirs(4, 6, k, s, p, m, g, True, d), x)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["MaxPool", "AvgPool"])
+def test_pools_are_those_of_pytorch(kind: str, dims: int) -> None:
+    torch = pytest.importorskip("torch")
+    ours, theirs = getattr(nn, f"{kind}{dims}d"), getattr(torch.nn, f"{kind}{dims}d")
+    more: list[dict[str, Any]] = [{"dilation": 2}] if kind == "MaxPool" else [{"count_include_pad": False}]
+    more += [{"divisor_override": 3}] if kind == "AvgPool" and dims > 1 else []
+    for k, s, p, ceil, extra in itertools.product((1, 2, 3), (None, 1, 2, 3), (0, 1), (False, True), [{}, *more]):
+        if 2 * p <= k:
+            arguments: dict[str, Any] = {"ceil_mode": ceil, **extra}
+            compare(torch, ours(k, s, p, **arguments), theirs(k, s, p, **arguments), noise(2, 3, *SIZES[:dims]))
+
+
+def test_the_largest_of_a_window_with_nan_is_nan() -> None:
+    x = noise(1, 1, 6)
+    x[0, 0, 2] = np.nan
+    y, _ = nn.MaxPool1d(2).forward(ENV, {}, x)
+    assert np.isnan(y[0, 0]).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear"])
+def test_upsampling_is_that_of_pytorch(mode: str) -> None:
+    torch = pytest.importorskip("torch")
+    for dims in {"linear": [1], "bilinear": [2], "bicubic": [2], "trilinear": [3]}.get(mode, [1, 2, 3]):
+        sizes = [{"scale_factor": f} for f in (2, 1.7, 0.6)] + [{"size": s[:dims]} for s in ((8, 9, 11), (3, 4, 2))]
+        for size, corners in itertools.product(sizes, [None] if "nearest" in mode else [False, True]):
+            given: dict[str, Any] = {**size, "mode": mode, "align_corners": corners}
+            compare(torch, nn.Upsample(**given), torch.nn.Upsample(**given), noise(2, 3, *(5, 6, 7)[:dims]))
+
+
+def test_norms_over_groups_are_those_of_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    for groups in (1, 2, 6):
+        compare(torch, nn.GroupNorm(groups, 6), torch.nn.GroupNorm(groups, 6), noise(3, 6, 4, 5))
+    compare(torch, nn.InstanceNorm(6), torch.nn.InstanceNorm2d(6), noise(3, 6, 4, 5))
+    compare(torch, nn.InstanceNorm(6, affine=True), torch.nn.InstanceNorm1d(6, affine=True), noise(3, 6, 4))
+
+
+def test_nothing_cancels_in_a_variance() -> None:
+    """300 +- 0.01 in float32: the mean of squares less the square of the mean would have no digit."""
+    x = (300 + 0.01 * noise(1, 2, 20_000)).astype(np.float32)
+    p = {"weight": np.ones(2, np.float32), "bias": np.zeros(2, np.float32)}
+    y, _ = nn.GroupNorm(1, 2).forward(ENV, p, x)
+    want = (x - x.mean(dtype=np.float64)) / np.sqrt(x.var(dtype=np.float64) + 1e-5)
+    demand_close({"y": y}, {"y": want.astype(np.float32)}, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Conv1d(2, 3, 3, padding="some"), "Conv1d: padding='some': give cells, or 'same' or 'valid'"),
+        (lambda: nn.Conv1d(2, 3, 3, 2, "same"), "Conv1d: padding='same' needs stride 1, got (2,)"),
+        (lambda: nn.Conv2d(2, 3, 3, groups=2), "out_channels=3 must be multiples of groups=2"),
+        (lambda: nn.Conv3d(2, 2, 3, padding_mode="wrap"), "padding_mode='wrap': choose one of zeros, circular"),
+        (lambda: nn.Conv2d(2, 2, 3, padding=((1, 2),)), "Conv2d: padding must be 2 pairs, got"),
+        (lambda: nn.ConvTranspose1d(2, 2, 3, 1, 0, 1), "output_padding 1 must be smaller than stride 1 or dilation 1"),
+        (lambda: nn.MaxPool1d(2, padding=2), "MaxPool1d: padding 2 must be at most half of kernel_size 2"),
+        (lambda: nn.AvgPool2d(2, divisor_override=0), "divisor_override=0 must be a whole number"),
+        (lambda: nn.Upsample(), "Upsample: give size or scale_factor, one of them"),
+        (lambda: nn.Upsample(2, mode="area"), "Upsample: mode='area': choose one of nearest"),
+        (lambda: nn.Upsample(2, align_corners=True), "align_corners is of modes other than 'nearest'"),
+        (lambda: nn.GroupNorm(4, 6), "GroupNorm: num_channels=6 must be a multiple of num_groups=4"),
+        (lambda: nn.UNet(1, 1, dims=4), "UNet: dims=4: a field has 1 to 3 dims of cells"),
+        (lambda: nn.UNet(1, 1, norm="layer"), "UNet: norm='layer': choose 'batch', 'group' or None"),
+        (lambda: nn.UNet(1, 1, activation="swish"), "UNet: activation='swish': choose one of relu, tanh, gelu, silu"),
+    ],
+)
+def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (nn.Conv1d(2, 3, 5), (1, 2, 4), "the window does not fit into a field of shape (4,)"),
+        (nn.Conv1d(2, 3, 3), (1, 3, 9), "wants an input of shape (samples, 2, width), got (1, 3, 9)"),
+        (nn.Conv3d(2, 3, 3), (1, 2, 9, 9), "wants an input of shape (samples, 2, depth, height, width)"),
+        (nn.Conv1d(1, 1, 9, padding=4, padding_mode="reflect"), (1, 1, 4), "takes fields of at least 5 cells, got 4"),
+        (nn.Conv1d(1, 1, 9, padding=4, padding_mode="circular"), (1, 1, 3), "takes fields of at least 4 cells, got 3"),
+        (nn.GroupNorm(1, 4), (2, 3, 5), "wants an input of shape (samples, 4, ...)"),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), (1, 1, 4), "wants (samples, channels, *cells)"),
+    ],
+)
+def test_inputs_that_do_not_fit(layer: Any, shape: tuple[int, ...], message: str) -> None:
+    p = {name: np.zeros(spec.shape) for name, spec in layer.specs().items()}
+    with pytest.raises(ShapeError) as error:
+        layer.forward(ENV, p, noise(*shape))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_moves_of_a_whole_field_are_adjoint(mode: str) -> None:
+    """<F x, y> = <x, F* y>: what lies beyond the ends goes back to the cell that it is a copy of."""
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        n = int(rng.integers(4, 9))
+        low, high = rng.integers(0, 4, 2)
+        moves = (Reach(2, (0, n), ((-int(low), n + int(high)),), mode),)
+        x = rng.standard_normal((2, 3, n))
+        y = widen(ENV, x, moves)
+        dy = rng.standard_normal(y.shape)
+        assert abs((y * dy).sum() - (x * fold(ENV, dy, moves)).sum()) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)
+
+
+def test_a_shift_of_a_whole_field_leaves_it_where_it_is() -> None:
+    whole = Parts.whole((4, 3))
+    x = noise(1, 2, 4, 3)
+    assert Shift(whole, whole).forward(ENV, {}, x)[0] is x
+
+
+def test_windows_need_what_their_outputs_ask_for() -> None:
+    parts, outputs = Parts(((0, 5, 5, 9),)), Parts(((0, 3, 3, 5),))
+    (reach,) = reaches(parts, [(2, -1, 3)], outputs, ["circular"])
+    assert reach.needs == ((-1, 6), (5, 5), (5, 10))
+    found = [(piece.needs, piece.owner, piece.length) for piece in reach.pieces()]
+    assert found == [(0, 0, 5), (0, 2, 2), (2, 0, 1), (2, 2, 4)]
