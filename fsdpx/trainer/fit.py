@@ -256,6 +256,8 @@ def fit(
         asked = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
     limits = Limits(epochs, steps, every, patience, stop)
     limits.demand(validation, metrics, restore_best)
+    if metrics and host.place.field is not None:
+        raise ConfigError("fit(metrics=): with space= a rank has parts of samples, of which a mean says nothing")
     _demand_shares(host, loader, validation)
     history = History()
     best = patience is not None if restore_best is None else restore_best
@@ -415,11 +417,12 @@ def _demand_shares(host: TrainerHost, *loaders: Any) -> None:
     """An error on all ranks if a DataLoader cuts batches for other ranks than the trainer's, or if datasets that are
     cut differ in length; a warning if they have the same length and begin with other samples. Collective."""
     place = host.data.rank, host.data.size
+    compared = host.world.size > 1 and host.place.field is None  # parts of a field differ
     samplers = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
     rows = [1 + host.rank if wrong else 0, max(wrong, default=0)]
     for loader in loaders:
-        rows += _span(_amount(loader, place[1])) + _span(_digest(loader) if host.world.size > 1 else None)
+        rows += _span(_amount(loader, place[1])) + _span(_digest(loader) if compared else None)
     rank, size, *spans = host.most(np.array(rows, np.int64), "fit").tolist()
     if rank:
         raise ConfigError(

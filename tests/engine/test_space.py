@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.array.random import Random
 from fsdpx.comm import Communicator
+from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Env
 from fsdpx.nn.parts import MODES, Reach, fold, widen
@@ -177,6 +180,38 @@ def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
         return bool((grid.gather(mine) == whole).all())
 
     assert spawn(run, 2) == [True, True]
+
+
+def test_fit_checkpoints_and_other_grids(tmp_path: Path) -> None:
+    """A loader gives all ranks the same samples; training goes on at other grids, and without one, where it stopped."""
+    whole = np.random.default_rng(0).standard_normal((4, 8, 12, 2))
+
+    def run(comm: Communicator, dims: tuple[int, int] | None, load: bool, steps: int) -> list[float]:
+        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.AdamW(lr=1e-2), "comm": comm, "clip_norm": 1.0}
+        options |= {"precision": "float64", "recompute": "all", "microbatches": 2}
+        u = whole
+        if dims is not None:
+            options["space"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
+            u = grid.local(whole)
+        trainer = nn.UNet(2, 2, 2, 4, 1, "circular", "group").as_distributed(**options)
+        u = u if dims is not None else np.moveaxis(u, -1, 1)
+        if load:
+            trainer.load(tmp_path / "saved")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # that ranks have the same samples, or other ones, is as it should be
+            loader = DataLoader([(a, a) for a in u], 4, comm=trainer.data)
+            found = [x for _ in range(steps) for x in trainer.fit(loader, epochs=1, progress=False).losses]
+        if not load and dims == (2, 2):
+            trainer.save(tmp_path / "saved")
+            with pytest.raises(ConfigError, match="a rank has parts of samples, of which a mean says nothing"):
+                trainer.fit(loader, epochs=1, validation=loader, metrics={"m": lambda y, t: 0.0}, progress=False)
+        return found
+
+    begun = spawn(lambda comm: run(comm, (2, 2), False, 2), 4)[0]
+    straight = spawn(lambda comm: run(comm, None, False, 4), 1)[0]
+    for dims, ranks in (((1, 3), 3), ((1, 1), 1), (None, 1)):
+        went_on = spawn(lambda comm, d=dims: run(comm, d, True, 2), ranks)[0]
+        np.testing.assert_allclose([*begun, *went_on], straight, rtol=1e-9, err_msg=str(dims))
 
 
 def refused(comm: Communicator, call: Callable[[Communicator], Any]) -> str:
