@@ -32,18 +32,20 @@ from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d,
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
 from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
+from fsdpx.nn.spectral import FNO, ChannelLinear, ChannelScale, GridEmbedding, SpectralConv
 from fsdpx.nn.unet import UNet
 
 __all__ = [
-    "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d", "AvgPool3d",
-    "BCEWithLogits", "BatchNorm", "Bert", "BertEmbedding", "Chain", "Column", "ColumnLinear", "Composite", "Concat",
-    "Container", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",
-    "CrossEntropy", "Cut", "CutDropout", "CutMoE", "CutRequest", "Dropout", "Embedding", "Enter", "Env", "Features",
-    "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GroupNorm", "GroupedQueryAttention", "HeadNorm",
-    "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool1d",
-    "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches",
-    "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rotary", "Row", "RowLinear",
-    "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding",
+    "FNO", "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d", "AvgPool3d",
+    "BCEWithLogits", "BatchNorm", "Bert", "BertEmbedding", "Chain", "ChannelLinear", "ChannelScale", "Column",
+    "ColumnLinear", "Composite", "Concat", "Container", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d",
+    "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Cut", "CutDropout", "CutMoE", "CutRequest", "Dropout",
+    "Embedding", "Enter", "Env", "Features", "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph",
+    "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Layer", "LayerNorm",
+    "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE",
+    "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion",
+    "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rotary", "Row", "RowLinear", "Samples", "Scale",
+    "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding",
     "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding",
     "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

@@ -48,6 +48,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int,
     "windows": (windows, (13, 17), [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (3, 2)]),
     "sizes": (sizes, (19, 23), [(2, 2), (3, 1), (1, 4)]),
     "unet": (lambda: nn.UNet(2, 3, 2, 4, 2, ("reflect", "circular"), "batch", "tanh"), (24, 16), [(2, 2), (3, 2)]),
+    "fno": (lambda: nn.FNO(2, 3, (4, 6), 6, 2), (9, 12), [(2, 1), (2, 2), (1, 5)]),
+    "fno3": (lambda: nn.FNO(2, 3, (2, 4, 2), 4, 1), (4, 6, 5), [(2, 2, 2), (3, 1, 1)]),
     "unet1": (lambda: nn.UNet(2, 3, 1, 4, 3, "circular", None, "relu"), (40,), [(3,), (5,)]),
     "unet3": (lambda: nn.UNet(2, 3, 3, 2, 1, "replicate", "group", "silu"), (8, 6, 10), [(4, 1, 1), (2, 2, 2)]),
 }
@@ -163,6 +165,22 @@ def test_cells_and_nothing_else_travel() -> None:
 
     halo = 3 * 8 * (6 + (8 + 1 + 1))  # channels, bytes, cells
     assert spawn(run, 4) == [halo * 3] * 4  # both convolutions forward, the second one backward: the first is data
+
+
+def test_bytes_of_modes_do_not_depend_on_the_field() -> None:
+    def run(comm: Communicator, n: int) -> int:
+        grid = fsdpx.Grid(comm, (n, n), dims=(2, 1))
+        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
+        trainer = nn.FNO(1, 1, (4, 4), 4, 2).as_distributed(space=grid, **options)
+        u = np.ones((n, n, 1), np.float32)
+        table = trainer.inspect.placement.axes.counters.table
+        trainer.step(u, u)
+        before = sum(count.bytes for count in table.values())
+        trainer.step(u, u)
+        return sum(count.bytes for count in table.values()) - before
+
+    small, large = (spawn(lambda comm, n=n: run(comm, n), 2) for n in (8, 64))
+    assert small == large
 
 
 @pytest.mark.parametrize("layout", ["yxc", "cyx", "xyc", "yx"])

@@ -110,6 +110,43 @@ def test_norms_over_groups_are_those_of_pytorch() -> None:
     compare(torch, nn.InstanceNorm(6, affine=True), torch.nn.InstanceNorm1d(6, affine=True), noise(3, 6, 4))
 
 
+def by_fft(torch: Any, x: Any, weight: Any, modes: tuple[int, ...]) -> Any:
+    """neuraloperator's SpectralConv: mode w is the frequency w - K // 2, in the last dim w; means over the cells."""
+    dims, sizes = tuple(range(2, x.ndim)), x.shape[2:]
+    whole = torch.fft.rfftn(x, norm="forward", dim=dims)
+    at = [torch.tensor([(w - k // 2) % n for w in range(k)]) for k, n in zip(modes[:-1], sizes[:-1], strict=True)]
+    at.append(torch.arange(modes[-1]))
+    kept = whole
+    for dim, indices in zip(dims, at, strict=True):
+        kept = kept.index_select(dim, indices)
+    letters = "xyz"[: len(sizes)]
+    kept = torch.einsum(f"bi{letters},io{letters}->bo{letters}", kept, torch.view_as_complex(weight))
+    places = torch.meshgrid(*at, indexing="ij")
+    full = torch.zeros(*kept.shape[:2], *whole.shape[2:], dtype=whole.dtype)
+    rows = torch.arange(kept.shape[0]).view(-1, 1, *[1] * len(sizes))
+    columns = torch.arange(kept.shape[1]).view(1, -1, *[1] * len(sizes))
+    full = full.index_put((rows, columns, *[p[None, None] for p in places]), kept)
+    return torch.fft.irfftn(full, s=sizes, norm="forward", dim=dims)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "n_modes"),
+    [((16,), (8,)), ((9,), (6,)), ((12, 10), (6, 8)), ((12, 10), (7, 10)), ((8, 6, 10), (4, 3, 6))],
+)
+def test_modes_are_those_of_an_fft(sizes: tuple[int, ...], n_modes: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    layer = nn.SpectralConv(3, 4, n_modes, bias=False)
+    x, weight = noise(2, 3, *sizes), noise(*layer.specs()["weight"].shape, seed=1)
+    there, theirs = (torch.tensor(a, requires_grad=True) for a in (x, weight))
+    want = by_fft(torch, there, theirs, layer.modes)
+    y, saved = layer.forward(ENV, {"weight": weight}, x)
+    dy, g = noise(*y.shape, seed=2), {"weight": np.zeros_like(weight)}
+    want.backward(torch.tensor(dy))
+    dx = layer.backward(ENV, {"weight": weight}, g, saved, dy)
+    wanted = {"y": want.detach().numpy(), "dx": there.grad.numpy(), "weight": theirs.grad.numpy()}
+    demand_close({"y": y, "dx": dx, **g}, wanted, 1e-12)
+
+
 def test_nothing_cancels_in_a_variance() -> None:
     """300 +- 0.01 in float32: the mean of squares less the square of the mean would have no digit."""
     x = (300 + 0.01 * noise(1, 2, 20_000)).astype(np.float32)
@@ -134,6 +171,7 @@ def test_nothing_cancels_in_a_variance() -> None:
         (lambda: nn.Upsample(2, mode="area"), "Upsample: mode='area': choose one of nearest"),
         (lambda: nn.Upsample(2, align_corners=True), "align_corners is of modes other than 'nearest'"),
         (lambda: nn.GroupNorm(4, 6), "GroupNorm: num_channels=6 must be a multiple of num_groups=4"),
+        (lambda: nn.SpectralConv(1, 1, (4, 4, 4, 4)), "give one number for each of 1 to 3 dims"),
         (lambda: nn.UNet(1, 1, dims=4), "UNet: dims=4: a field has 1 to 3 dims of cells"),
         (lambda: nn.UNet(1, 1, norm="layer"), "UNet: norm='layer': choose 'batch', 'group' or None"),
         (lambda: nn.UNet(1, 1, activation="swish"), "UNet: activation='swish': choose one of relu, tanh, gelu, silu"),
@@ -153,6 +191,8 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
         (nn.Conv3d(2, 3, 3), (1, 2, 9, 9), "wants an input of shape (samples, 2, depth, height, width)"),
         (nn.Conv1d(1, 1, 9, padding=4, padding_mode="reflect"), (1, 1, 4), "takes fields of at least 5 cells, got 4"),
         (nn.Conv1d(1, 1, 9, padding=4, padding_mode="circular"), (1, 1, 3), "takes fields of at least 4 cells, got 3"),
+        (nn.SpectralConv(1, 1, 8), (1, 1, 6), "keeps more modes than a field of 6 cells has"),
+        (nn.ChannelLinear(2, 3), (1, 3, 6), "wants (samples, 2, *cells), got (1, 3, 6)"),
         (nn.GroupNorm(1, 4), (2, 3, 5), "wants an input of shape (samples, 4, ...)"),
         (nn.Upsample(scale_factor=2, mode="bilinear"), (1, 1, 4), "wants (samples, channels, *cells)"),
     ],

@@ -1,0 +1,394 @@
+"""Layers of Fourier modes, over fields that may be cut: partial Fourier sums as products, and a sum over the ranks.
+
+Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n), of which each rank makes the part of its own cells,
+as one product of matrices for each dim; a sum over the ranks makes it whole. The bytes that travel are those of the
+modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for points of any places."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import joined
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.activation import GELU
+from fsdpx.nn.container import Chain
+from fsdpx.nn.conv import for_each
+from fsdpx.nn.cut import CutRequest, Parts, share
+from fsdpx.nn.graph import Graph
+from fsdpx.nn.init import normal, ones, uniform
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, describe, positive
+from fsdpx.nn.numeric import add_sum, destination
+from fsdpx.nn.shape import Add
+
+__all__ = ["FNO", "ChannelLinear", "ChannelScale", "GridEmbedding", "SpectralConv"]
+
+
+class SpectralConv(Layer):
+    """The lowest Fourier modes of (samples, in_channels, *cells), each multiplied by a complex matrix of its own (Li et
+    al. 2021), with the convention of neuraloperator: modes are means over the cells.
+
+    Weights `weight (in_channels, out_channels, *modes, 2)`, real and imaginary parts, where modes are those of n_modes,
+    and n_modes[-1] // 2 + 1 in the last dim, from a normal distribution with deviation sqrt(2 / (in + out)) / sqrt(2)
+    of each part; and `bias (out_channels,)`. Index w of a mode is the frequency w - modes // 2, in the last dim w.
+
+    Over a grid of ranks the sums of modes are scattered, each rank multiplies its share of the modes, and the results
+    are gathered: two collectives in forward and two in backward.
+
+    Parameters
+    ----------
+    in_channels, out_channels : size of dim 1 of the input and of the result
+    n_modes : kept along each dim, at most as many as there are cells
+    bias : whether there is a bias
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, n_modes: int | tuple[int, ...], bias: bool = True) -> None:
+        positive(self, in_channels=in_channels, out_channels=out_channels)
+        self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bool(bias)
+        self.n_modes = n_modes
+        each = (n_modes,) if hasattr(n_modes, "__index__") else tuple(n_modes)
+        if not 1 <= len(each) <= 3:
+            raise ConfigError(f"SpectralConv: n_modes={n_modes!r}: give one number for each of 1 to 3 dims")
+        each = for_each(self, "n_modes", each, len(each), 1)
+        self.modes = (*each[:-1], each[-1] // 2 + 1)
+        self.parts: Parts | None = None
+
+    def specs(self) -> dict[str, Spec]:
+        deviation = math.sqrt(1.0 / (self.in_channels + self.out_channels))
+        shape = (self.in_channels, self.out_channels, *self.modes, 2)
+        specs = {"weight": Spec(shape, normal(deviation))}
+        if self.bias:
+            specs["bias"] = Spec((self.out_channels,))
+        return specs
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind = request.kinds[0]
+        if not isinstance(kind, Parts):
+            return super().cut(request)
+        self._demand_modes(kind.shape)
+        made = copy(self)
+        made.parts = kind
+        return Portion(made, kind)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        if x.ndim != len(self.modes) + 2 or x.shape[1] != self.in_channels:
+            wanted = f"(samples, {self.in_channels}, {len(self.modes)} dims of cells)"
+            raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
+        parts = self.parts or Parts.whole(x.shape[2:])
+        self._demand_modes(parts.shape)
+        tables = self._tables(env, parts, x.dtype)
+        mine = self._scattered(env, _forward(env.xp, x, [t[0] for t in tables]))
+        w = self._own(env, p["weight"])
+        y = _backward(env.xp, self._gathered(env, _multiply(env.xp, mine, w)), [t[1] for t in tables])
+        if self.bias:
+            y = y + p["bias"].reshape(-1, *(1,) * len(self.modes))
+        return y, (mine, tables)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        mine, tables = saved
+        xp = env.xp
+        dmodes = self._scattered(env, _forward(xp, dy, [_turned(t[1]) for t in tables]))
+        w = self._own(env, p["weight"])
+        conjugate = xp.stack([w[..., 0], -w[..., 1]], axis=-1).swapaxes(1, 2)
+        back = [_turned(to) for to, _ in tables]
+        dx = _backward(xp, self._gathered(env, _multiply(xp, dmodes, conjugate)), back)
+        return dx, (mine, dmodes, dy)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        mine, dmodes, dy = kept
+        into = destination(g, "weight")
+        if into is not None:
+            out, add = into
+            if not add:
+                out[...] = 0
+            a, b = mine.swapaxes(1, 2), dmodes  # (modes, in, samples, 2), (modes, samples, out, 2)
+            real = env.xp.matmul(a[..., 0], b[..., 0]) + env.xp.matmul(a[..., 1], b[..., 1])
+            imaginary = env.xp.matmul(a[..., 0], b[..., 1]) - env.xp.matmul(a[..., 1], b[..., 0])
+            start, stop = self._share(env)
+            flat = env.xp.stack([real, imaginary], axis=-1).transpose(1, 2, 0, 3)
+            rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
+            rows[:, :, start:stop] += flat
+        if "bias" in g:
+            add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+
+    def _demand_modes(self, shape: tuple[int, ...]) -> None:
+        if len(shape) != len(self.modes):
+            raise ShapeError(f"{self!r} has modes of {len(self.modes)} dims, and the field {len(shape)}")
+        if any(k > n for k, n in zip((*self.modes[:-1], 2 * (self.modes[-1] - 1)), shape, strict=True)):
+            raise ShapeError(f"{self!r} keeps more modes than a field of {' x '.join(map(str, shape))} cells has")
+
+    def _share(self, env: Env) -> tuple[int, int]:
+        """The modes that this rank multiplies."""
+        ranks = self._ranks(env)
+        return share(math.prod(self.modes), ranks.rank, ranks.size) if ranks is not None else (0, math.prod(self.modes))
+
+    def _ranks(self, env: Env) -> Any:
+        """All ranks that have a part; None: one has the whole field."""
+        return None if self.parts is None or self.parts.uncut else env.mesh.data
+
+    def _own(self, env: Env, weight: Array) -> Array:
+        """(own modes, in, out, 2)."""
+        start, stop = self._share(env)
+        flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
+        return flat[:, :, start:stop].transpose(2, 0, 1, 3)
+
+    def _tables(self, env: Env, parts: Parts, dtype: Any) -> list[tuple[Array, Array]]:
+        """For each dim the matrices that lead from this rank's cells to the modes, and back."""
+        found = []
+        for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
+            rank = 0 if len(cuts) == 2 else env.mesh.space[d].rank
+            last = d == len(self.modes) - 1
+            key = "spectral", cuts, rank, k, last, np.dtype(dtype).str
+            if key not in env.constants:
+                to, back = _table(cuts[rank], cuts[rank + 1], cuts[-1], k, last)
+                env.constants[key] = env.xp.asarray(to.astype(dtype)), env.xp.asarray(back.astype(dtype))
+            found.append(env.constants[key])
+        return found
+
+    def _scattered(self, env: Env, modes: Array) -> Array:
+        """(own modes, samples, channels, 2), summed over the ranks, of (samples, channels, *modes, 2) here."""
+        xp, ranks = env.xp, self._ranks(env)
+        b, c = modes.shape[:2]
+        rows = xp.ascontiguousarray(modes.reshape(b, c, math.prod(self.modes), 2).transpose(2, 0, 1, 3))
+        if ranks is None or ranks.size == 1:
+            return rows
+        counts = [(s[1] - s[0]) * b * c * 2 for s in (share(len(rows), r, ranks.size) for r in range(ranks.size))]
+        start, stop = self._share(env)
+        mine = xp.empty((stop - start, b, c, 2), dtype=modes.dtype)
+        ranks.reduce_scatter(rows.reshape(-1), mine.reshape(-1), counts=counts, what=env.random.path).wait()
+        return mine
+
+    def _gathered(self, env: Env, mine: Array) -> Array:
+        """(samples, channels, *modes, 2) of the modes of all ranks."""
+        xp, ranks = env.xp, self._ranks(env)
+        _, b, c, _ = mine.shape
+        rows = mine
+        if ranks is not None and ranks.size > 1:
+            total = math.prod(self.modes)
+            counts = [(s[1] - s[0]) * b * c * 2 for s in (share(total, r, ranks.size) for r in range(ranks.size))]
+            rows = xp.empty((total, b, c, 2), dtype=mine.dtype)
+            sent = xp.ascontiguousarray(mine).reshape(-1)
+            ranks.all_gather(sent, rows.reshape(-1), counts, what=env.random.path).wait()
+        return rows.transpose(1, 2, 0, 3).reshape(b, c, *self.modes, 2)
+
+
+class ChannelLinear(Layer):
+    """The channels of each cell of (samples, in_channels, *cells), multiplied by one matrix, plus bias.
+
+    Weights `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` as of PyTorch's Conv1d with one cell, and
+    its initial values.
+
+    Parameters
+    ----------
+    in_channels, out_channels : size of dim 1 of the input and of the result
+    bias : whether there is a bias
+    """
+
+    fields = True
+
+    def __init__(self, in_channels: int, out_channels: int, bias: bool = True) -> None:
+        positive(self, in_channels=in_channels, out_channels=out_channels)
+        self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bool(bias)
+
+    def specs(self) -> dict[str, Spec]:
+        default = uniform(1.0 / math.sqrt(self.in_channels))
+        specs = {"weight": Spec((self.out_channels, self.in_channels, 1), default)}
+        if self.bias:
+            specs["bias"] = Spec((self.out_channels,), default)
+        return specs
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        if x.ndim < 3 or x.shape[1] != self.in_channels:
+            raise ShapeError(f"{self!r} wants (samples, {self.in_channels}, *cells), got {tuple(x.shape)}")
+        cells = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+        y = env.xp.matmul(p["weight"][:, :, 0], cells)
+        if self.bias:
+            y += p["bias"][:, None]
+        return y.reshape(x.shape[0], self.out_channels, *x.shape[2:]), (x,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        (x,) = saved
+        cells = dy.reshape(*dy.shape[:2], math.prod(dy.shape[2:]))
+        return env.xp.matmul(p["weight"][:, :, 0].T, cells).reshape(x.shape), (x, dy)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        x, dy = kept
+        if "weight" in g:
+            a, b = (v.reshape(*v.shape[:2], math.prod(v.shape[2:])) for v in (dy, x))
+            g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None]
+        if "bias" in g:
+            add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+
+
+class ChannelScale(Layer):
+    """Each channel of (samples, channels, *cells) times a number of its own, `weight (1, channels, 1, ...)`, ones at
+    first.
+
+    Parameters
+    ----------
+    channels : size of dim 1
+    dims : of cells
+    """
+
+    fields = True
+
+    def __init__(self, channels: int, dims: int) -> None:
+        positive(self, channels=channels, dims=dims)
+        self.channels, self.dims = channels, dims
+
+    def specs(self) -> dict[str, Spec]:
+        return {"weight": Spec((1, self.channels, *(1,) * self.dims), ones)}
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        if x.ndim != self.dims + 2 or x.shape[1] != self.channels:
+            raise ShapeError(f"{self!r} wants (samples, {self.channels}, {self.dims} dims of cells), got {x.shape}")
+        return x * p["weight"], (x,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return dy * p["weight"], (*saved, dy)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        x, dy = kept
+        total = (x * dy).sum(axis=(0, *range(2, dy.ndim)))
+        g["weight"][...] += total.reshape(g["weight"].shape)
+
+
+class GridEmbedding(Layer):
+    """(samples, channels, *cells) with the place of each cell beside its channels, one more for each dim: i / n for
+    cell i of n, of the whole field where it is cut."""
+
+    def __init__(self) -> None:
+        self.parts: Parts | None = None
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind = request.kinds[0]
+        if not isinstance(kind, Parts):
+            return super().cut(request)
+        made = copy(self)
+        made.parts = kind
+        return Portion(made, kind)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        xp, parts = env.xp, self.parts or Parts.whole(x.shape[2:])
+        found = [x]
+        for d, cuts in enumerate(parts.cuts):
+            rank = 0 if len(cuts) == 2 else env.mesh.space[d].rank
+            shape = [1] * x.ndim
+            shape[d + 2] = x.shape[d + 2]
+            at = xp.arange(cuts[rank], cuts[rank + 1], dtype=np.float64) / max(cuts[-1], 1)
+            places = xp.zeros((x.shape[0], 1, *x.shape[2:]), dtype=x.dtype)
+            places += at.astype(x.dtype).reshape(shape)
+            found.append(places)
+        return joined(xp, found, 1), x.shape[1]
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return env.xp.ascontiguousarray(dy[:, :saved]), ()
+
+
+class FNO(Graph):
+    """The Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), as in neuraloperator: positions
+    and channels are lifted to `width`, blocks of a `SpectralConv` beside a matrix for each cell and of a small network
+    for each cell beside a scale, and a projection to out_channels.
+
+    Parameters
+    ----------
+    in_channels, out_channels : of the field that is given and of that which is found
+    n_modes : kept along each dim
+    width : channels of the blocks
+    layers : blocks
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, n_modes: int | tuple[int, ...], width: int = 32, layers: int = 4
+    ) -> None:
+        positive(self, in_channels=in_channels, out_channels=out_channels, width=width, layers=layers)
+        self.in_channels, self.out_channels, self.n_modes = in_channels, out_channels, n_modes
+        self.width, self.layers = width, layers
+        dims = 1 if hasattr(n_modes, "__index__") else len(tuple(n_modes))
+        nodes: dict[str, tuple[Any, ...]] = {
+            "embedding": (GridEmbedding(), "x"),
+            "lifting": (_mlp(in_channels + dims, 2 * width, width), "embedding"),
+        }
+        last = "lifting"
+        for i in range(layers):
+            nodes[f"conv{i}"] = SpectralConv(width, width, n_modes), last
+            nodes[f"skip{i}"] = ChannelLinear(width, width, bias=False), last
+            nodes[f"sum{i}"] = Add(), f"conv{i}", f"skip{i}"
+            through = f"sum{i}"
+            if i < layers - 1:
+                nodes[f"act{i}"] = GELU(), through
+                through = f"act{i}"
+            nodes[f"mlp{i}"] = _mlp(width, max(width // 2, 1), width), through
+            nodes[f"gate{i}"] = ChannelScale(width, dims), last
+            nodes[f"out{i}"] = Add(), f"mlp{i}", f"gate{i}"
+            last = f"out{i}"
+            if i < layers - 1:
+                nodes[f"end{i}"] = GELU(), last
+                last = f"end{i}"
+        nodes["projection"] = _mlp(width, 2 * width, out_channels), last
+        super().__init__(nodes, outputs=("projection",))
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+def _mlp(channels: int, hidden: int, many: int) -> Chain:
+    return Chain(ChannelLinear(channels, hidden), GELU(), ChannelLinear(hidden, many))
+
+
+@lru_cache(256)
+def _table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Cells to modes and back, real and imaginary parts beside each other. last: the dim of real numbers, of which
+    modes above 0 stand for their mirror images as well: (cells, 2 modes); else (2 cells, 2 modes)."""
+    modes = np.arange(k) - (0 if last else k // 2)
+    turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
+    cosine, sine = np.cos(turns), np.sin(turns)
+    if last:
+        twice = np.where((modes == 0) | (2 * modes == n), 1.0, 2.0)
+        to = np.stack([cosine, -sine], axis=-1).reshape(stop - start, 2 * k) / n
+        back = np.stack([cosine * twice, -sine * twice], axis=-1).reshape(stop - start, 2 * k)
+        return to, back.T
+    to = np.stack([np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)], axis=1) / n  # cells, 2, modes, 2
+    back = np.stack([np.stack([cosine, sine], -1), np.stack([-sine, cosine], -1)], axis=1)
+    return to.reshape(2 * (stop - start), 2 * k), back.transpose(2, 1, 0, 3).reshape(2 * k, -1)
+
+
+def _turned(table: Array) -> Array:
+    return table.T
+
+
+def _forward(xp: Any, x: Array, tables: list[Array]) -> Array:
+    """(samples, channels, *cells) to (samples, channels, *modes, 2), from the last dim to the first."""
+    last = tables[-1]
+    y = (x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) @ last).reshape(*x.shape[:-1], last.shape[1] // 2, 2)
+    for d in range(len(tables) - 2, -1, -1):
+        y = _along(xp, y, 2 + d, tables[d])
+    return y
+
+
+def _backward(xp: Any, modes: Array, tables: list[Array]) -> Array:
+    """The way back: (samples, channels, *modes, 2) to (samples, channels, *cells)."""
+    y = modes
+    for d in range(len(tables) - 1):
+        y = _along(xp, y, 2 + d, tables[d])
+    last = tables[-1]
+    return (y.reshape(math.prod(y.shape[:-2]), last.shape[0]) @ last).reshape(*y.shape[:-2], last.shape[1])
+
+
+def _along(xp: Any, y: Array, dim: int, table: Array) -> Array:
+    """A product over `dim` and the parts of complex numbers, which lie in the last dim."""
+    turned = xp.moveaxis(y, dim, -2)
+    shape = turned.shape[:-2]
+    product = turned.reshape(math.prod(shape), table.shape[0]) @ table
+    return xp.moveaxis(product.reshape(*shape, table.shape[1] // 2, 2), -2, dim)
+
+
+def _multiply(xp: Any, x: Array, w: Array) -> Array:
+    """(modes, samples, in, 2) by (modes, in, out, 2)."""
+    real = xp.matmul(x[..., 0], w[..., 0]) - xp.matmul(x[..., 1], w[..., 1])
+    imaginary = xp.matmul(x[..., 0], w[..., 1]) + xp.matmul(x[..., 1], w[..., 0])
+    return xp.stack([real, imaginary], axis=-1)
