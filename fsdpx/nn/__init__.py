@@ -29,6 +29,7 @@ from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.pool import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Upsample
+from fsdpx.nn.rollout import Rollout
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
 from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
@@ -44,8 +45,8 @@ __all__ = [
     "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Layer", "LayerNorm",
     "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE",
     "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion",
-    "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rotary", "Row", "RowLinear", "Samples", "Scale",
-    "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding",
+    "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples",
+    "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding",
     "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding",
     "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

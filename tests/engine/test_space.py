@@ -44,10 +44,15 @@ def sizes() -> nn.Layer:
     )  # fmt: skip
 
 
+def one_step() -> nn.Layer:
+    return nn.Chain(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 1))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int, ...]]]] = {
     "windows": (windows, (13, 17), [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (3, 2)]),
     "sizes": (sizes, (19, 23), [(2, 2), (3, 1), (1, 4)]),
     "unet": (lambda: nn.UNet(2, 3, 2, 4, 2, ("reflect", "circular"), "batch", "tanh"), (24, 16), [(2, 2), (3, 2)]),
+    "rollout": (lambda: nn.Chain(nn.Rollout(one_step(), 3), nn.ChannelLinear(6, 3)), (6, 9), [(2, 1), (2, 2)]),
     "fno": (lambda: nn.FNO(2, 3, (4, 6), 6, 2), (9, 12), [(2, 1), (2, 2), (1, 5)]),
     "fno3": (lambda: nn.FNO(2, 3, (2, 4, 2), 4, 1), (4, 6, 5), [(2, 2, 2), (3, 1, 1)]),
     "unet1": (lambda: nn.UNet(2, 3, 1, 4, 3, "circular", None, "relu"), (40,), [(3,), (5,)]),

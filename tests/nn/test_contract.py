@@ -89,6 +89,10 @@ CASES = {
     "ChannelLinear": (lambda: nn.ChannelLinear(3, 4), lambda: rows(3, 3, 4, 2)),
     "ChannelScale": (lambda: nn.ChannelScale(3, 2), lambda: rows(3, 3, 4, 2)),
     "GridEmbedding": (nn.GridEmbedding, lambda: rows(3, 2, 4, 3)),
+    "Rollout": (
+        lambda: nn.Rollout(nn.Chain(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1)), 3),
+        lambda: rows(3, 2, 5),
+    ),
     "FNO": (lambda: nn.FNO(2, 3, (2, 4), 4, 2), lambda: rows(3, 2, 4, 6)),
     "Flatten": (nn.Flatten, lambda: rows(3, 2, 5)),
     "FlattenFrom2": (lambda: nn.Flatten(2), lambda: rows(3, 2, 5, 2)),

@@ -147,6 +147,32 @@ def test_modes_are_those_of_an_fft(sizes: tuple[int, ...], n_modes: tuple[int, .
     demand_close({"y": y, "dx": dx, **g}, wanted, 1e-12)
 
 
+def test_a_rollout_is_its_model_again_and_again() -> None:
+    """Gradients as of the model applied three times with the same weights; the states alone are kept."""
+    net = nn.Chain(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1))
+    p = {name: noise(*spec.shape, seed=i) for i, (name, spec) in enumerate(net.specs().items())}
+    x, rollout = noise(2, 2, 6), nn.Rollout(net, 3)
+    assert rollout.specs().keys() == net.specs().keys()
+    y, saved = rollout.forward(ENV, p, x)
+    assert [a.shape for a in saved] == [x.shape] * 3
+    dy = noise(*y.shape, seed=9)
+    g, split, wanted = ({name: np.zeros_like(a) for name, a in p.items()} for _ in range(3))
+    dx = rollout.backward(ENV, p, g, saved, dy)
+    late, kept = rollout.backward_input(ENV, p, saved, dy)
+    rollout.backward_params(ENV, split, kept)
+    states, keeps = [x], []
+    for _ in range(3):
+        state, kept = net.forward(ENV, p, states[-1])
+        states.append(state)
+        keeps.append(kept)
+    d = np.zeros_like(x)
+    for step in (2, 1, 0):
+        d = net.backward(ENV, p, wanted, keeps[step], d + dy[:, 2 * step : 2 * step + 2])
+    demand_close({"y": y, "dx": dx, "late": late}, {"y": np.concatenate(states[1:], 1), "dx": d, "late": d}, 1e-13)
+    demand_close(g, wanted, 1e-13)
+    demand_close(split, wanted, 1e-13)
+
+
 def test_nothing_cancels_in_a_variance() -> None:
     """300 +- 0.01 in float32: the mean of squares less the square of the mean would have no digit."""
     x = (300 + 0.01 * noise(1, 2, 20_000)).astype(np.float32)
@@ -172,6 +198,7 @@ def test_nothing_cancels_in_a_variance() -> None:
         (lambda: nn.Upsample(2, align_corners=True), "align_corners is of modes other than 'nearest'"),
         (lambda: nn.GroupNorm(4, 6), "GroupNorm: num_channels=6 must be a multiple of num_groups=4"),
         (lambda: nn.SpectralConv(1, 1, (4, 4, 4, 4)), "give one number for each of 1 to 3 dims"),
+        (lambda: nn.Rollout(nn.Add(), 2), "Rollout: a model of one input and one output is needed, got Add()"),
         (lambda: nn.UNet(1, 1, dims=4), "UNet: dims=4: a field has 1 to 3 dims of cells"),
         (lambda: nn.UNet(1, 1, norm="layer"), "UNet: norm='layer': choose 'batch', 'group' or None"),
         (lambda: nn.UNet(1, 1, activation="swish"), "UNet: activation='swish': choose one of relu, tanh, gelu, silu"),
@@ -193,6 +220,7 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
         (nn.Conv1d(1, 1, 9, padding=4, padding_mode="circular"), (1, 1, 3), "takes fields of at least 4 cells, got 3"),
         (nn.SpectralConv(1, 1, 8), (1, 1, 6), "keeps more modes than a field of 6 cells has"),
         (nn.ChannelLinear(2, 3), (1, 3, 6), "wants (samples, 2, *cells), got (1, 3, 6)"),
+        (nn.Rollout(nn.Conv1d(2, 2, 3), 2), (1, 2, 6), "a step makes (1, 2, 4) of (1, 2, 6): it must keep the shape"),
         (nn.GroupNorm(1, 4), (2, 3, 5), "wants an input of shape (samples, 4, ...)"),
         (nn.Upsample(scale_factor=2, mode="bilinear"), (1, 1, 4), "wants (samples, channels, *cells)"),
     ],
