@@ -58,7 +58,7 @@ class Rollout(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         dx, kept = None, []
         for step in reversed(range(self.steps)):
-            dx, more = self.net.backward_input(*self._again(env, p, saved, step), self._of_step(env, dy, step, dx))
+            dx, more = self.net.backward_input(*self._recomputed(env, p, saved, step), self._of_step(env, dy, step, dx))
             kept.append((step, more))
         return dx, kept
 
@@ -69,11 +69,11 @@ class Rollout(Layer):
     def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         dx = None
         for step in reversed(range(self.steps)):
-            at, _, again = self._again(env, p, saved, step)
-            dx = self.net.backward(at, p, g, again, self._of_step(env, dy, step, dx))
+            at, _, kept = self._recomputed(env, p, saved, step)
+            dx = self.net.backward(at, p, g, kept, self._of_step(env, dy, step, dx))
         return dx
 
-    def _again(self, env: Env, p: Params, states: Any, step: int) -> tuple[Env, Params, Any]:
+    def _recomputed(self, env: Env, p: Params, states: Any, step: int) -> tuple[Env, Params, Any]:
         """What a step has saved, from its state."""
         at = env.at(f"step{step}")
         return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
