@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from fsdpx.cuda.devices import cupy, is_on_gpu
@@ -26,7 +25,6 @@ BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
 PACK = 16
 """Bytes that a thread reads and writes at a time, in kernels over packs."""
-KINDS = {np.dtype(np.float64): 64, np.dtype(np.float32): 32, np.dtype(ml_dtypes.bfloat16): 16}
 OPTIONS = ("--fmad=false", "--std=c++17")
 """Without fused multiplications and additions, updates have the bits that the host computes; there are none of
 bfloat16, where the first is left out."""
@@ -112,6 +110,12 @@ def _number(kind: Any, value: Any) -> Any:
     return MADE[kind](value)
 
 
+@functools.cache
+def kind_of(dtype: Any) -> int:
+    """The format of kernels for a dtype; 0: there is none."""
+    return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
+
+
 FORMS: dict[str, tuple[tuple[str, ...], Body]] = {}
 
 
@@ -146,7 +150,7 @@ def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
 
 def _kind(arrays: list[Any]) -> int:
     """The narrowest format among the floating-point arrays; 0: one that no kernel takes."""
-    return min((KINDS.get(a.dtype, 0) for a in arrays if a.dtype.kind not in "biu"), default=0)
+    return min((kind_of(a.dtype) for a in arrays if a.dtype.kind not in "biu"), default=0)
 
 
 def _plays(role: str, value: Any, kind: int, wide: int) -> bool:
@@ -160,7 +164,7 @@ def _plays(role: str, value: Any, kind: int, wide: int) -> bool:
     if role in ("mask", "index"):
         formed = value.dtype.kind == ("b" if role == "mask" else "i")
     else:
-        own = KINDS.get(value.dtype)
+        own = kind_of(value.dtype)
         formed = (role != "wide" and own == kind) or (role in ("wide", "sum") and own == wide)
     return formed and (role == "view" or bool(value.flags.c_contiguous))
 
@@ -483,7 +487,7 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
 def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the update of `fsdpx.optim` with this name on flat arrays of one format; False: there is none for
     these. numbers: in that format."""
-    kinds = {KINDS.get(array.dtype) for array in arrays}
+    kinds = {kind_of(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):
         return False

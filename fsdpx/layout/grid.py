@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,20 +83,34 @@ class Grid:
 
     def gather(self, array: Any) -> Any:
         """The whole field from the parts of all ranks, on every rank: for small things. Collective."""
-        parts = _gathered_arrays(self.comm, array)
         first = array.ndim - len(self.layout)
+        sizes = [math.prod(self._shape_of(rank, array.shape)) for rank in range(math.prod(self.dims))]
+        flat, mine = np.empty(sum(sizes), array.dtype), np.ascontiguousarray(array).reshape(-1)
+        if hasattr(self.comm, "all_gather"):
+            self.comm.all_gather(mine, flat, sizes, what="a field").wait()
+        else:
+            flat = np.concatenate(self.comm.allgather(mine))
+        ends = np.cumsum(sizes)
         shape = list(array.shape)
         for d, letter in enumerate(self._letters):
             shape[first + self.layout.index(letter)] = self.shape[d]
         whole = np.empty(shape, array.dtype)
-        for rank, part in enumerate(parts):
+        for rank, (end, size) in enumerate(zip(ends, sizes, strict=True)):
             place = np.unravel_index(rank, self.dims)
+            part = flat[end - size : end].reshape(self._shape_of(rank, array.shape))
             index = [slice(None)] * array.ndim
             for d, letter in enumerate(self._letters):
                 cuts = self.parts.cuts[d]
                 index[first + self.layout.index(letter)] = slice(cuts[place[d]], cuts[place[d] + 1])
             whole[tuple(index)] = part
         return whole
+
+    def _shape_of(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a rank's part of an array, from that of this rank's."""
+        found, cells = list(shape), self.parts.local([int(i) for i in np.unravel_index(rank, self.dims)])
+        for letter, size in zip(self._letters, cells, strict=True):
+            found[len(shape) - len(self.layout) + self.layout.index(letter)] = size
+        return tuple(found)
 
     def entering(self, array: Any, parts: Parts, name: str) -> Any:
         """An array as the caller holds it, as (samples, channels, *cells), a view; DataError if it is no such part."""
@@ -177,9 +192,3 @@ def _gathered(comm: Any, value: Any) -> list[Any]:
     if hasattr(comm, "all_gather_plain"):
         return list(comm.all_gather_plain(value))
     return list(comm.allgather(value))
-
-
-def _gathered_arrays(comm: Any, array: Any) -> list[np.ndarray]:
-    if hasattr(comm, "all_gather_object"):
-        return list(comm.all_gather_object(np.ascontiguousarray(array)))
-    return list(comm.allgather(np.ascontiguousarray(array)))

@@ -186,11 +186,6 @@ TABLE: tuple[Excluded, ...] = (
     Excluded(CHUNKS, "a layer that takes statistics over the global batch", _layer("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave chunks out"),
-    *(Excluded(SPACE, f"a `{axis}` axis", _width(axis, f"the {axis} axis of {{width}} ranks "),
-        "cuts a model whose fields are cut already", "leave it out") for axis in ("pipe", "tensor")),
-    *(Excluded(SPACE, f"`{name}`", _given(name, " "),
-        "is for the tensor axis, which fields that are cut do not have", "leave it out")
-        for name in ("tensor_plan", "sequence")),
     Excluded(SPACE, "`chunks`", _given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
         "leave chunks out"),
     Excluded(SPACE, LOCAL, _pace(LOCAL),

@@ -274,6 +274,18 @@ def grid_of(comm: Communicator) -> Any:
             lambda c: nn.Conv2d(1, 1, 11, padding=5, padding_mode="reflect").as_distributed(comm=c, space=grid_of(c)),
             "padding 5 of mode 'reflect' along dim 2 takes fields of at least 6 cells, got 4",
         ),
+        (
+            lambda c: nn.ReLU().as_distributed(comm=c, space=grid_of(c), mesh=fsdpx.Mesh(tensor=2)),
+            "has 2 ranks, and the data axis of",
+        ),
+        *(
+            (lambda c, o=options: nn.ReLU().as_distributed(comm=c, space=grid_of(c), **o), f"space: {message}")
+            for options, message in (
+                ({"chunks": 2}, "chunks=2 cuts the batch by samples, of which each rank has a part"),
+                ({"strategy": "diloco"}, "strategy='diloco' lets replicas train by themselves"),
+                ({"strategy": "gossip"}, "strategy='gossip' lets ranks step at their own speed"),
+            )
+        ),
         (lambda c: nn.ReLU().as_distributed(comm=c, space="2x1"), "space='2x1': give a fsdpx.Grid"),
         (
             lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((5, 6, 2))),

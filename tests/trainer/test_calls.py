@@ -17,8 +17,10 @@ import pytest
 import fsdpx
 from fsdpx import Local, Machinery, Mesh, Offload, nn, optim, spawn
 from fsdpx.comm import Communicator
+from fsdpx.comm.local import single
 from fsdpx.data import ArrayDataset, DataLoader
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError
+from fsdpx.layout.grid import Grid
 from fsdpx.trainer.choices import ELASTIC, LOCAL, OWN, TABLE, Beside, Excluded, demand_together, table
 from fsdpx.trainer.recipe import Distribution, Recipe, Training
 
@@ -145,6 +147,7 @@ BESIDE = {
     "`backend`": (Machinery(backend="gloo"), Distribution()),
     "`offload`": (Machinery(), Distribution(offload=Offload("x"))),
     "`trace`": (Machinery(trace="x"), Distribution()),
+    "`space`": (Machinery(), Distribution(space=Grid(single(), (4,)))),
     LOCAL: (Machinery(), Distribution("diloco")),
     OWN: (Machinery(), Distribution("async")),
 }
