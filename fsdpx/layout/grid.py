@@ -40,7 +40,7 @@ class Grid:
         own, (width, rank, size) = tuple(int(n) for n in shape), _counts(comm, dims)
         count = len(width)
         layout = LETTERS[3 - count :] + "c" if layout is None else layout
-        problem = _problem(own, width, size, layout, dims)
+        problem = _problem(own, width, size, layout)
         facts = _gathered(comm, (own, layout, width, problem))
         for other, (_, _, _, wrong) in enumerate(facts):
             if wrong:
@@ -51,7 +51,7 @@ class Grid:
                     f"Grid: rank 0 has layout {facts[0][1]!r} on {facts[0][2]} ranks, rank {other} {order!r} on {grid}"
                 )
         self.comm, self.dims, self.layout = comm, tuple(width), layout
-        self.place = tuple(int(i) for i in np.unravel_index(rank, width))
+        self.place = _place(rank, width)
         self.parts = Parts(_cuts([fact[0] for fact in facts], self.dims))
 
     def __repr__(self) -> str:
@@ -67,19 +67,9 @@ class Grid:
         """Where this rank's part begins, along each dim."""
         return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.place, strict=True))
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Cells of this rank's part."""
-        return self.parts.local(self.place)
-
     def local(self, array: Any) -> Any:
         """This rank's part of an array of the whole field in the grid's layout, a view."""
-        first = array.ndim - len(self.layout)
-        index = [slice(None)] * array.ndim
-        for d, letter in enumerate(self._letters):
-            start, size = self.offsets[d], self.local_shape[d]
-            index[first + self.layout.index(letter)] = slice(start, start + size)
-        return array[tuple(index)]
+        return array[self._index(self.place, array.ndim)]
 
     def gather(self, array: Any) -> Any:
         """The whole field from the parts of all ranks, on every rank: for small things. Collective."""
@@ -96,18 +86,20 @@ class Grid:
             shape[first + self.layout.index(letter)] = self.shape[d]
         whole = np.empty(shape, array.dtype)
         for rank, (end, size) in enumerate(zip(ends, sizes, strict=True)):
-            place = np.unravel_index(rank, self.dims)
-            part = flat[end - size : end].reshape(self._shape_of(rank, array.shape))
-            index = [slice(None)] * array.ndim
-            for d, letter in enumerate(self._letters):
-                cuts = self.parts.cuts[d]
-                index[first + self.layout.index(letter)] = slice(cuts[place[d]], cuts[place[d] + 1])
-            whole[tuple(index)] = part
+            index = self._index(_place(rank, self.dims), array.ndim)
+            whole[index] = flat[end - size : end].reshape(self._shape_of(rank, array.shape))
         return whole
+
+    def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
+        """Where the part of a place of the grid lies in an array of the whole field."""
+        index = [slice(None)] * ndim
+        for cuts, letter, r in zip(self.parts.cuts, self._letters, place, strict=True):
+            index[ndim - len(self.layout) + self.layout.index(letter)] = slice(cuts[r], cuts[r + 1])
+        return tuple(index)
 
     def _shape_of(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a rank's part of an array, from that of this rank's."""
-        found, cells = list(shape), self.parts.local([int(i) for i in np.unravel_index(rank, self.dims)])
+        found, cells = list(shape), self.parts.local(_place(rank, self.dims))
         for letter, size in zip(self._letters, cells, strict=True):
             found[len(shape) - len(self.layout) + self.layout.index(letter)] = size
         return tuple(found)
@@ -146,6 +138,11 @@ class Grid:
         return self.layout.replace("c", "")
 
 
+def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
+    """Where a rank stands; the last dim varies fastest."""
+    return tuple(int(i) for i in np.unravel_index(rank, dims))
+
+
 def _counts(comm: Any, dims: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
     """Ranks along each dim, this rank and the number of all."""
     if hasattr(comm, "Get_topo"):
@@ -154,7 +151,7 @@ def _counts(comm: Any, dims: Sequence[int] | None) -> tuple[tuple[int, ...], int
     return (size,) if dims is None else tuple(int(n) for n in dims), rank, size
 
 
-def _problem(own: tuple[int, ...], width: Sequence[int], size: int, layout: str, dims: Sequence[int] | None) -> str:
+def _problem(own: tuple[int, ...], width: Sequence[int], size: int, layout: str) -> str:
     """What is wrong with this rank's arguments, as text."""
     if not 1 <= len(width) <= 3:
         return f"a grid of {len(width)} dims: 1 to 3 are taken"
@@ -174,10 +171,10 @@ def _cuts(own: Sequence[tuple[int, ...]], dims: tuple[int, ...]) -> tuple[tuple[
     for d, width in enumerate(dims):
         sizes: list[int | None] = [None] * width
         for rank, shape in enumerate(own):
-            place = int(np.unravel_index(rank, dims)[d])
+            place = _place(rank, dims)[d]
             first = sizes[place]
             if first is not None and first != shape[d]:
-                other = next(r for r in range(rank) if int(np.unravel_index(r, dims)[d]) == place)
+                other = next(r for r in range(rank) if _place(r, dims)[d] == place)
                 raise ConfigError(
                     f"Grid: the parts make no rectangle: along dim {d} rank {rank} has {shape[d]} cells, and rank "
                     f"{other}, which stands beside it, {first}"

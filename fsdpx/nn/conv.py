@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -22,13 +21,13 @@ from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
 from fsdpx.nn.numeric import destination
-from fsdpx.nn.parts import MODES, Reach, demand_dims, demand_fit, fold, owned, reaches, widen
+from fsdpx.nn.parts import MODES, Reach, dealt, demand_dims, demand_fit, fold, over, reaches, widen
 
 __all__ = [
-    "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "cut_window", "fitting", "for_each", "here", "image_window",
+    "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "cut_window", "demand_groups", "fitting", "for_each", "here",
+    "image_window", "window_specs",
 ]  # fmt: skip
 
-Pair = int | tuple[int, int]
 Sizes = int | tuple[int, ...]
 
 
@@ -69,9 +68,11 @@ class ConvWindow:
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def outputs(self, parts: Parts) -> Parts:
-        """Who has which outputs."""
-        rows = zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True)
-        return Parts(tuple(owned(c, s, self._count(c[-1], s, a, b, span)) for c, s, a, b, span in rows))
+        """Who has which outputs: the owner of the cell that a window begins at without its padding."""
+        made = []
+        for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
+            made.append(dealt(cuts, [-(-cut // s) for cut in cuts], self._count(cuts[-1], s, a, b, span)))
+        return Parts(tuple(made))
 
     def _count(self, n: int, stride: int, low: int, high: int, span: int) -> int:
         """Outputs along a dim of n cells."""
@@ -99,7 +100,6 @@ class ConvWindow:
         return tuple(found)
 
 
-
 def for_each(layer: Layer, name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
     """`3` or `(3, 5)` as a whole number for each dim, each at least `least`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
@@ -109,6 +109,25 @@ def for_each(layer: Layer, name: str, value: Any, dims: int, least: int) -> tupl
     if any(not hasattr(side, "__index__") or side < least for side in each):
         raise ConfigError(f"{type(layer).__name__}: {name} must be whole numbers >= {least}, got {value!r}")
     return tuple(map(int, each))
+
+
+def demand_groups(layer: Layer, in_channels: int, out_channels: int, groups: int) -> None:
+    """ConfigError unless channels fall into groups of one size."""
+    positive(layer, in_channels=in_channels, out_channels=out_channels, groups=groups)
+    if in_channels % groups or out_channels % groups:
+        raise ConfigError(
+            f"{type(layer).__name__}: in_channels={in_channels} and out_channels={out_channels} must be multiples "
+            f"of groups={groups}"
+        )
+
+
+def window_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, Spec]:
+    """The weight of a convolution, of `shape`, and its bias, with PyTorch's initial values."""
+    default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
+    specs = {"weight": Spec(shape, layer.init or default)}
+    if layer.bias:
+        specs["bias"] = Spec((layer.out_channels,), default)
+    return specs
 
 
 def _sides(
@@ -214,9 +233,7 @@ def cut_window(layer: Any, request: CutRequest) -> Portion | None:
             f"{request.path!r} {layer!r} has windows of {len(layer.window.kernel)} dims and reads {kind}: the grid "
             "must have as many dims as the field"
         )
-    made = copy(layer)
-    made.parts = kind
-    return Portion(made, fitting(layer, kind)[0])
+    return Portion(over(layer, kind), fitting(layer, kind)[0])
 
 
 class Conv(Layer):
@@ -259,12 +276,7 @@ class Conv(Layer):
         *,
         init: Init | None = None,
     ) -> None:
-        positive(self, in_channels=in_channels, out_channels=out_channels, groups=groups)
-        if in_channels % groups or out_channels % groups:
-            raise ConfigError(
-                f"{type(self).__name__}: in_channels={in_channels} and out_channels={out_channels} must be multiples "
-                f"of groups={groups}"
-            )
+        demand_groups(self, in_channels, out_channels, groups)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.bias, self.padding_mode, self.init = bool(bias), padding_mode, init
@@ -272,12 +284,7 @@ class Conv(Layer):
         self.parts: Parts | None = None
 
     def specs(self) -> dict[str, Spec]:
-        shape = (self.out_channels, self.in_channels // self.groups, *self.window.kernel)
-        default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
-        specs = {"weight": Spec(shape, self.init or default)}
-        if self.bias:
-            specs["bias"] = Spec((self.out_channels,), default)
-        return specs
+        return window_specs(self, (self.out_channels, self.in_channels // self.groups, *self.window.kernel))
 
     def cut(self, request: CutRequest) -> Portion:
         return cut_window(self, request) or super().cut(request)

@@ -159,8 +159,6 @@ class RelativeL2(Loss):
     eps : added to |target|, for targets that are 0
     """
 
-    fields = True
-
     def __init__(self, eps: float = 0.0) -> None:
         self.eps = float(eps)
 

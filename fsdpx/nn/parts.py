@@ -7,6 +7,7 @@ the bounds of these intervals, a few whole numbers that all ranks know: nothing 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ from fsdpx.errors import ShapeError
 from fsdpx.nn.cut import Cuts, Parts
 from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Params
 
-__all__ = ["MODES", "Reach", "Shift", "demand_dims", "demand_fit", "fold", "owned", "reaches", "widen"]
+__all__ = [
+    "MODES", "Reach", "Shift", "dealt", "demand_dims", "demand_fit", "fold", "over", "rank_along", "reaches", "widen",
+]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
 """What lies beyond the ends of a dim, as in PyTorch: nothing, the other end, the mirror image, or the last cell."""
@@ -271,12 +274,23 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def owned(cuts: Cuts, stride: int, total: int) -> Cuts:
-    """Who has which outputs of windows that move by `stride`: the owner of the cell that the window begins at without
-    its padding. total: how many outputs there are; what lies beyond the last cell falls to the last part."""
-    bounds = [min(-(-cut // stride), total) for cut in cuts]
-    full = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
-    return tuple(total if r > full else bound for r, bound in enumerate(bounds))
+def dealt(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
+    """Who has which of `total` outputs. bounds: for each of `cuts` the first output from there on; what lies beyond the
+    last cell falls to the last part that has cells."""
+    last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
+    return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
+
+
+def over(layer: Any, parts: Parts) -> Any:
+    """The layer, whose `parts` says how its input is cut, on a part of a field that is cut so."""
+    made = copy(layer)
+    made.parts = parts
+    return made
+
+
+def rank_along(env: Env, cuts: Cuts, d: int) -> int:
+    """This rank's place in the line along dim d of the cells; 0 where it has the whole of it."""
+    return 0 if len(cuts) == 2 else env.mesh.space[d].rank
 
 
 def demand_dims(layer: object, x: Array, dims: int, channels: int | None = None) -> None:

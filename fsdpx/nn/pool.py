@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.conv import ConvWindow, Sizes, cut_window, fitting, here, image_window
 from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
-from fsdpx.nn.parts import demand_dims, fold, widen
+from fsdpx.nn.parts import demand_dims, fold, rank_along, widen
 
 __all__ = ["AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"]
 
@@ -161,7 +161,8 @@ class AvgPool(Pool):
         """1 / the cells that count, for each output of this rank, as (1, 1, *cells)."""
         outputs, counts = self.window.outputs(parts), np.ones((1, 1, *(1,) * self.dims))
         for d in range(self.dims):
-            first, last = (0, outputs.cuts[d][1]) if len(outputs.cuts[d]) == 2 else _mine(env, outputs, d)
+            rank = rank_along(env, outputs.cuts[d], d)
+            first, last = outputs.cuts[d][rank : rank + 2]
             n, s, k, pad = parts.shape[d], self.window.stride[d], self.window.kernel[d], self.window.low[d]
             begin = np.arange(first, last) * s - pad
             end = np.minimum(begin + k, n + pad)
@@ -173,12 +174,6 @@ class AvgPool(Pool):
         if self.divisor_override is not None:
             counts = np.full((1,) * (self.dims + 2), float(self.divisor_override))
         return env.xp.asarray((1.0 / counts).astype(dtype))
-
-
-def _mine(env: Env, parts: Parts, d: int) -> tuple[int, int]:
-    """This rank's interval along one dim."""
-    rank = env.mesh.space[d].rank
-    return parts.cuts[d][rank], parts.cuts[d][rank + 1]
 
 
 class MaxPool1d(MaxPool):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import copy
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -11,12 +10,12 @@ import numpy as np
 
 from fsdpx.array.kernels.correlation import Strides, correlate, correlate_backward_input, correlate_backward_params
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.conv import ConvWindow, Sizes, for_each
+from fsdpx.nn.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
 from fsdpx.nn.cut import CutRequest, Parts
-from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
+from fsdpx.nn.init import Init
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec
 from fsdpx.nn.numeric import destination
-from fsdpx.nn.parts import Reach, demand_dims, fold, widen
+from fsdpx.nn.parts import Reach, dealt, demand_dims, fold, over, rank_along, widen
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
@@ -49,12 +48,7 @@ class ConvTranspose(Layer):
         output_padding: Sizes = 0, groups: int = 1, bias: bool = True, dilation: Sizes = 1, *,
         init: Init | None = None,
     ) -> None:  # fmt: skip
-        positive(self, in_channels=in_channels, out_channels=out_channels, groups=groups)
-        if in_channels % groups or out_channels % groups:
-            raise ConfigError(
-                f"{type(self).__name__}: in_channels={in_channels} and out_channels={out_channels} must be multiples "
-                f"of groups={groups}"
-            )
+        demand_groups(self, in_channels, out_channels, groups)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.output_padding, self.bias, self.init = output_padding, bool(bias), init
@@ -70,20 +64,13 @@ class ConvTranspose(Layer):
         self.parts: Parts | None = None
 
     def specs(self) -> dict[str, Spec]:
-        shape = (self.in_channels, self.out_channels // self.groups, *self.window.kernel)
-        default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
-        specs = {"weight": Spec(shape, self.init or default)}
-        if self.bias:
-            specs["bias"] = Spec((self.out_channels,), default)
-        return specs
+        return window_specs(self, (self.in_channels, self.out_channels // self.groups, *self.window.kernel))
 
     def cut(self, request: CutRequest) -> Portion:
         kind = request.kinds[0]
         if not isinstance(kind, Parts):
             return super().cut(request)
-        made = copy(self)
-        made.parts = kind
-        return Portion(made, self._outputs(kind))
+        return Portion(over(self, kind), self._outputs(kind))
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         demand_dims(self, x, self.dims, self.in_channels)
@@ -124,8 +111,7 @@ class ConvTranspose(Layer):
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
             total = max((cuts[-1] - 1) * s - 2 * p + self.window.spans[d] + self.more[d], 0)
-            last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
-            made.append(tuple(total if r > last else min(cut * s, total) for r, cut in enumerate(cuts)))
+            made.append(dealt(cuts, [cut * s for cut in cuts], total))
         return Parts(tuple(made))
 
     def _moves(self, parts: Parts, outputs: Parts) -> tuple[Reach, ...]:
@@ -144,7 +130,7 @@ class ConvTranspose(Layer):
         """Cells of the result of all inputs here, and those of this rank among them."""
         full, crop = [], [slice(None), slice(None)]
         for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
-            rank = 0 if len(out) == 2 else env.mesh.space[d].rank
+            rank = rank_along(env, out, d)
             begin, n = reach.needs[rank][0], reach.size(rank)
             first = out[rank] + self.window.low[d] - begin * self.window.stride[d]
             size = max((n - 1) * self.window.stride[d] + self.window.spans[d], 0)
@@ -203,9 +189,7 @@ class Upsample(Layer):
         kind = request.kinds[0]
         if not isinstance(kind, Parts):
             return super().cut(request)
-        made = copy(self)
-        made.parts = kind
-        return Portion(made, self._outputs(kind))
+        return Portion(over(self, kind), self._outputs(kind))
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         dims = x.ndim - 2
@@ -220,7 +204,7 @@ class Upsample(Layer):
                 for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
             )
             moves.append(Reach(d + 2, cuts, needs))
-            rank = 0 if len(cuts) == 2 else env.mesh.space[d].rank
+            rank = rank_along(env, cuts, d)
             mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
             tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], moves[-1].size(rank)))
         y = widen(env, x, moves, what=env.random.path)
@@ -243,8 +227,7 @@ class Upsample(Layer):
         made = []
         for d, cuts in enumerate(parts.cuts):
             n, total = cuts[-1], self._total(d, cuts[-1])
-            last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
-            made.append(tuple(total if r > last else -(-cut * total // n) for r, cut in enumerate(cuts)))
+            made.append(dealt(cuts, [-(-cut * total // n) for cut in cuts], total))
         return Parts(tuple(made))
 
     def _total(self, d: int, n: int) -> int:

@@ -7,7 +7,6 @@ modes, however large the field is. Lingsch et al. (2024) use the same sums on on
 from __future__ import annotations
 
 import math
-from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +22,7 @@ from fsdpx.nn.graph import Graph
 from fsdpx.nn.init import normal, ones, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, describe, positive
 from fsdpx.nn.numeric import add_sum, destination
+from fsdpx.nn.parts import over, rank_along
 from fsdpx.nn.shape import Add
 
 __all__ = ["FNO", "ChannelLinear", "ChannelScale", "GridEmbedding", "SpectralConv"]
@@ -70,9 +70,7 @@ class SpectralConv(Layer):
         if not isinstance(kind, Parts):
             return super().cut(request)
         self._demand_modes(kind.shape)
-        made = copy(self)
-        made.parts = kind
-        return Portion(made, kind)
+        return Portion(over(self, kind), kind)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim != len(self.modes) + 2 or x.shape[1] != self.in_channels:
@@ -140,7 +138,7 @@ class SpectralConv(Layer):
         """For each dim the matrices that lead from this rank's cells to the modes, and back."""
         found = []
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
-            rank = 0 if len(cuts) == 2 else env.mesh.space[d].rank
+            rank = rank_along(env, cuts, d)
             last = d == len(self.modes) - 1
             key = "spectral", cuts, rank, k, last, np.dtype(dtype).str
             if key not in env.constants:
@@ -268,15 +266,13 @@ class GridEmbedding(Layer):
         kind = request.kinds[0]
         if not isinstance(kind, Parts):
             return super().cut(request)
-        made = copy(self)
-        made.parts = kind
-        return Portion(made, kind)
+        return Portion(over(self, kind), kind)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         xp, parts = env.xp, self.parts or Parts.whole(x.shape[2:])
         found = [x]
         for d, cuts in enumerate(parts.cuts):
-            rank = 0 if len(cuts) == 2 else env.mesh.space[d].rank
+            rank = rank_along(env, cuts, d)
             shape = [1] * x.ndim
             shape[d + 2] = x.shape[d + 2]
             at = xp.arange(cuts[rank], cuts[rank + 1], dtype=np.float64) / max(cuts[-1], 1)
