@@ -68,7 +68,8 @@ class Grid:
         return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.place, strict=True))
 
     def local(self, array: Any) -> Any:
-        """This rank's part of an array of the whole field in the grid's layout, a view."""
+        """This rank's part of an array of the whole field in the grid's layout, a view; or of a mask, without
+        channels."""
         return array[self._index(self.place, array.ndim)]
 
     def gather(self, array: Any) -> Any:
@@ -92,9 +93,9 @@ class Grid:
 
     def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
         """Where the part of a place of the grid lies in an array of the whole field."""
-        index = [slice(None)] * ndim
+        index, letters = [slice(None)] * ndim, self._letters if ndim < len(self.layout) else self.layout
         for cuts, letter, r in zip(self.parts.cuts, self._letters, place, strict=True):
-            index[ndim - len(self.layout) + self.layout.index(letter)] = slice(cuts[r], cuts[r + 1])
+            index[ndim - len(letters) + letters.index(letter)] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
     def _shape_of(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -16,13 +16,14 @@ from fsdpx.nn.embedding import (
     VocabTokenEmbedding,
 )  # fmt: skip
 from fsdpx.nn.encoders import Bert, BertEmbedding, Patches, ViT
+from fsdpx.nn.fieldlosses import RMSE, VRMSE, BandRMSE, BoundaryRMSE, ConservedRMSE, MaxError, RelativeL2
 from fsdpx.nn.function import Lambda
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention
 from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.layer import Env, Layer, Portion, Spec
 from fsdpx.nn.linear import ColumnLinear, Linear, RowLinear
-from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss, RelativeL2
+from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from fsdpx.nn.lowrank import LoRALinear, lora
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
@@ -37,16 +38,17 @@ from fsdpx.nn.spectral import FNO, ChannelLinear, ChannelScale, GridEmbedding, S
 from fsdpx.nn.unet import UNet
 
 __all__ = [
-    "FNO", "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d", "AvgPool3d",
-    "BCEWithLogits", "BatchNorm", "Bert", "BertEmbedding", "Chain", "ChannelLinear", "ChannelScale", "Column",
-    "ColumnLinear", "Composite", "Concat", "Container", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d",
-    "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Cut", "CutDropout", "CutMoE", "CutRequest", "Dropout",
-    "Embedding", "Enter", "Env", "Features", "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph",
-    "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Layer", "LayerNorm",
-    "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE",
-    "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion",
-    "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples",
-    "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding",
-    "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding",
-    "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models", "parallelise", "shapes", "sort", "specs_of",
+    "FNO", "GELU", "GPT", "MLP", "MSE", "RMSE", "VRMSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d",
+    "AvgPool3d", "BCEWithLogits", "BandRMSE", "BatchNorm", "Bert", "BertEmbedding", "BoundaryRMSE", "Chain",
+    "ChannelLinear", "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "ConservedRMSE", "Container",
+    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Cut",
+    "CutDropout", "CutMoE", "CutRequest", "Dropout", "Embedding", "Enter", "Env", "Features", "First", "Flatten",
+    "Framed", "Gate", "GatedMLP", "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm",
+    "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxError",
+    "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding",
+    "Patches", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rollout", "Rotary",
+    "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec",
+    "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab",
+    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models",
+    "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

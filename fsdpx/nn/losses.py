@@ -8,10 +8,12 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.cells import CellWeights, weighed
+from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, describe, fraction
 from fsdpx.nn.numeric import as_indices
 
-__all__ = ["MSE", "BCEWithLogits", "CrossEntropy", "Loss"]
+__all__ = ["MSE", "BCEWithLogits", "CrossEntropy", "Loss", "same_shape"]
 
 
 class Loss(ABC):
@@ -46,6 +48,10 @@ class Loss(ABC):
     @abstractmethod
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         """Raises DataError if `target` cannot be compared with an output of `shape`."""
+
+    def over(self, parts: Parts) -> "Loss":
+        """What compares outputs of which each rank has the part that `parts` says."""
+        return self
 
     def __repr__(self) -> str:
         return describe(self)
@@ -84,7 +90,7 @@ class CrossEntropy(Loss):
         return dy.reshape(y.shape)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        _same_shape(self, tuple(shape)[:-1], target, f"labels for an output of shape {tuple(shape)}")
+        same_shape(self, tuple(shape)[:-1], target, f"labels for an output of shape {tuple(shape)}")
         if np.dtype(target.dtype).kind not in "iu":
             raise DataError(f"{self!r}: labels must be whole numbers, got {target.dtype}")
         xp, classes = namespace_of(target), shape[-1]
@@ -103,20 +109,43 @@ class _Elementwise(Loss):
     acts_on = "position"
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        _same_shape(self, tuple(shape), target, "a target of the output's shape")
+        same_shape(self, tuple(shape), target, "a target of the output's shape")
 
 
 class MSE(_Elementwise):
-    """(y - target)^2, summed; y and target of one shape; weight: the number of elements."""
+    """(y - target)^2, summed; y and target of one shape; weight: the number of elements, or the sum of their weights.
+
+    Parameters
+    ----------
+    weights, skipna : as in `RelativeL2`
+    """
 
     runs = ("squared_error", "squared_error_backward")
+    weights: CellWeights | None = None
+    skipna = False
+
+    def __init__(self, weights: Any = None, skipna: bool = False) -> None:
+        self.weights = None if weights is None else CellWeights("MSE", weights)
+        self.skipna = bool(skipna)
+        self.acts_on = "position" if weights is None else "sample"
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         target = target.astype(y.dtype, copy=False)
-        return kernels.squared_error(env.xp, y, target), float(y.size), (y, target)
+        if self.weights is None and not self.skipna:
+            return kernels.squared_error(env.xp, y, target), float(y.size), (y, target)
+        apart, _, w = weighed(env, y, target, self.weights, self.skipna)
+        total = float((w * apart * apart).sum(dtype=np.float64))
+        return total, float(env.xp.broadcast_to(w, y.shape).sum(dtype=np.float64)), (w * apart,)
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        if len(saved) == 1:
+            return saved[0] * (2.0 * seed)
         return kernels.squared_error_backward(env.xp, *saved, 2.0 * seed)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        super().validate(shape, target)
+        if self.weights is not None:
+            self.weights.demand(self, tuple(shape))
 
 
 class BCEWithLogits(_Elementwise):
@@ -142,43 +171,7 @@ class BCEWithLogits(_Elementwise):
         return kernels.binary_entropy_backward(env.xp, *saved, seed)
 
 
-def _same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
+def same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
     if tuple(target.shape) != wanted:
         raise DataError(f"{loss!r} wants {what}: {wanted}, got {tuple(target.shape)}")
 
-
-class RelativeL2(Loss):
-    """|y - target| / |target| of each sample, over all its elements, summed; weight: the number of samples.
-
-    (samples, ...) of one shape. Over a grid of ranks the two sums of a sample are made over all its parts: one
-    all-reduce of 16 bytes for each sample along each dim that is cut. It is the measure of neural operators (Li et al.
-    2021).
-
-    Parameters
-    ----------
-    eps : added to |target|, for targets that are 0
-    """
-
-    def __init__(self, eps: float = 0.0) -> None:
-        self.eps = float(eps)
-
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        xp, target = env.xp, target.astype(y.dtype, copy=False)
-        apart, dims = y - target, tuple(range(1, y.ndim))
-        sums = xp.stack([(a * a).sum(axis=dims, dtype=np.float64) for a in (apart, target)])
-        ranks = 1
-        for line in env.mesh.space:
-            ranks *= line.size
-            if line.size > 1:
-                line.all_reduce(sums.reshape(-1), what="RelativeL2").wait()
-        distance, scale = xp.sqrt(sums[0]), xp.sqrt(sums[1]) + self.eps
-        total, weight = float((distance / scale).sum()) / ranks, y.shape[0] / ranks
-        return total, weight, (apart, distance * scale)
-
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
-        apart, below = saved
-        shares = env.xp.where(below > 0, seed / env.xp.where(below > 0, below, 1.0), 0.0).astype(apart.dtype)
-        return apart * shares.reshape(-1, *(1,) * (apart.ndim - 1))
-
-    def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        _same_shape(self, tuple(shape), target, "a target of the output's shape")

@@ -365,7 +365,8 @@ def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: 
     model, loss = with_numbers(training.model, dtype), training.loss
     plan, sequence = distribution.tensor_plan, distribution.sequence
     if distribution.space is not None:
-        return Planned(over_parts(model, distribution.space.parts)[0], loss, None, frozenset())
+        made, outputs = over_parts(model, distribution.space.parts)
+        return Planned(made, loss.over(outputs), None, frozenset())
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
     return parallelise(model, loss, axes.tensor.size, plan, sequence)

@@ -22,10 +22,15 @@ import numpy as np
 
 from fsdpx import files
 from fsdpx.array.namespace import to_host
+from fsdpx.array.random import Random
 from fsdpx.checkpoint.commit import hold
 from fsdpx.comm.communicator import Communicator
-from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError
+from fsdpx.nn.layer import Env
+from fsdpx.nn.losses import Loss
 from fsdpx.observe.folder import rows_of
+from fsdpx.state.placement import Placement
+from fsdpx.trainer.batch import array_of
 from fsdpx.trainer.progress import LOGGER, Rate, say
 from fsdpx.trainer.series import History
 
@@ -140,32 +145,57 @@ class Log:
                 self._board.add_scalar(name, value, history.steps)
 
 
-Metric = Callable[[Any, Any], Any]
-"""(output, target) of this rank's samples -> an array of values, of which the mean is taken; or (sum, count)."""
+Metric = Callable[[Any, Any], Any] | Loss
+"""(output, target) of this rank's samples -> an array of values, of which the mean is taken; or (sum, count). Or a
+loss."""
 
 
 class Metrics:
-    """Sums over the batches of one validation."""
+    """Sums over the batches of one validation.
 
-    def __init__(self, functions: Mapping[str, Metric]) -> None:
-        self.functions = functions
+    place: of the trainer. Where its ranks have parts of fields, `mean` is over all of them, and a function gives the
+    sum and count of the cells of a part."""
+
+    def __init__(self, functions: Mapping[str, Metric], place: Placement) -> None:
+        self.functions, self._place = functions, place
         self._sums = np.zeros((len(functions), 2))  # sum and count
         self._problem: tuple[str, Exception] | None = None
 
     def add(self, output: Any, target: Any) -> None:
-        """One batch; an error is kept for `mean`, where all ranks meet."""
+        """One batch; an error is kept for `mean`, where all ranks meet. Losses over parts of fields communicate."""
         for k, (name, function) in enumerate(self.functions.items()):
             try:
-                self._sums[k] += _sum_and_count(function(output, target))
+                if isinstance(function, Loss):
+                    self._sums[k] += self._compared(function, output, target)
+                else:
+                    self._sums[k] += _sum_and_count(function(on_host(output), target), self._place.field is not None)
             except Exception as error:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
+
+    def _compared(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
+        """Total and weight of a loss. Over parts of fields the ranks compare first whether it fits on all of them."""
+        place, problem = self._place, None
+        y, t = (array_of(place, a) for a in (output, target))
+        if place.field is not None:
+            loss, outputs = loss.over(place.field.outputs), place.field.outputs
+            y, t = (place.field.grid.entering(a, outputs, "the target") for a in (y, t))
+        try:
+            loss.validate(tuple(y.shape), t)
+        except FsdpxError as error:
+            problem = error
+        if place.field is not None:
+            found = enumerate(place.axes.data.all_gather_plain(None if problem is None else str(problem)))
+            problem = problem or next((DataError(f"rank {rank}: {text}") for rank, text in found if text), None)
+        if problem is not None:
+            raise problem
+        return loss.forward(Env(place.xp, place.axes, Random(0), training=False), y, t)[:2]
 
     def mean(self, data: Communicator) -> dict[str, float]:
         """By name, over all samples; the same on every rank of `data`, the ranks with different samples. Collective.
 
         ConfigError on all of them if a metric failed on one."""
         text, cause = self._problem or (None, None)
-        everyone = data.all_gather_plain((self._sums, text))
+        everyone = (data if self._place.field is None else self._place.axes.data).all_gather_plain((self._sums, text))
         for rank, (_, problem) in enumerate(everyone):
             if problem is not None:
                 raise ConfigError(f"rank {rank}: {problem}") from cause
@@ -179,9 +209,13 @@ def on_host(output: Any) -> Any:
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 
 
-def _sum_and_count(found: Any) -> tuple[float, float]:
+def _sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
     if isinstance(found, tuple) and len(found) == 2:
         return float(found[0]), float(found[1])
+    if parts:
+        raise ConfigError(
+            "with space= a rank has parts of samples: return (sum, count) over its cells, or give a loss, as nn.VRMSE()"
+        )
     values = np.asarray(to_host(found))
     if values.ndim == 0:
         raise ConfigError(

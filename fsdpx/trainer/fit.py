@@ -32,7 +32,7 @@ from fsdpx.state.footprint import memory_limits
 from fsdpx.state.state import TrainState
 from fsdpx.state.tuning import Tuning, bytes_text, table
 from fsdpx.trainer.assemble import session_of
-from fsdpx.trainer.callbacks import Events, Log, Metric, Metrics, on_host
+from fsdpx.trainer.callbacks import Events, Log, Metric, Metrics
 from fsdpx.trainer.host import TrainerHost
 from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
 from fsdpx.trainer.recipe import NoOptimizer, Recipe, demand
@@ -231,7 +231,8 @@ def fit(
     epochs, steps : whichever ends first; epochs=None: steps alone
     validation : batches whose mean loss is taken every `every` steps and at the end
     metrics : by name, functions of a validation batch: (output, target), NumPy arrays of this rank's samples, to an
-        array with a value per sample, or to (sum, count); their mean is over the samples of all ranks
+        array with a value per sample, or to (sum, count); their mean is over the samples of all ranks. A loss is one,
+        too, as `nn.VRMSE()`
     every : steps between two validations
     patience : end after this many validations without a new best
     restore_best : end with the weights of the best validation (default: with patience)
@@ -256,8 +257,6 @@ def fit(
         asked = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
     limits = Limits(epochs, steps, every, patience, stop)
     limits.demand(validation, metrics, restore_best)
-    if metrics and host.place.field is not None:
-        raise ConfigError("fit(metrics=): with space= a rank has parts of samples, of which a mean says nothing")
     _demand_shares(host, loader, validation)
     history = History()
     best = patience is not None if restore_best is None else restore_best
@@ -381,7 +380,7 @@ class _Validation:
     def run(self) -> bool:
         """The mean of the batches' mean losses, each weighed by its weight, and metrics, those of experts too; False if
         there is nothing to do."""
-        history, metrics = self.history, Metrics(self.metrics)
+        history, metrics = self.history, Metrics(self.metrics, self.trainer.host.place)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
         losses, weights = [], []
@@ -391,7 +390,7 @@ class _Validation:
             losses.append(self.trainer.evaluate(x, y))
             weights.append(self.trainer.inspect.weight)
             if self.metrics:
-                metrics.add(on_host(self.trainer.predict(x)), y)
+                metrics.add(self.trainer.predict(x), y)
         if not losses:
             raise ConfigError("fit: the validation loader gives no batch")
         value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)

@@ -1,0 +1,103 @@
+"""Sums and statistics over the cells of a field that may be cut, and weights of cells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.comm.calls import ReduceOp
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.layer import Array, Env
+from fsdpx.nn.numeric import wide
+
+__all__ = ["CellWeights", "chan", "merged", "ranks_of", "reduced"]
+
+
+def ranks_of(env: Env) -> int:
+    """Ranks that have parts of the same samples."""
+    count = 1
+    for line in env.mesh.space:
+        count *= line.size
+    return count
+
+
+def reduced(env: Env, values: Array, what: str, op: ReduceOp = ReduceOp.SUM) -> Array:
+    """`values` over all parts of the field, in place: their sum, or what `op` says. Communicates along each dim that
+    is cut."""
+    for line in env.mesh.space:
+        if line.size > 1:
+            line.all_reduce(values.reshape(-1), op, what=what).wait()
+    return values
+
+
+def chan(xp: Any, one: Array, other: Array) -> Array:
+    """(count, mean, sum of squares about it) of two sets together, by the rule of Chan et al. (1979)."""
+    total = one[0] + other[0]
+    share = other[0] / xp.where(total > 0, total, 1.0)
+    apart = other[1] - one[1]
+    return xp.stack([total, one[1] + apart * share, one[2] + other[2] + apart * apart * (one[0] * share)])
+
+
+def merged(env: Env, found: Array, what: str) -> Array:
+    """`chan` over the parts of all ranks, of (3, ...) in float64, in the order of ranks."""
+    for line in env.mesh.space:
+        if line.size == 1:
+            continue
+        everyone = env.xp.empty((line.size, *found.shape), dtype=np.float64)
+        line.all_gather(env.xp.ascontiguousarray(found).reshape(-1), everyone.reshape(-1), what=what).wait()
+        found = everyone[0]
+        for other in everyone[1:]:
+            found = chan(env.xp, found, other)
+    return found
+
+
+class CellWeights:
+    """What each cell of this rank's part counts.
+
+    Parameters
+    ----------
+    owner : for errors
+    weights : (*cells) or (channels, *cells), numbers >= 0, or bools
+    """
+
+    def __init__(self, owner: str, weights: Any) -> None:
+        self.array = np.asarray(weights, np.float64)
+        if not (np.isfinite(self.array) & (self.array >= 0)).all():
+            raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools")
+
+    def __repr__(self) -> str:
+        """The same on all ranks, which compare it."""
+        return "<an array>"
+
+    def beside(self, env: Env, y: Array) -> Array:
+        """As an array that fits y of (samples, channels, *cells)."""
+        key = "weights of cells", id(self), np.dtype(y.dtype).str
+        if key not in env.constants:
+            shape = (1,) * (y.ndim - self.array.ndim) + self.array.shape
+            env.constants[key] = env.xp.asarray(self.array.astype(wide(y.dtype)).reshape(shape))
+        return env.constants[key]
+
+    def demand(self, owner: object, shape: tuple[int, ...]) -> None:
+        """DataError unless they fit an output of `shape`."""
+        if self.array.shape not in (shape[2:], shape[1:], (1, *shape[2:])):
+            raise DataError(
+                f"{owner!r}: weights of shape {self.array.shape} do not fit: this rank's part of the output is "
+                f"(channels, *cells) = {shape[1:]}; give one for each cell, {shape[2:]}, or for each channel of it"
+            )
+
+
+def weighed(
+    env: Env, y: Array, target: Array, weights: CellWeights | None, skipna: bool
+) -> tuple[Array, Array, Array | None]:
+    """y - target, target, and what each element counts, which fits y; None: all count 1. Where one counts 0, the others
+    are 0, whatever they were, NaN too. skipna: elements whose target is NaN count 0."""
+    xp = env.xp
+    y, target = (a.astype(wide(y.dtype), copy=False) for a in (y, target))
+    w = None if weights is None else weights.beside(env, y)
+    if skipna:
+        w = xp.where(xp.isnan(target), 0.0, 1.0 if w is None else w).astype(y.dtype)
+    apart = y - target
+    if w is not None:
+        apart, target = xp.where(w > 0, apart, 0.0), xp.where(w > 0, target, 0.0)
+    return apart, target, w

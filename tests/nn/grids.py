@@ -1,0 +1,102 @@
+"""Layers and losses on a grid of thread ranks, and on one rank that has the whole field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpx import spawn
+from fsdpx.array.random import Random
+from fsdpx.comm import Communicator
+from fsdpx.comm.mesh import Mesh, alone, connect
+from fsdpx.nn import Env, Layer, Loss
+from fsdpx.nn.cut import CutRequest, Parts
+
+GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (4, 1, 1), (2, 2, 2)]
+"""Ranks along each dim of cells."""
+
+
+def cuts_of(shape: Sequence[int], dims: Sequence[int], seed: int) -> Parts:
+    """Parts of any sizes; with seed 0 as even as can be."""
+    rng, made = np.random.default_rng([seed, *dims]), []
+    for n, d in zip(shape, dims, strict=True):
+        even = [n * r // d for r in range(d + 1)]
+        made.append(tuple(even if seed == 0 else [0, *sorted(rng.integers(0, n + 1, d - 1).tolist()), n]))
+    return Parts(tuple(made))
+
+
+def part(a: np.ndarray, parts: Parts, place: Sequence[int], first: int = 2) -> np.ndarray:
+    """What the rank at `place` has of an array whose dims from `first` on are cells."""
+    cells = (slice(c[p], c[p + 1]) for c, p in zip(parts.cuts, place, strict=True))
+    return np.ascontiguousarray(a[(slice(None),) * first + tuple(cells)])
+
+
+def whole(found: Sequence[np.ndarray], parts: Parts, dims: Sequence[int], first: int = 2) -> np.ndarray:
+    """The array of whose parts the ranks have `found`."""
+    out = np.full((*found[0].shape[:first], *parts.shape), np.nan, found[0].dtype)
+    for rank, a in enumerate(found):
+        cells = (slice(c[p], c[p + 1]) for c, p in zip(parts.cuts, np.unravel_index(rank, dims), strict=True))
+        out[(slice(None),) * first + tuple(cells)] = a
+    return out
+
+
+def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool = True) -> Env:
+    """Of a rank of a grid; None: of one that is alone."""
+    axes = alone() if comm is None else connect(Mesh(shard=comm.size), comm, check=True, space=tuple(dims))
+    return Env(np, axes, Random(5, "layer", 3), training)
+
+
+@dataclass
+class Ran:
+    """What a layer gave: its result, the gradient of its input, those of its parameters, and how the result is cut."""
+
+    y: np.ndarray
+    dx: np.ndarray
+    g: dict[str, np.ndarray]
+    outputs: Parts
+
+
+def run_alone(layer: Layer, p: dict[str, np.ndarray], x: np.ndarray, dy: Any) -> Ran:
+    """dy: a function of the result."""
+    env = env_of(None)
+    y, saved = layer.forward(env, p, x)
+    g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
+    dx = layer.backward(env, p, g, saved, dy(y))
+    return Ran(y, dx, g, Parts.whole(y.shape[2:]))
+
+
+def run_over(layer: Layer, p: dict[str, np.ndarray], x: np.ndarray, dy: np.ndarray, dims: Any, parts: Parts) -> Ran:
+    """The same on ranks that have `parts` of x; gradients of parameters are summed over them."""
+    portion = layer.cut(CutRequest("layer", [parts], 1))
+    assert isinstance(portion.kind, Parts)
+    outputs = portion.kind
+
+    def one(comm: Communicator) -> Ran:
+        env, place = env_of(comm, dims), [int(i) for i in np.unravel_index(comm.rank, dims)]
+        y, saved = portion.layer.forward(env, p, part(x, parts, place))
+        g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
+        dx = portion.layer.backward(env, p, g, saved, part(dy, outputs, place))
+        return Ran(y, dx, g, outputs)
+
+    found = spawn(one, int(np.prod(dims)))
+    g = {name: sum(ran.g[name] for ran in found) for name in found[0].g}
+    y, dx = (whole(a, q, dims) for a, q in (([r.y for r in found], outputs), ([r.dx for r in found], parts)))
+    return Ran(y, dx, g, outputs)
+
+
+def loss_over(loss: Any, y: np.ndarray, target: np.ndarray, dims: Any, parts: Parts) -> tuple[float, float, np.ndarray]:
+    """Total, weight and gradient of a loss on ranks that have `parts`. loss: a function of (parts, place) or a loss."""
+
+    def one(comm: Communicator) -> tuple[float, float, np.ndarray]:
+        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+        made = loss if isinstance(loss, Loss) else loss(parts, place)
+        mine, t = part(y, parts, place), part(target, parts, place)
+        made.validate(mine.shape, t)
+        total, weight, saved = made.over(parts).forward(env_of(comm, dims), mine, t)
+        return total, weight, made.over(parts).backward(env_of(comm, dims), saved, 0.5)
+
+    found = spawn(one, int(np.prod(dims)))
+    return sum(f[0] for f in found), sum(f[1] for f in found), whole([f[2] for f in found], parts, dims)

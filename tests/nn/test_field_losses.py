@@ -1,0 +1,259 @@
+"""Losses of fields: formulas, parts, weights of cells, and what is NaN where nothing counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.cut import Parts
+from fsdpx.testing import LossContract
+
+from .grids import GRIDS, cuts_of, env_of, loss_over, part
+
+SHAPE = 9, 11
+VOLUME = 6, 5, 7
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+LAND = noise(*SHAPE, seed=7) > -0.8
+AREA = np.round(np.abs(noise(3, *SHAPE, seed=8)) * 8) / 8 * LAND  # the same in float32
+LOSSES: dict[str, Callable[..., nn.Loss]] = {
+    "mse": nn.MSE, "relative": nn.RelativeL2, "eps": lambda **o: nn.RelativeL2(0.1, **o), "rmse": nn.RMSE,
+    "vrmse": nn.VRMSE, "conserved": nn.ConservedRMSE, "most": nn.MaxError,
+}  # fmt: skip
+PLAIN = {name: make() for name, make in LOSSES.items()} | {
+    "boundary": nn.BoundaryRMSE(), "low": nn.BandRMSE(0, 2), "middle": nn.BandRMSE(2, 3.5), "high": nn.BandRMSE(3.5),
+}  # fmt: skip
+
+
+def axes(a: np.ndarray) -> tuple[int, ...]:
+    return tuple(range(2, a.ndim))
+
+
+def band(e: np.ndarray, low: float, high: float) -> np.ndarray:
+    """By an FFT."""
+    k = np.meshgrid(*[np.fft.fftfreq(n, 1 / n) for n in e.shape[2:]], indexing="ij")
+    length = np.sqrt(sum(one**2 for one in k))
+    modes = np.fft.fftn(e, axes=axes(e)) * ((length >= low) & (length < high))
+    return np.fft.ifftn(modes, axes=axes(e)).real
+
+
+def ends(e: np.ndarray) -> np.ndarray:
+    """The cells at each end of each dim, as PDEBench adds them up."""
+    faces = [np.take(e, i, axis=d).reshape(*e.shape[:2], -1) for d in axes(e) for i in (0, -1)]
+    return np.concatenate(faces, axis=2)
+
+
+def root(e: np.ndarray) -> float:
+    return float(np.sqrt((e.reshape(*e.shape[:2], -1) ** 2).mean(axis=2)).mean())
+
+
+FORMULAS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "mse": lambda e, t: float((e**2).mean()),
+    "relative": lambda e, t: float(np.mean([np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(e, t, strict=True)])),
+    "eps": lambda e, t: float(
+        np.mean([np.linalg.norm(a) / (np.linalg.norm(b) + 0.1) for a, b in zip(e, t, strict=True)])
+    ),
+    "rmse": lambda e, t: root(e),
+    "vrmse": lambda e, t: float(np.sqrt((e**2).mean(axes(e)) / (t.var(axes(e), ddof=1) + 1e-7)).mean()),
+    "conserved": lambda e, t: float(np.abs(e.mean(axes(e))).mean()),
+    "most": lambda e, t: float(np.abs(e).reshape(len(e), -1).max(axis=1).mean()),
+    "boundary": lambda e, t: root(ends(e)),
+    "low": lambda e, t: root(band(e, 0, 2)),
+    "middle": lambda e, t: root(band(e, 2, 3.5)),
+    "high": lambda e, t: root(band(e, 3.5, np.inf)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("cells", [SHAPE, VOLUME, (8, 12), (10,)])
+def test_losses_are_their_formulas(name: str, cells: tuple[int, ...]) -> None:
+    y, target = noise(2, 3, *cells), noise(2, 3, *cells, seed=1) + 5
+    total, weight, _ = PLAIN[name].forward(env_of(None), y, target)
+    assert total / weight == pytest.approx(FORMULAS[name](y - target, target), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("dims", GRIDS, ids=str)
+def test_losses_of_parts_are_those_of_the_whole(name: str, dims: tuple[int, ...]) -> None:
+    """Values and gradients; parts of any sizes, some of them empty."""
+    cells, loss = (SHAPE if len(dims) == 2 else VOLUME), PLAIN[name]
+    y, target = noise(2, 3, *cells), noise(2, 3, *cells, seed=1) + 5
+    total, weight, saved = loss.forward(env_of(None), y, target)
+    dy = loss.backward(env_of(None), saved, 0.5)
+    for seed in range(3):
+        found = loss_over(loss, y, target, dims, cuts_of(cells, dims, seed))
+        assert found[:2] == pytest.approx((total, weight), rel=1e-12)
+        np.testing.assert_allclose(found[2], dy, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("how", ["mask", "area", "nan"])
+def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
+    """Values and gradients are those of the cells that count, on one rank and on several."""
+    y, target = noise(2, 3, *SHAPE), noise(2, 3, *SHAPE, seed=1) + 5
+    w = {"mask": LAND[None], "area": AREA, "nan": LAND[None]}[how] * np.ones((3, 1, 1))
+    bad = target.copy()
+    bad[:, w == 0] = np.nan
+    worse = y if how == "nan" else np.where(w > 0, y, np.inf)
+
+    def made(parts: Parts, place: list[int]) -> nn.Loss:
+        given = {"mask": LAND, "area": AREA, "nan": None}[how]
+        return LOSSES[name](
+            skipna=how == "nan", weights=None if given is None else part(given, parts, place, given.ndim - 2)
+        )
+
+    alone = made(Parts.whole(SHAPE), [0, 0])
+    total, weight, saved = alone.forward(env_of(None), worse, bad)
+    dy = alone.backward(env_of(None), saved, 0.5)
+    for a in (total, weight, dy):
+        assert np.isfinite(a).all()
+    assert not dy[:, w == 0].any()
+    if name in ("mse", "rmse", "conserved"):
+        e, c = y - target, (2, 3)
+        by_hand = {
+            "mse": (w * e * e).sum() / (w.sum() * 2),
+            "rmse": np.sqrt((w * e * e).sum(c) / w.sum((1, 2))).mean(),
+            "conserved": np.abs((w * e).sum(c) / w.sum((1, 2))).mean(),
+        }[name]
+        assert total / weight == pytest.approx(by_hand, rel=1e-12)
+    for dims in ((2, 2), (1, 5)):
+        found = loss_over(made, worse, bad, dims, cuts_of(SHAPE, dims, 1))
+        assert found[:2] == pytest.approx((total, weight), rel=1e-12)
+        np.testing.assert_allclose(found[2], dy, rtol=1e-10, atol=1e-14)
+
+
+def test_a_sample_of_which_nothing_is_known_counts_nothing() -> None:
+    y, target = noise(2, 3, *SHAPE), noise(2, 3, *SHAPE, seed=1)
+    target[1] = np.nan
+    for name in LOSSES:
+        loss, one = LOSSES[name](skipna=True), LOSSES[name]()
+        total, weight, saved = loss.forward(env_of(None), y, target)
+        want = one.forward(env_of(None), y[:1], target[:1])
+        assert (total, weight) == pytest.approx(want[:2], rel=1e-12)
+        assert not loss.backward(env_of(None), saved, 1.0)[1].any()
+
+
+class TestContract(LossContract):
+    """Each of them."""
+
+    loss: nn.Loss
+
+    @pytest.fixture(
+        params=[*PLAIN.values(), nn.RelativeL2(weights=LAND), nn.MSE(weights=AREA, skipna=True)], autouse=True
+    )
+    def case(self, request: Any) -> None:
+        self.loss = request.param
+
+    def make(self) -> nn.Loss:
+        return self.loss
+
+    def outputs(self) -> np.ndarray:
+        return self.normal(4, 3, *SHAPE)
+
+    def target(self) -> np.ndarray:
+        return self.normal(4, 3, *SHAPE, seed=1) + 2.0
+
+
+def test_nothing_cancels_in_the_variance_of_a_target() -> None:
+    """300 +- 0.01 in float32."""
+    target = (300 + 0.01 * noise(1, 1, 64, 64)).astype(np.float32)
+    y = target + np.float32(0.01)
+    total, _, _ = nn.VRMSE().forward(env_of(None), y, target)
+    wide = target.astype(np.float64)
+    want = np.sqrt(((y - wide) ** 2).mean() / (wide.var(ddof=1) + 1e-7))
+    assert total == pytest.approx(float(want), rel=1e-5)
+
+
+def fitted(comm: Communicator, dims: tuple[int, int] | None, **options: Any) -> Any:
+    """The metrics of one validation."""
+    whole = np.random.default_rng(0).standard_normal((4, 8, 12, 2))
+    given: dict[str, Any] = {"optimizer": optim.SGD(lr=1e-2), "comm": comm, "precision": "float64"}
+    mask, u = np.arange(96).reshape(8, 12) % 5 > 0, whole
+    if dims is not None:
+        given["space"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
+        place, u = grid.place, grid.local(whole)
+        mask = mask[tuple(slice(c[r], c[r + 1]) for c, r in zip(grid.parts.cuts, place, strict=True))]
+    trainer = nn.Conv2d(2, 2, 3, padding=1).as_distributed(loss=nn.RelativeL2(weights=mask), **given)
+    u = u if dims is not None else np.moveaxis(u, -1, 1)
+    batches = [(u[:3], u[:3] ** 2), (u[3:], u[3:] ** 2)]
+    metrics = options or {
+        "vrmse": nn.VRMSE(weights=mask), "low": nn.BandRMSE(0, 3), "edge": nn.BoundaryRMSE(), "most": nn.MaxError(),
+        "sum": lambda y, t: (float((y - t).sum()), y.size),
+    }  # fmt: skip
+    history = trainer.fit(batches, validation=batches, metrics=metrics, epochs=1, progress=False)
+    return history.losses, history.metrics
+
+
+def test_metrics_of_parts_are_those_of_the_whole() -> None:
+    losses, alone = spawn(lambda comm: fitted(comm, None), 1)[0]
+    for dims in ((2, 2), (1, 3)):
+        for got, metrics in spawn(lambda comm, d=dims: fitted(comm, d), dims[0] * dims[1]):
+            np.testing.assert_allclose(got, losses, rtol=1e-11)
+            for name, values in alone.items():
+                assert metrics[name][-1] == pytest.approx(values[-1], rel=1e-9), name
+
+
+def refused(call: Callable[[Communicator], Any], ranks: int = 2) -> list[str]:
+    def one(comm: Communicator) -> str:
+        with pytest.raises((ConfigError, DataError)) as error:
+            call(comm)
+        return str(error.value)
+
+    return spawn(one, ranks)
+
+
+def test_metrics_that_cannot_be_are_refused_on_all_ranks() -> None:
+    """A mean over samples of which each rank has a part; weights that fit on one rank alone."""
+    for text in refused(lambda comm: fitted(comm, (1, 2), bad=lambda y, t: np.zeros(len(y)))):
+        assert "metric 'bad': with space= a rank has parts of samples: return (sum, count) over its cells" in text
+    for text in refused(lambda comm: fitted(comm, (1, 2), bad=nn.RMSE(weights=np.ones((8, 6 + comm.rank))))):
+        assert "weights of shape (8, 7) do not fit" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.RMSE(weights=[-1.0]), "RMSE: weights must be numbers >= 0, or bools"),
+        (lambda: nn.MSE(weights=[np.nan]), "MSE: weights must be numbers >= 0, or bools"),
+        (lambda: nn.BandRMSE(4, 4), "BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got 4, 4"),
+        (lambda: nn.BandRMSE(-1), "got -1, None"),
+    ],
+)
+def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert message in str(error.value)
+
+
+def test_weights_of_another_shape_are_refused_on_all_ranks() -> None:
+    def run(comm: Communicator) -> None:
+        grid = fsdpx.Grid(comm, (4, 3), dims=(1, 2))
+        loss = nn.RelativeL2(weights=np.ones((4, 3 + comm.rank)))
+        options: dict[str, Any] = {"loss": loss, "optimizer": optim.SGD(lr=0.1), "comm": comm}
+        nn.Conv2d(1, 1, 1).as_distributed(space=grid, **options).step(np.ones((4, 3, 1)), np.ones((4, 3, 1)))
+
+    for text in refused(run):
+        assert "rank 1: RelativeL2(weights=<an array>): weights of shape (4, 4) do not fit: this rank's part" in text
+
+
+@pytest.mark.parametrize("layout", ["yxc", "cyx", "yx"])
+def test_a_mask_is_cut_as_the_field_is(layout: str) -> None:
+    """An array without channels, whatever the layout."""
+    mask = np.arange(54).reshape(6, 9)
+
+    def run(comm: Communicator) -> bool:
+        grid = fsdpx.Grid(comm, ((2, 4)[comm.rank], 9), dims=(2, 1), layout=layout)
+        return bool((grid.local(mask) == (mask[:2], mask[2:])[comm.rank]).all())
+
+    assert spawn(run, 2) == [True, True]
