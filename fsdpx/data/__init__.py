@@ -1,6 +1,7 @@
 """Data: datasets, the order in which ranks train on their samples, and reading them ahead."""
 
 from fsdpx.data.dataset import ArrayDataset, Dataset, TokenDataset
+from fsdpx.data.fields import FieldDataset
 from fsdpx.data.images import ImageFolder
 from fsdpx.data.loader import DataLoader
 from fsdpx.data.sampler import DistributedSampler, Share
@@ -8,6 +9,6 @@ from fsdpx.data.supervised import SupervisedDataset
 from fsdpx.data.text import TextDataset, stdlib_sources
 
 __all__ = [
-    "ArrayDataset", "DataLoader", "Dataset", "DistributedSampler", "ImageFolder", "Share", "SupervisedDataset",
-    "TextDataset", "TokenDataset", "stdlib_sources",
+    "ArrayDataset", "DataLoader", "Dataset", "DistributedSampler", "FieldDataset", "ImageFolder", "Share",
+    "SupervisedDataset", "TextDataset", "TokenDataset", "stdlib_sources",
 ]  # fmt: skip

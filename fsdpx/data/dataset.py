@@ -16,7 +16,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import open_file, unreadable
 
-__all__ = ["ArrayDataset", "Dataset", "TokenDataset", "Windows", "collate", "digest_of_first", "maps"]
+__all__ = ["ArrayDataset", "Dataset", "TokenDataset", "Windows", "collate", "digest_of_first", "mapped", "maps"]
 
 OPEN_FILES = 64
 """Memory maps kept open; each holds a file descriptor."""
@@ -78,7 +78,7 @@ class TokenDataset(Windows):
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
         self.path, self.seq_len = Path(path), seq_len
         try:
-            self.tokens = _mapped(self.path, np.dtype(dtype))
+            self.tokens = mapped(self.path, np.dtype(dtype))
         except (OSError, ValueError) as error:
             raise DataError(f"TokenDataset: {unreadable(error, path)}") from error
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
@@ -103,7 +103,8 @@ class TokenDataset(Windows):
         return f"TokenDataset({self.path.name}, {len(self.tokens):,} tokens, seq_len={self.seq_len})"
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+def mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """The memory map of a `.npy` file, or of bare numbers of `dtype`; OSError or ValueError if it cannot be one."""
     with open_file(path, ours=False) as file:
         if path.suffix != ".npy":
             return np.memmap(file, dtype, "r")

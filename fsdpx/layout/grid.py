@@ -72,6 +72,10 @@ class Grid:
         channels."""
         return array[self._index(self.place, array.ndim)]
 
+    def everyone(self, value: Any) -> list[Any]:
+        """The plain values of all ranks, by rank, on every rank. Collective."""
+        return _gathered(self.comm, value)
+
     def gather(self, array: Any) -> Any:
         """The whole field from the parts of all ranks, on every rank: for small things. Collective."""
         first = array.ndim - len(self.layout)

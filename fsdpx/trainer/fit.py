@@ -13,6 +13,7 @@ from os import PathLike
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, Literal, ParamSpec, TypeVar
+from zlib import crc32
 
 import numpy as np
 
@@ -422,6 +423,7 @@ def _demand_shares(host: TrainerHost, *loaders: Any) -> None:
     rows = [1 + host.rank if wrong else 0, max(wrong, default=0)]
     for loader in loaders:
         rows += _span(_amount(loader, place[1])) + _span(_digest(loader) if compared else None)
+        rows += _span(_order(loader, place[1]))
     rank, size, *spans = host.most(np.array(rows, np.int64), "fit").tolist()
     if rank:
         raise ConfigError(
@@ -431,9 +433,14 @@ def _demand_shares(host: TrainerHost, *loaders: Any) -> None:
     for sampler in samplers:
         sampler.uneven = sampler.presharded and place[1] > 1
     for i, loader in enumerate(loaders):
-        (high, low), (last, first) = spans[4 * i : 4 * i + 2], spans[4 * i + 2 : 4 * i + 4]
+        high, low, last, first, one, other = spans[6 * i : 6 * i + 6]
         if high + low > 0:
             _refuse_lengths(host, loader)
+        if one + other > 0:
+            raise ConfigError(
+                "fit: the DataLoaders of the ranks take samples in different orders: batch_size, shuffle, seed, "
+                "drop_last and chunks must be the same on all ranks"
+            )
         if last + first > 0:
             _warn_of_first(host, loader)
 
@@ -454,6 +461,14 @@ def _amount(loader: Any, size: int) -> int | None:
 def _digest(loader: Any) -> int | None:
     """The digest of the first sample of a dataset that is cut, if it is known."""
     return digest_of_first(loader.dataset) if isinstance(loader, DataLoader) and not loader.sampler.presharded else None
+
+
+def _order(loader: Any, size: int) -> int | None:
+    """What tells orders of samples apart that must be the same on all ranks."""
+    if not isinstance(loader, DataLoader) or (loader.sampler.presharded and size > 1):
+        return None
+    s = loader.sampler
+    return crc32(repr((s.batch, s.shuffle, s.seed, s.drop_last, s.chunks)).encode())
 
 
 def _refuse_lengths(host: TrainerHost, loader: Any) -> None:

@@ -1,0 +1,222 @@
+"""Fields in files: windows in time, of which each rank reads its own part and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fsdpx.data.dataset import OPEN_FILES
+from fsdpx.data.stored import Trajectories, Variable, cells_of, groups, opened, reading, sizes_of, variables_of, wrong
+from fsdpx.errors import ConfigError, DataError, FsdpxError
+
+__all__ = ["FieldDataset"]
+
+Name = str | os.PathLike[str]
+
+
+class Cuttable(Protocol):
+    """A `fsdpx.Grid`, as far as reading needs it."""
+
+    layout: str
+    place: tuple[int, ...]
+    parts: Any
+
+    def everyone(self, value: Any) -> list[Any]: ...
+
+
+class FieldDataset:
+    """Windows in time of fields in files: sample i is `x`, `inputs` states beside each other in the channels, and `y`,
+    the `targets` states after them, each as the grid has arrays: this rank's part. Collective, if there is a grid.
+
+    A read takes one block of a field: the cells of this rank, at all steps of the window. Nothing else is read, and
+    files stay open. Fields without time, such as a mask, come once, behind the states of `x`, and are not in `y`.
+    Files: HDF5 (The Well's groups; datasets of PDEBench, beside each other or in a group for each trajectory) and
+    NetCDF-4 by h5py, a folder as Zarr, and `.npy`. What an HDF5 file has in other files, by links or as a virtual
+    dataset, is refused.
+
+    Parameters
+    ----------
+    files : a file, or several, whose trajectories follow each other
+    grid : the `fsdpx.Grid` of the trainer; None: whole samples, (channels, *cells), as layers have them
+    fields : names of datasets, in the order of the channels; None: all that have more dims than cells
+    inputs, targets : states of `x` and of `y`
+    stride : steps of the file between two states
+    every : steps between the beginnings of two windows
+    dims : order of the dims of a dataset, one letter each: "n" trajectories, "t" steps, the grid's letters, "c"
+        components, such as "tyx"; None: "nt", the cells in the grid's order, and components (The Well's files say it)
+    dtype : of samples
+
+    Raises
+    ------
+    DataError : on all ranks, with the file: where it cannot be read, a dataset is missing or no field of real numbers,
+        or its cells are not the grid's
+    """
+
+    def __init__(
+        self,
+        files: Name | Sequence[Name],
+        grid: Cuttable | None = None,
+        fields: str | Sequence[str] | None = None,
+        *,
+        inputs: int = 1,
+        targets: int = 1,
+        stride: int = 1,
+        every: int = 1,
+        dims: str | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        for key, value in {"inputs": inputs, "targets": targets, "stride": stride, "every": every}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
+        self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
+        self.grid, self.dtype = grid, np.dtype(dtype)
+        self._open = lru_cache(OPEN_FILES)(opened)
+        paths = [Path(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+        wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
+        problem: FsdpxError | None = None
+        try:
+            self._begin(paths, wanted, dims)
+        except (ConfigError, DataError) as error:
+            problem = error
+        if grid is None:
+            if problem is not None:
+                raise problem
+            return
+        own = "" if problem else f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
+        everyone = grid.everyone((str(problem or ""), isinstance(problem, ConfigError), own))
+        for rank, (text, config, found) in enumerate(everyone):
+            if text:
+                raise (ConfigError if config else DataError)(f"rank {rank}: {text}") from problem
+            if found != everyone[0][2] and not any(one[0] for one in everyone):
+                raise DataError(f"FieldDataset: rank 0 has {everyone[0][2]}, rank {rank} has {found}")
+
+    def _begin(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
+        if not paths:
+            raise DataError("FieldDataset: no files are given")
+        letters = None if self.grid is None else self.grid.layout.replace("c", "")
+        shape = None if self.grid is None else self.grid.parts.shape
+        self.sources: list[Trajectories] = []
+        for path in paths:
+            with reading(path):
+                root = self._open(path)
+                cells = cells_of(path, root, dims, letters)
+                letters = letters or cells
+                for group, arrays in groups(root, wanted, len(cells)).items():
+                    variables = variables_of(path, group, arrays, wanted, cells, dims)
+                    known = {} if shape is None else dict(zip(letters, shape, strict=True))
+                    sizes = sizes_of(path, variables, cells, known)
+                    shape = tuple(sizes[letter] for letter in letters)
+                    self.sources.append(
+                        self._with_windows(Trajectories(path, group, variables, sizes["n"]), sizes["t"])
+                    )
+        assert letters is not None
+        self.shape, self._letters = shape or (), letters
+        self.layout = f"c{letters}" if self.grid is None else self.grid.layout
+        first = self.sources[0].variables
+        self.channels = sum(v.channels for v in first if "t" in v.dims)
+        self.constants = sum(v.channels for v in first) - self.channels
+        if "c" not in self.layout and (self.channels * self.inputs + self.constants, self.targets) != (1, 1):
+            raise DataError(
+                f"FieldDataset: a grid of layout {self.layout!r} has one channel, not {self.inputs} states of "
+                f"{self.channels} and {self.constants} constant ones: put 'c' into its layout"
+            )
+        self._ends = list(accumulate(source.count * source.windows for source in self.sources))
+
+    def _with_windows(self, source: Trajectories, steps: int) -> Trajectories:
+        """The source with its number of windows; DataError if there is none, or its channels are others than before."""
+        span = (self.inputs + self.targets - 1) * self.stride + 1
+        if source.count == 0:
+            raise wrong(source.file, f"{source.group or 'it'} has no trajectories")
+        if steps < span:
+            raise wrong(source.file, f"{source.group or 'it'} has {steps} steps, and a window has {span}")
+        kinds = [[("t" in v.dims, v.channels) for v in one.variables] for one in (source, *self.sources[:1])]
+        if kinds[0] != kinds[-1]:
+            raise wrong(source.file, f"its fields have other channels than those of {self.sources[0].file}")
+        return replace(source, windows=(steps - span) // self.every + 1)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        x, y = self.take(np.array([i % len(self)]))
+        return x[0], y[0]
+
+    def __repr__(self) -> str:
+        size = " x ".join(map(str, self.shape))
+        return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The samples at `indices` `(k,)`: x, y, each with a dim of samples before those of the layout; k may be 0."""
+        x = self._empty(len(indices), self.inputs * self.channels + self.constants)
+        y = self._empty(len(indices), self.targets * self.channels)
+        for row, i in enumerate(indices):
+            self._fill(self._by_channel(x[row]), self._by_channel(y[row]), int(i))
+        return x, y
+
+    def _empty(self, rows: int, channels: int) -> np.ndarray:
+        sizes = {letter: stop - start for letter, (start, stop) in self._bounds().items()} | {"c": channels}
+        return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
+
+    def _by_channel(self, array: np.ndarray) -> np.ndarray:
+        """An array of the layout as (channels, *cells), a view."""
+        return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
+
+    def _bounds(self) -> dict[str, tuple[int, int]]:
+        """Where this rank's part lies, by letter."""
+        if self.grid is None:
+            return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
+        cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, strict=True)
+        return {letter: (edges[r], edges[r + 1]) for letter, edges, r in cuts}
+
+    def _fill(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
+        """Read sample i into x and y, (channels, *cells)."""
+        k = int(np.searchsorted(self._ends, i, "right"))
+        source = self.sources[k]
+        trajectory, window = divmod(i - (self._ends[k - 1] if k else 0), source.windows)
+        at, fixed = 0, self.inputs * self.channels
+        for variable in source.variables:
+            if "t" not in variable.dims:
+                x[fixed : fixed + variable.channels] = self._read(source, variable, trajectory, slice(None))[0]
+                fixed += variable.channels
+                continue
+            for step, state in enumerate(self._states(source, variable, trajectory, window * self.every)):
+                into, row = (x, step) if step < self.inputs else (y, step - self.inputs)
+                into[row * self.channels + at :][: variable.channels] = state
+            at += variable.channels
+
+    def _states(self, source: Trajectories, variable: Variable, trajectory: int, begin: int) -> Iterator[np.ndarray]:
+        """The states of a window, (channels, *cells) each: one read of all steps where they follow each other."""
+        count = self.inputs + self.targets
+        if self.stride == 1:
+            yield from self._read(source, variable, trajectory, slice(begin, begin + count))
+            return
+        for step in range(begin, begin + count * self.stride, self.stride):
+            yield from self._read(source, variable, trajectory, slice(step, step + 1))
+
+    def _read(self, source: Trajectories, variable: Variable, trajectory: int, steps: slice) -> np.ndarray:
+        """This rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not have."""
+        bounds, index = self._bounds(), []
+        for letter, n in zip(variable.dims, variable.shape, strict=True):
+            where = bounds.get(letter, (0, n))
+            known = {"n": trajectory, "t": steps}
+            index.append(known.get(letter, slice(0, 1) if n == 1 and letter in bounds else slice(*where)))
+        what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
+        with reading(source.file, f"{what}, cannot be read: "):
+            block = np.asarray(self._open(source.file)[variable.path][tuple(index)])
+        if variable.packed is not None:
+            scale, offset, none = variable.packed
+            block = np.where(block == none, np.nan, block * scale + offset)
+        letters = variable.dims.replace("n", "")
+        order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
+        block = block.transpose(order)
+        cells = block.shape[block.ndim - len(self._letters) :]
+        return block.reshape(block.shape[0] if "t" in letters else 1, variable.channels, *cells)

@@ -1,0 +1,368 @@
+"""Fields in files: each rank reads its part of windows in time, and nothing else."""
+
+import io
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.data import DataLoader, FieldDataset, stored
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.cut import Parts
+
+N, T, Y, X = 3, 7, 9, 10
+ROWS, COLUMNS = (0, 4, 9), (0, 7, 7, 10)  # bounds of uneven parts, one of them empty
+
+
+def values(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def grid_of(comm: Communicator, layout: str = "yxc") -> fsdpx.Grid:
+    p, q = divmod(comm.rank, 3)
+    return fsdpx.Grid(comm, (ROWS[p + 1] - ROWS[p], COLUMNS[q + 1] - COLUMNS[q]), dims=(2, 3), layout=layout)
+
+
+def windows(whole: np.ndarray, inputs: int, targets: int, stride: int, every: int) -> list[tuple[Any, Any]]:
+    """From the whole array (n, t, y, x, c): all windows, as (y, x, states c)."""
+    found = []
+    span = (inputs + targets - 1) * stride + 1
+    for run in whole:
+        for begin in range(0, len(run) - span + 1, every):
+            states = [run[begin + k * stride] for k in range(inputs + targets)]
+            found.append((np.concatenate(states[:inputs], -1), np.concatenate(states[inputs:], -1)))
+    return found
+
+
+def demand(whole: np.ndarray, make: Callable[..., FieldDataset], constant: np.ndarray | None = None) -> None:
+    """All samples, of all ranks, are the parts of the whole array's windows."""
+
+    def run(comm: Communicator, choice: tuple[int, int, int, int], layout: str) -> int:
+        grid = grid_of(comm, layout)
+        inputs, targets, stride, every = choice
+        dataset = make(grid, inputs=inputs, targets=targets, stride=stride, every=every)
+        expected = windows(whole, *choice)
+        assert len(dataset) == len(expected)
+        x, y = dataset.take(np.arange(len(dataset))[::-1])
+        for row, (wx, wy) in zip(range(len(dataset))[::-1], expected, strict=True):
+            if constant is not None:
+                wx = np.concatenate([wx, constant], -1)
+            order = ["yxc".index(letter) for letter in layout]
+            np.testing.assert_array_equal(x[row], grid.local(wx.transpose(order)))
+            np.testing.assert_array_equal(y[row], grid.local(wy.transpose(order)))
+        assert (dataset[-1][0] == x[0]).all()
+        return len(dataset)
+
+    for choice, layout in (((1, 1, 1, 1), "yxc"), ((2, 3, 1, 2), "cyx"), ((2, 1, 2, 1), "ycx")):
+        spawn(lambda comm, c=choice, order=layout: run(comm, c, order), 6)
+
+
+def test_parts_of_a_memory_map_are_those_of_the_whole(tmp_path: Path) -> None:
+    whole = values(N, T, Y, X, 2)
+    np.save(tmp_path / "a.npy", whole[:2])
+    np.save(tmp_path / "b.npy", whole[2:])
+    files = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    demand(whole, lambda grid, **more: FieldDataset(files, grid, dims="ntyxc", **more))
+    np.save(tmp_path / "t.npy", np.asfortranarray(whole[0, ..., 0].transpose(2, 0, 1)))  # one run, x before the steps
+    demand(whole[:1, ..., :1], lambda grid, **more: FieldDataset(tmp_path / "t.npy", grid, dims="xty", **more))
+
+
+def test_without_a_grid_samples_are_whole(tmp_path: Path) -> None:
+    whole = values(T, Y, X)
+    np.save(tmp_path / "u.npy", whole)
+    dataset = FieldDataset(tmp_path / "u.npy", dims="tyx", inputs=2)
+    assert repr(dataset) == "FieldDataset(5 windows of 1 channels on 9 x 10 cells)"
+    x, y = dataset[1]
+    np.testing.assert_array_equal(x, whole[1:3])
+    np.testing.assert_array_equal(y, whole[3:4])
+    assert dataset.take(np.array([], int))[0].shape == (0, 2, Y, X)
+    with pytest.raises(IndexError, match="sample 5 of 5"):
+        dataset[5]
+
+
+def well(path: Path, whole: np.ndarray, mask: np.ndarray, more: str = "") -> None:
+    """A file as The Well's: a scalar, a vector, a tensor, and a field without time that is alike along x."""
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        file.create_group("dimensions").attrs["spatial_dims"] = ["y", "x"]
+        for k, name in enumerate(("t0_fields", "t1_fields", "t2_fields")):
+            file.create_group(name).attrs["field_names"] = [["density", "mask"], ["velocity"], ["stress"]][k]
+        chunks = (1, 2, 3, 4)
+        file["t0_fields"].create_dataset("density", data=whole[..., 0], chunks=chunks, compression="gzip")
+        file["t0_fields"].create_dataset("mask", data=mask[:, :1])
+        file["t0_fields/mask"].attrs.update(sample_varying=False, time_varying=False, dim_varying=[True, False])
+        file["t1_fields/velocity"] = whole[..., 1:3]
+        file["t2_fields/stress"] = whole[..., 3:7].reshape(*whole.shape[:-1], 2, 2)
+        file["scalars/dt"] = 0.1
+
+
+def test_files_of_the_well(tmp_path: Path) -> None:
+    whole, mask = values(N, T, Y, X, 7), np.repeat(values(Y, 1, seed=1), X, 1)
+    well(tmp_path / "a.h5", whole, mask)
+    demand(whole, lambda grid, **more: FieldDataset(tmp_path / "a.h5", grid, **more), mask[..., None])
+    names = ("velocity", "density")
+    demand(whole[..., [1, 2, 0]], lambda grid, **more: FieldDataset(tmp_path / "a.h5", grid, names, **more))
+    assert FieldDataset(tmp_path / "a.h5").shape == (Y, X)
+
+
+def test_files_of_pdebench(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    whole = values(N, T, Y, X, 2)
+    with h5py.File(tmp_path / "flow.h5", "w") as file:
+        file["Vx"], file["Vy"], file["t-coordinate"], file["x-coordinate"] = (
+            *np.moveaxis(whole, -1, 0),
+            range(T),
+            range(X),
+        )
+    demand(whole, lambda grid, **more: FieldDataset(tmp_path / "flow.h5", grid, **more))
+    with h5py.File(tmp_path / "groups.h5", "w") as file:
+        for n, run in enumerate(whole):
+            file[f"{n:04}/data"], file[f"{n:04}/grid/x"] = run, range(X)
+    demand(whole, lambda grid, **more: FieldDataset(tmp_path / "groups.h5", grid, "data", dims="tyxc", **more))
+
+
+def test_packed_numbers_of_netcdf(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    stored = np.random.default_rng(0).integers(-99, 99, (T, Y, X)).astype(np.int16)
+    whole = (stored * 0.5 + 280.0).astype(np.float32)
+    whole[0, 0, 0], stored[0, 0, 0] = np.nan, -32767
+    with h5py.File(tmp_path / "t2m.nc", "w") as file:
+        file["t2m"], file["time"], file["latitude"] = stored, range(T), range(Y)
+        file["t2m"].attrs.update(scale_factor=0.5, add_offset=280.0, _FillValue=np.array([-32767], np.int16))
+    demand(whole[None, ..., None], lambda grid, **more: FieldDataset(tmp_path / "t2m.nc", grid, **more))
+
+
+def test_folders_of_zarr(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    whole = values(N, T, Y, X, 2)
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    group.create_array("u", data=whole, chunks=(1, 2, 3, 4, 2))
+    demand(whole, lambda grid, **more: FieldDataset(tmp_path / "a.zarr", grid, **more))
+
+
+SIDE, PART = 256, 64  # cells of the field, rows of a rank
+
+
+def quarter() -> Any:
+    """Stands for the grid of the second of four ranks."""
+    parts = Parts((tuple(range(0, SIDE + 1, PART)), (0, SIDE)))
+    return SimpleNamespace(layout="yxc", place=(1, 0), parts=parts, everyone=lambda value: [value])
+
+
+def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes counted where the file is read: those of the part, at the two steps that the sample has."""
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "u.h5", "w") as file:
+        file["u"] = values(2, 9, SIDE, SIDE)
+    counted = []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            found = super().readinto(buffer) or 0
+            counted.append(found)
+            return found
+
+    monkeypatch.setattr(stored, "open_file", lambda path, **_: Counting(path))
+    dataset = FieldDataset(tmp_path / "u.h5", quarter())
+    counted.clear()
+    dataset[5]
+    assert sum(counted) == 2 * PART * SIDE * 4
+    assert len(counted) == 2  # one run of bytes for each step
+    assert dataset._open.cache_info().misses == 1  # the file stayed open
+
+
+def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "u.npy", values(2, 9, SIDE, SIDE))
+    blocks: list[tuple[int, ...]] = []
+
+    class Counting(np.ndarray):
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            blocks.append(found.shape)
+            return np.asarray(found)
+
+    monkeypatch.setattr(stored, "mapped", lambda path, _: np.load(path).view(Counting))
+    FieldDataset(tmp_path / "u.npy", quarter())[5]
+    FieldDataset(tmp_path / "u.npy", quarter(), stride=3)[5]
+    assert blocks == [(2, PART, SIDE), (1, PART, SIDE), (1, PART, SIDE)]
+
+
+def test_parts_from_a_file_train_as_the_whole_does(tmp_path: Path) -> None:
+    """All ranks of a grid get the same shuffled samples; three epochs by `fit`, with a short last batch."""
+    np.save(tmp_path / "u.npy", values(2, T, Y, X))
+
+    def run(comm: Communicator, cut: bool) -> list[float]:
+        grid = grid_of(comm) if cut else None
+        dataset = FieldDataset(tmp_path / "u.npy", grid, dims="ntyx", targets=2, dtype=np.float64)
+        net = nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2)
+        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = net.as_distributed(comm=comm, space=grid, **options)
+        loader = DataLoader(dataset, 4, comm=trainer.data, shuffle=True, seed=3)
+        return trainer.fit(loader, epochs=3, progress=False).losses
+
+    straight = spawn(run, 1, False)[0]
+    assert len(straight) == 9
+    for losses in spawn(run, 6, True):
+        np.testing.assert_allclose(losses, straight, rtol=1e-11)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_loaders_of_other_orders_are_refused(cut: bool) -> None:
+    def run(comm: Communicator) -> str:
+        grid = fsdpx.Grid(comm, (2, 3), dims=(2, 1)) if cut else None
+        trainer = nn.ReLU().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid)
+        samples = [(np.ones((2, 3, 1), np.float32),) * 2] * 4
+        with pytest.raises(ConfigError) as error:
+            trainer.fit(DataLoader(samples, 2, comm=trainer.data, shuffle=True, seed=comm.rank), progress=False)
+        return str(error.value)
+
+    for text in spawn(run, 2):
+        assert text.startswith("fit: the DataLoaders of the ranks take samples in different orders: batch_size, shuff")
+
+
+def plain(shape: tuple[int, ...], kind: Any = np.float32) -> Callable[[Path], None]:
+    return lambda path: np.save(path, np.zeros(shape, kind))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (plain((T, Y, X + 1)), {}, "u.npy: 'u' has (7, 9, 11) as 'tyx': 11 along 'x', not 10"),
+        (plain((T, Y, X)), {"dims": "txy"}, "u.npy: 'u' has (7, 9, 10) as 'txy': 9 along 'x', not 10"),
+        (plain((T, Y, X)), {"fields": "rho"}, "u.npy: there is no 'rho' in it, but 'u'"),
+        (plain((T, Y, X), np.complex64), {}, "u.npy: 'u' is of complex64: real numbers are needed"),
+        (plain((1, Y, X)), {}, "u.npy: it has 1 steps, and a window has 2"),
+        (plain((T, Y, X)), {"inputs": 4, "stride": 2}, "u.npy: it has 7 steps, and a window has 9"),
+        (plain((0, T, Y, X)), {}, "u.npy: it has no trajectories"),
+        (plain((Y, X)), {"fields": "u"}, "u.npy: no field has the dims 't', among 'u'"),
+        (plain((Y, X)), {}, "u.npy: there is no field in it, but 'u'"),
+        (plain((T, Y, X)), {"dims": "ntyxc"}, "'u' has (7, 9, 10), which are not the dims 'yx': give dims=, a letter"),
+        (plain((T, Y, X, 3)), {}, "u.npy: 'u' has (7, 9, 10, 3) as 'ntyx': 10 along 'y', not 9"),
+        (lambda path: path.write_bytes(b"\x93NUMPY"), {}, "u.npy: "),
+        (lambda path: None, {}, "u.npy: No such file or directory"),
+        (lambda path: os.mkfifo(path), {}, "u.npy is a folder, a pipe or a device where a file should be"),
+        (plain((T, Y, X)), {"dims": "tzx"}, "FieldDataset(dims='tzx'): the grid has the dims 'yx', each comes once"),
+        (plain((T, Y, X)), {"inputs": 0}, "FieldDataset(inputs=0): a whole number, 1 or more, is needed"),
+    ],
+)
+def test_files_that_do_not_fit_are_named_on_all_ranks(tmp_path: Path, make: Any, options: Any, text: str) -> None:
+    make(tmp_path / "u.npy")
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises((ConfigError, DataError)) as error:
+            FieldDataset(tmp_path / "u.npy", grid_of(comm), **options)
+        return str(error.value)
+
+    assert all(text in found for found in spawn(run, 6)), spawn(run, 6)[0]
+
+
+def test_ranks_that_find_other_files_are_told_apart(tmp_path: Path) -> None:
+    np.save(tmp_path / "0.npy", np.zeros((T, 4, 4)))
+    np.save(tmp_path / "1.npy", np.zeros((T + 1, 4, 4)))
+
+    def run(comm: Communicator, files: list[str]) -> str:
+        with pytest.raises(DataError) as error:
+            FieldDataset(tmp_path / files[comm.rank], fsdpx.Grid(comm, (2, 4), dims=(2, 1)))
+        return str(error.value)
+
+    paths = ["0.npy", "1.npy"]
+    apart = spawn(lambda comm: run(comm, paths), 2)
+    assert set(apart) == {
+        "FieldDataset: rank 0 has 6 samples of 1 and 0 constant channels, "
+        "rank 1 has 7 samples of 1 and 0 constant channels"
+    }
+    missing = spawn(lambda comm: run(comm, ["0.npy", "2.npy"]), 2)
+    assert set(missing) == {f"rank 1: FieldDataset: {tmp_path / '2.npy'}: No such file or directory"}
+
+
+def hostile(path: Path, what: str) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path.with_name("other.h5"), "w") as file:
+        file["u"] = values(T, Y, X)
+    with h5py.File(path, "w") as file:
+        if what == "link":
+            file["u"] = h5py.ExternalLink("other.h5", "/u")
+        elif what == "virtual":
+            layout = h5py.VirtualLayout((T, Y, X), np.float32)
+            layout[:] = h5py.VirtualSource(path.with_name("other.h5"), "u", (T, Y, X))
+            file.create_virtual_dataset("u", layout)
+        elif what == "external":
+            file.create_dataset("u", (T, Y, X), np.float32, external=[("/dev/zero", 0, h5py.h5f.UNLIMITED)])
+        elif what == "text":
+            file["u"] = np.full((T, Y, X), "a", object)
+        elif what == "huge":
+            file.create_dataset("u", (2**40, T, Y, X), np.float32, chunks=(1, 1, Y, X))
+        else:
+            file["u"] = values(T, Y, X)
+    if what == "short":
+        os.truncate(path, 2000)
+    elif what == "noise":
+        path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(range(256)) * 9)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("link", "'u' lies in another file, which is not opened: copy it into this one"),
+        ("virtual", "'u' lies in another file, which is not opened: copy it into this one"),
+        ("external", "'u' lies in another file, which is not opened: copy it into this one"),
+        ("text", "'u' is of object: real numbers are needed"),
+        ("short", "u.h5: "),
+        ("noise", "u.h5: "),
+    ],
+)
+def test_hostile_files_are_refused_by_name(tmp_path: Path, what: str, text: str) -> None:
+    hostile(tmp_path / "u.h5", what)
+    with pytest.raises(DataError, match=re.escape(text)):
+        FieldDataset(tmp_path / "u.h5", dims="tyx", fields="u")
+
+
+def test_a_file_that_claims_to_be_huge_is_read_by_parts(tmp_path: Path) -> None:
+    hostile(tmp_path / "u.h5", "huge")
+    dataset = FieldDataset(tmp_path / "u.h5", dims="ntyx")
+    assert len(dataset) == 2**40 * (T - 1)
+    assert dataset[len(dataset) - 1][0].shape == (1, Y, X)
+
+
+def test_what_fails_while_reading_is_named(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "u.h5", "w") as file:
+        file.create_dataset("u", data=values(T, Y, X), chunks=(1, Y, X), compression="gzip")
+        place = file["u"].id.get_chunk_info(4).byte_offset
+    with open(tmp_path / "u.h5", "r+b") as raw:
+        raw.seek(place)
+        raw.write(b"broken, all of this")
+    dataset = FieldDataset(tmp_path / "u.h5", dims="tyx", fields="u")
+    dataset[0]
+    with pytest.raises(DataError, match=r"u\.h5: 'u' of trajectory 0, steps 3 to 5, cannot be read: "):
+        dataset[3]
+
+
+@pytest.mark.parametrize("name", ["h5py", "zarr"])
+def test_a_library_that_is_missing_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "u"
+    path.mkdir() if name == "zarr" else path.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=rf"u is read by {name}: pip install 'fsdpx\[{name}\]'"):
+        FieldDataset(path, dims="tyx")
+
+
+def test_a_layout_without_channels_has_one(tmp_path: Path) -> None:
+    np.save(tmp_path / "u.npy", values(T, Y, X))
+
+    def run(comm: Communicator) -> None:
+        grid = grid_of(comm, "yx")
+        assert FieldDataset(tmp_path / "u.npy", grid)[0][0].shape == grid.local(np.empty((Y, X))).shape
+        with pytest.raises(DataError, match="a grid of layout 'yx' has one channel, not 2 states of 1 and 0 constant"):
+            FieldDataset(tmp_path / "u.npy", grid, inputs=2)
+
+    spawn(run, 6)
