@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.cut import Parts
 
@@ -16,18 +17,34 @@ __all__ = ["Grid"]
 LETTERS = "zyx"
 
 
+class GridFacts(NamedTuple):
+    """What a rank says of a grid. own: cells of its part. wrong: what is wrong with its arguments, as text."""
+
+    own: tuple[int, ...]
+    layout: str
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+    ghosts: tuple[int, ...]
+    wrong: str
+
+
 class Grid:
     """A field that is cut over a Cartesian grid of ranks. Collective.
 
-    Parts may be of any sizes, also empty; each rank says the size of its own, and all of them learn of the others'.
+    Parts may be of any sizes, also empty; each rank says the size of its own, and all of them learn of the others'. On
+    a communicator of several times as many ranks as the grid has there are several fields, the members of an ensemble:
+    its first ranks have the parts of the first one.
 
     Parameters
     ----------
     comm : a Cartesian communicator of mpi4py (`comm.Create_cart(...)`), or any communicator together with `dims`
-    shape : cells of this rank's part along each dim of the grid
+    shape : cells of this rank's part along each dim of the grid, without ghost cells
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one. Default: channels last
     dims : ranks along each dim, where `comm` is not Cartesian; the last dim varies fastest from rank to rank
+    ghosts : cells that arrays have on each side beyond the part, for all dims or for each; the layers that read the
+        field first take what lies there instead of their padding
+    periods : whether each dim is periodic, where `comm` is not Cartesian; `Rollout` fills ghost cells by it
 
     Raises
     ------
@@ -35,27 +52,54 @@ class Grid:
     """
 
     def __init__(
-        self, comm: Any, shape: Sequence[int], *, layout: str | None = None, dims: Sequence[int] | None = None
+        self,
+        comm: Any,
+        shape: Sequence[int],
+        *,
+        layout: str | None = None,
+        dims: Sequence[int] | None = None,
+        ghosts: int | Sequence[int] = 0,
+        periods: Sequence[bool] | None = None,
     ) -> None:
-        own, (width, rank, size) = tuple(int(n) for n in shape), _counts(comm, dims)
-        count = len(width)
-        layout = LETTERS[3 - count :] + "c" if layout is None else layout
-        problem = _problem(own, width, size, layout)
-        facts = _gathered(comm, (own, layout, width, problem))
-        for other, (_, _, _, wrong) in enumerate(facts):
-            if wrong:
-                raise ConfigError(f"Grid: rank {other}: {wrong}")
-        for other, (_, order, grid, _) in enumerate(facts):
-            if (order, grid) != facts[0][1:3]:
-                raise ConfigError(
-                    f"Grid: rank 0 has layout {facts[0][1]!r} on {facts[0][2]} ranks, rank {other} {order!r} on {grid}"
-                )
-        self.comm, self.dims, self.layout = comm, tuple(width), layout
-        self.place = _place(rank, width)
-        self.parts = Parts(_cuts([fact[0] for fact in facts], self.dims))
+        width, closed, rank, size = _topology(comm, dims, periods)
+        own, layout = tuple(int(n) for n in shape), LETTERS[3 - len(width) :] + "c" if layout is None else layout
+        around = tuple(int(n) for n in ghosts) if isinstance(ghosts, Sequence) else (int(ghosts),) * len(width)
+        mine = GridFacts(own, layout, width, closed, around, "")
+        found = _gathered(comm, tuple(mine._replace(wrong=_problem(mine, size))))
+        facts = [GridFacts(*fact) for fact in found]
+        _demand_alike(facts)
+        ranks = prod(width)
+        self.comm, self.dims, self.layout, self.ghosts, self.periods = comm, width, layout, around, closed
+        self.member, at = divmod(rank, ranks)
+        self.place = _place(at, width)
+        fields = [_cuts(facts[i : i + ranks], i) for i in range(0, size, ranks)]
+        self.parts = Parts(fields[self.member])
+        self._own = [fact.own for fact in facts]
+
+    @classmethod
+    def even(
+        cls,
+        shape: Sequence[int],
+        dims: Sequence[int],
+        rank: int = 0,
+        *,
+        layout: str | None = None,
+        ghosts: int | Sequence[int] = 0,
+        periods: Sequence[bool] | None = None,
+    ) -> Grid:
+        """A field of `shape` cells, cut as evenly as can be, as rank `rank` of a job that does not run sees it: for
+        `fsdpx.dry_run(space=)`. `dims` and the other parameters are those of `Grid`."""
+        one = (1,) * len(dims)
+        made = cls(single(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
+        if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
+            raise ConfigError(f"Grid.even: shape={tuple(shape)} over dims={tuple(dims)}: a number above 0 for each dim")
+        made.comm, made.dims, made.place = None, tuple(dims), _place(rank % prod(dims), dims)
+        made.parts = Parts(tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip(shape, dims, strict=True)))
+        return made
 
     def __repr__(self) -> str:
-        return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r})"
+        ghosts = f", ghosts={self.ghosts}" if any(self.ghosts) else ""
+        return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,9 +111,22 @@ class Grid:
         """Where this rank's part begins, along each dim."""
         return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.place, strict=True))
 
+    @property
+    def entered(self) -> Parts:
+        """How inputs of the model are cut, with the ghost cells that they bring."""
+        return Parts(self.parts.cuts, self.ghosts, self.periods) if any(self.ghosts) else self.parts
+
+    def ranks(self, rank: int) -> tuple[int, ...] | None:
+        """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
+        over `comm`."""
+        if self.comm is None:
+            return None
+        width = prod(self.dims)
+        return tuple(int(r) for r in _gathered(self.comm, rank)[self.member * width : (self.member + 1) * width])
+
     def local(self, array: Any) -> Any:
-        """This rank's part of an array of the whole field in the grid's layout, a view; or of a mask, without
-        channels."""
+        """This rank's part of an array of the whole field in the grid's layout, without ghost cells, a view; or of a
+        mask, which has no channels."""
         return array[self._index(self.place, array.ndim)]
 
     def everyone(self, value: Any) -> list[Any]:
@@ -77,48 +134,39 @@ class Grid:
         return _gathered(self.comm, value)
 
     def gather(self, array: Any) -> Any:
-        """The whole field from the parts of all ranks, on every rank: for small things. Collective."""
-        first = array.ndim - len(self.layout)
-        sizes = [math.prod(self._shape_of(rank, array.shape)) for rank in range(math.prod(self.dims))]
+        """The whole field, without ghost cells, from the parts of its ranks, on every rank: for small things.
+        Collective over `comm`."""
+        array = self.interior(array)
+        shapes = [self._sized(own, array.shape) for own in self._own]
+        sizes = [prod(shape) for shape in shapes]
         flat, mine = np.empty(sum(sizes), array.dtype), np.ascontiguousarray(array).reshape(-1)
         if hasattr(self.comm, "all_gather"):
             self.comm.all_gather(mine, flat, sizes, what="a field").wait()
         else:
             flat = np.concatenate(self.comm.allgather(mine))
-        ends = np.cumsum(sizes)
-        shape = list(array.shape)
-        for d, letter in enumerate(self._letters):
-            shape[first + self.layout.index(letter)] = self.shape[d]
-        whole = np.empty(shape, array.dtype)
-        for rank, (end, size) in enumerate(zip(ends, sizes, strict=True)):
-            index = self._index(_place(rank, self.dims), array.ndim)
-            whole[index] = flat[end - size : end].reshape(self._shape_of(rank, array.shape))
+        whole = np.empty(self._sized(self.shape, array.shape), array.dtype)
+        ends, width = np.cumsum(sizes), prod(self.dims)
+        for rank in range(self.member * width, (self.member + 1) * width):
+            found = flat[ends[rank] - sizes[rank] : ends[rank]].reshape(shapes[rank])
+            whole[self._index(_place(rank % width, self.dims), array.ndim)] = found
         return whole
 
-    def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Where the part of a place of the grid lies in an array of the whole field."""
-        index, letters = [slice(None)] * ndim, self._letters if ndim < len(self.layout) else self.layout
-        for cuts, letter, r in zip(self.parts.cuts, self._letters, place, strict=True):
-            index[ndim - len(letters) + letters.index(letter)] = slice(cuts[r], cuts[r + 1])
-        return tuple(index)
-
-    def _shape_of(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a rank's part of an array, from that of this rank's."""
-        found, cells = list(shape), self.parts.local(_place(rank, self.dims))
-        for letter, size in zip(self._letters, cells, strict=True):
-            found[len(shape) - len(self.layout) + self.layout.index(letter)] = size
-        return tuple(found)
+    def interior(self, array: Any) -> Any:
+        """An array that brings ghost cells, without them, a view; others as they are."""
+        if not self._brings(array, self.parts.local(self.place), self.ghosts):
+            return array
+        own, around = (dict(zip(self._letters, n, strict=True)) for n in (self.parts.local(self.place), self.ghosts))
+        return array[(..., *(slice(None) if c == "c" else slice(around[c], around[c] + own[c]) for c in self.layout))]
 
     def entering(self, array: Any, parts: Parts, name: str) -> Any:
         """An array as the caller holds it, as (samples, channels, *cells), a view; DataError if it is no such part."""
-        own, letters = parts.local(self.place), self.layout
-        sizes = dict(zip(self._letters, own, strict=True))
-        given = array.shape[array.ndim - len(letters) :] if array.ndim in (len(letters), len(letters) + 1) else ()
-        if not given or any(n != sizes.get(letter, n) for n, letter in zip(given, letters, strict=True)):
+        own, letters, ghosts = parts.local(self.place), self.layout, parts.ghosts or (0,) * len(self.dims)
+        if array.ndim not in (len(letters), len(letters) + 1) or not self._brings(array, own, ghosts):
+            sizes = dict(zip(self._letters, [n + 2 * g for n, g in zip(own, ghosts, strict=True)], strict=True))
             wanted = ", ".join(str(sizes.get(letter, "channels")) for letter in letters)
             raise DataError(
-                f"{name} has shape {tuple(array.shape)}, but this rank's part, in layout {letters!r}, is ({wanted}), "
-                "or has a dim of samples before these"
+                f"{name} has shape {tuple(array.shape)}, but this rank's part{', with ghost cells' * any(ghosts)}, in "
+                f"layout {letters!r}, is ({wanted}), or has a dim of samples before these"
             )
         whole = array if array.ndim > len(letters) else array[None]
         if "c" not in letters:
@@ -142,47 +190,103 @@ class Grid:
     def _letters(self) -> str:
         return self.layout.replace("c", "")
 
+    def _brings(self, array: Any, own: Sequence[int], ghosts: Sequence[int]) -> bool:
+        """Whether an array has `own` cells and `ghosts` on each side of them."""
+        sizes = {letter: n + 2 * g for letter, n, g in zip(self._letters, own, ghosts, strict=True)}
+        given = array.shape[max(array.ndim - len(self.layout), 0) :]
+        return len(given) == len(self.layout) and all(
+            n == sizes.get(letter, n) for n, letter in zip(given, self.layout, strict=True)
+        )
+
+    def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
+        """Where the part of a place of the grid lies in an array of the whole field."""
+        index, letters = [slice(None)] * ndim, self._letters if ndim < len(self.layout) else self.layout
+        for cuts, letter, r in zip(self.parts.cuts, self._letters, place, strict=True):
+            index[ndim - len(letters) + letters.index(letter)] = slice(cuts[r], cuts[r + 1])
+        return tuple(index)
+
+    def _sized(self, cells: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an array of so many cells, from that of this rank's part."""
+        found = list(shape)
+        for letter, size in zip(self._letters, cells, strict=True):
+            found[len(shape) - len(self.layout) + self.layout.index(letter)] = size
+        return tuple(found)
+
 
 def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
     """Where a rank stands; the last dim varies fastest."""
     return tuple(int(i) for i in np.unravel_index(rank, dims))
 
 
-def _counts(comm: Any, dims: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
-    """Ranks along each dim, this rank and the number of all."""
+def _topology(
+    comm: Any, dims: Sequence[int] | None, periods: Sequence[bool] | None
+) -> tuple[tuple[int, ...], tuple[bool, ...], int, int]:
+    """Ranks along each dim, whether each is periodic, this rank and the number of all."""
     if hasattr(comm, "Get_topo"):
-        return tuple(comm.Get_topo()[0]), comm.Get_rank(), comm.Get_size()
+        width, closed, _ = comm.Get_topo()
+        return tuple(width), tuple(map(bool, closed if periods is None else periods)), comm.Get_rank(), comm.Get_size()
     rank, size = (comm.rank, comm.size)
-    return (size,) if dims is None else tuple(int(n) for n in dims), rank, size
+    width = (size,) if dims is None else tuple(int(n) for n in dims)
+    return width, (False,) * len(width) if periods is None else tuple(map(bool, periods)), rank, size
 
 
-def _problem(own: tuple[int, ...], width: Sequence[int], size: int, layout: str) -> str:
+def _problem(facts: GridFacts, size: int) -> str:
     """What is wrong with this rank's arguments, as text."""
-    if not 1 <= len(width) <= 3:
-        return f"a grid of {len(width)} dims: 1 to 3 are taken"
-    if int(np.prod(width)) != size:
-        return f"dims={tuple(width)} are {int(np.prod(width))} ranks, the communicator has {size}"
-    if len(own) != len(width) or min(own) < 0:
-        return f"shape={own}: give the cells of this rank's part along each of the {len(width)} dims of the grid"
+    width, layout, count = facts.dims, facts.layout, len(facts.dims)
+    if not 1 <= count <= 3:
+        return f"a grid of {count} dims: 1 to 3 are taken"
+    if min(width) < 1 or size % prod(width):
+        return f"dims={width} are {prod(width)} ranks, the communicator has {size}"
+    if len(facts.own) != count or min(facts.own) < 0:
+        return f"shape={facts.own}: give the cells of this rank's part along each of the {count} dims of the grid"
     letters = layout.replace("c", "", 1)
-    if len(letters) != len(width) or len(set(layout)) != len(layout) or not letters.isalpha() or "c" in letters:
-        return f"layout={layout!r}: name each of the {len(width)} dims by a letter, and the channels 'c', as 'yxc'"
+    if len(letters) != count or len(set(layout)) != len(layout) or not letters.isalpha() or "c" in letters:
+        return f"layout={layout!r}: name each of the {count} dims by a letter, and the channels 'c', as 'yxc'"
+    if len(facts.ghosts) != count or min(facts.ghosts) < 0:
+        return f"ghosts={facts.ghosts}: give the cells beyond each side along each of the {count} dims, at least 0"
+    if len(facts.periods) != count:
+        return f"periods={facts.periods}: say for each of the {count} dims whether it is periodic"
     return ""
 
 
-def _cuts(own: Sequence[tuple[int, ...]], dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The bounds of parts along each dim; ConfigError where they make no rectangle."""
+def _demand_alike(facts: Sequence[GridFacts]) -> None:
+    """ConfigError for wrong arguments of any rank, and where ranks say different things."""
+    for rank, fact in enumerate(facts):
+        if fact.wrong:
+            raise ConfigError(f"Grid: rank {rank}: {fact.wrong}")
+    first = facts[0]
+    for rank, fact in enumerate(facts):
+        if (fact.layout, fact.dims) != (first.layout, first.dims):
+            raise ConfigError(
+                f"Grid: rank 0 has layout {first.layout!r} on {first.dims} ranks, rank {rank} {fact.layout!r} on "
+                f"{fact.dims}"
+            )
+        for d, (ours, theirs) in enumerate(zip(_sides(first), _sides(fact), strict=True)):
+            if ours != theirs:
+                raise ConfigError(f"Grid: along dim {d} rank 0 has {ours}, rank {rank} {theirs}")
+
+
+def _sides(fact: GridFacts) -> list[str]:
+    """What each dim is like, in words."""
+    kinds = ("walls", "a periodic field")
+    return [f"{kinds[p]} and {g} ghost cells" for p, g in zip(fact.periods, fact.ghosts, strict=True)]
+
+
+def _cuts(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], ...]:
+    """The bounds of parts along each dim; ConfigError where they make no rectangle. first: the rank that has the first
+    part."""
     made = []
+    dims = facts[0].dims
     for d, width in enumerate(dims):
         sizes: list[int | None] = [None] * width
-        for rank, shape in enumerate(own):
-            place = _place(rank, dims)[d]
-            first = sizes[place]
-            if first is not None and first != shape[d]:
+        for rank, fact in enumerate(facts):
+            place, shape = _place(rank, dims)[d], fact.own
+            known = sizes[place]
+            if known is not None and known != shape[d]:
                 other = next(r for r in range(rank) if _place(r, dims)[d] == place)
                 raise ConfigError(
-                    f"Grid: the parts make no rectangle: along dim {d} rank {rank} has {shape[d]} cells, and rank "
-                    f"{other}, which stands beside it, {first}"
+                    f"Grid: the parts make no rectangle: along dim {d} rank {first + rank} has {shape[d]} cells, and "
+                    f"rank {first + other}, which stands beside it, {known}"
                 )
             sizes[place] = shape[d]
         made.append((0, *(int(n) for n in np.cumsum(np.array(sizes, np.int64)))))

@@ -152,9 +152,15 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Parts:
-    """How a field is cut: along each of its dims rank r of a line has the cells [cuts[r], cuts[r + 1])."""
+    """How a field is cut: along each of its dims rank r of a line has the cells [cuts[r], cuts[r + 1]).
+
+    ghosts: cells that arrays bring on each side beyond these, along each dim; (): none. periods: whether each dim is
+    periodic, by which ghost cells are filled; (): not known.
+    """
 
     cuts: tuple[Cuts, ...]
+    ghosts: tuple[int, ...] = ()
+    periods: tuple[bool, ...] = ()
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Parts:

@@ -113,14 +113,17 @@ class AxisRanks(Protocol):
 
 
 class LayerAxes(Protocol):
-    """What layers know of the connected mesh: the ranks that cut layers, those that cut samples, those along each dim
-    of a field, and the counters."""
+    """What layers know of the connected mesh: the ranks that cut layers, those that cut samples, all that have parts of
+    the same fields, these along each dim of a field, and the counters."""
 
     @property
     def tensor(self) -> AxisRanks: ...
 
     @property
     def data(self) -> AxisRanks: ...
+
+    @property
+    def parts(self) -> AxisRanks: ...
 
     @property
     def space(self) -> Sequence[AxisRanks]: ...

@@ -35,7 +35,7 @@ class OneRank:
     def tensor(self) -> Any:
         return self
 
-    data = tensor
+    data = parts = tensor
     space: tuple[Any, ...] = ()
 
     def all_reduce(self, buf: Array, op: Any = "sum", *, what: str = "") -> "OneRank":

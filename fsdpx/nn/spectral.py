@@ -126,7 +126,7 @@ class SpectralConv(Layer):
 
     def _ranks(self, env: Env) -> Any:
         """All ranks that have a part; None: one has the whole field."""
-        return None if self.parts is None or self.parts.uncut else env.mesh.data
+        return None if self.parts is None or self.parts.uncut else env.mesh.parts
 
     def _own(self, env: Env, weight: Array) -> Array:
         """(own modes, in, out, 2)."""

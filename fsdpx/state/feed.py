@@ -56,5 +56,6 @@ class ValueShapes:
         """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
-            self._imagined[tensor] = connect(mesh, FakeCommunicator(mesh.rank(place), mesh.size))
+            fake = FakeCommunicator(mesh.rank(place), mesh.size)
+            self._imagined[tensor] = connect(mesh, fake, field=self._axes.field)
         return self._imagined[tensor]

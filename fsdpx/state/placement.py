@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import prod
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, Communicator, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.config import Offload, Precision, Sharding, byte_count
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, DataError
 from fsdpx.layout.grid import Grid
 from fsdpx.layout.pages import Page, Range, ShardedPage, cut
 from fsdpx.layout.units import Layout, Unit
@@ -392,18 +391,30 @@ class Placement:
     field: FieldParts | None = None
 
     def others(self, rows: Sequence[int]) -> Sequence[int]:
-        """The samples of the data ranks before this one, of all; none where these have parts of the same samples."""
-        return rows[: self.axes.data.rank] if self.field is None else ()
+        """The samples of those before this rank's, from those of all data ranks."""
+        return self.distinct(rows)[: self.axes.samples.rank]
+
+    def distinct(self, rows: Sequence[int]) -> list[int]:
+        """The same of each group of data ranks that has samples of its own."""
+        return [rows[member[0]] for member in self.axes.members]
+
+    def demand_together(self, rows: Sequence[int]) -> None:
+        """DataError where ranks that have parts of the same samples do not have as many of them."""
+        for member in self.axes.members:
+            odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
+            if odd is not None:
+                raise DataError(
+                    f"data rank {member[0]} has {rows[member[0]]} samples, and data rank {odd}, which has another part "
+                    f"of the same fields, {rows[odd]}"
+                )
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
     def described(self, array: Any) -> str:
         """What of an array of the batch must be alike on all ranks: all but the number of samples, and, of a part of a
-        field, the cells. Ranks that have parts of the same samples have as many of these."""
-        if self.field is None:
-            return f"{array.dtype}{list(array.shape[1:])}"
-        together = prod(self.field.grid.dims) == self.axes.data.size
-        return f"{array.dtype} of {f'{array.shape[0]} samples and ' if together else ''}{array.shape[1]} channels"
+        field, the cells."""
+        shape = array.shape[1:]
+        return f"{array.dtype}{list(shape)}" if self.field is None else f"{array.dtype} of {shape[0]} channels"
 
     @cached_property
     def stage(self) -> Stage:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.gpu import devices
 from fsdpx.comm.guarded import Guarded
-from fsdpx.comm.mesh import Axes, Mesh, connect
+from fsdpx.comm.mesh import Axes, FieldRanks, Mesh, connect
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.cuda.devices import current, take
@@ -179,7 +178,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
 def _field(recipe: Recipe) -> FieldParts | None:
     """How fields lie over the ranks."""
     grid = recipe.distribution.space
-    return None if grid is None else FieldParts(grid, over_parts(recipe.training.model, grid.parts)[1])
+    return None if grid is None else FieldParts(grid, over_parts(recipe.training.model, grid.entered)[1])
 
 
 def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
@@ -189,7 +188,7 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
     with slow(world, "measuring", kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
-    axes, sharding = _axes(distribution, machinery.ahead, world, guard)
+    axes, sharding = _axes(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
 
 
@@ -200,8 +199,6 @@ def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Pl
     model = sort(planned.model)
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         check_whole(optimizer, axes.tensor.size)
-    if recipe.distribution.space is not None:
-        demand_together(SPACE, Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), "space: ")
     if training.chunks is not None:
         demand_together(CHUNKS, Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), f"chunks={training.chunks}: ")
     return planned, model
@@ -365,7 +362,7 @@ def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: 
     model, loss = with_numbers(training.model, dtype), training.loss
     plan, sequence = distribution.tensor_plan, distribution.sequence
     if distribution.space is not None:
-        made, outputs = over_parts(model, distribution.space.parts)
+        made, outputs = over_parts(model, distribution.space.entered)
         return Planned(made, loss.over(outputs), None, frozenset())
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
@@ -425,7 +422,8 @@ def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Dis
     return replace(distribution, stages=stages), Pipe(distribution.schedule, ranks, dealt)
 
 
-def _axes(distribution: Distribution, ahead: int | None, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
+def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
+    distribution, ahead = recipe.distribution, recipe.machinery.ahead
     strategy = distribution.within(world.size)
     mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
     named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
@@ -434,14 +432,28 @@ def _axes(distribution: Distribution, ahead: int | None, world: Communicator, ch
     width = mesh.width("replica") * mesh.width("shard")
     lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
     ahead = lifetimes.ahead if ahead is None else ahead
-    space = () if distribution.space is None else distribution.space.dims
-    if space and mesh.width("data") != prod(space):
-        raise ConfigError(
-            f"space={distribution.space!r} has {prod(space)} ranks, and the data axis of {mesh} {mesh.width('data')}: "
-            "train on the communicator of the grid, comm=grid.comm"
-        )
-    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, space=space)
+    if distribution.space is not None:
+        demand_together(SPACE, Beside(recipe, mesh=mesh), "space: ")
+    field = _field_ranks(distribution, mesh, world)
+    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, field=field)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
+
+
+def _field_ranks(distribution: Distribution, mesh: Mesh, world: Communicator) -> FieldRanks | None:
+    """Which ranks hold parts of which samples; ConfigError where grid and mesh do not fit. Collective with a grid."""
+    grid = distribution.space
+    if grid is None:
+        if mesh.space:
+            raise ConfigError(
+                f"Mesh(space={mesh.space}): which cells each rank has is not known; give space=fsdpx.Grid(comm, "
+                f"u.shape[:{len(mesh.space)}], dims={mesh.space}) as well"
+            )
+        return None
+    if mesh.space not in ((), grid.dims):
+        raise ConfigError(f"Mesh(space={mesh.space}): the grid has {grid.dims} ranks; leave the one or the other out")
+    mine = grid.ranks(world.rank)
+    grids = [None] * world.size if mine is None else world.all_gather_plain(list(mine))
+    return FieldRanks.of(mesh, world.rank, grid.dims, grids)
 
 
 def _poker(progress: str | None, place: Placement) -> Poker | None:

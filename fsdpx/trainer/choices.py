@@ -192,6 +192,8 @@ TABLE: tuple[Excluded, ...] = (
         "lets replicas train by themselves, and the parts of a field make one", "choose 'fsdp'"),
     Excluded(SPACE, OWN, _pace(OWN),
         "lets ranks step at their own speed, and layers exchange cells in each step", "choose 'fsdp'"),
+    Excluded(SPACE, "a `tensor` axis", _width("tensor", "a tensor axis of {width} ranks "),
+        "cuts matrices, and layers of fields share none", "use these ranks as further parts of the grid"),
     Excluded(ELASTIC, "`space`", _when("space: ", lambda c: c.option("space") is not None),
         "the parts of a field are dealt to ranks by the solver", "leave elastic out"),
     Excluded(STAGES, "`costs`", _when("stages and costs: ", lambda c: c.option("costs") is not None),

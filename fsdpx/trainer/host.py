@@ -18,7 +18,6 @@ from fsdpx.checkpoint.load import load
 from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.local import single
 from fsdpx.engine.run import GradientScale
 from fsdpx.errors import ConfigError, RankLost
 from fsdpx.state.feed import Feed
@@ -276,7 +275,7 @@ class FixedRanks(TrainerHost):
 
     @property
     def data(self) -> Communicator:
-        return self.place.axes.data if self.place.field is None else single()
+        return self.place.axes.samples
 
     def run(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
         return do(*given, **options)

@@ -169,6 +169,7 @@ class Session:
             everyone, alike = batches.agree(place.axes, kind, features, rows, error, comm)
             if doubted and comm is place.axes.world:
                 self._twins.see(alike, arrays)
+        place.demand_together(everyone)
         microbatches = self._microbatches(inputs, target, everyone, kind)
         self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit)
@@ -198,7 +199,7 @@ class Session:
         evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
         made = batches.cut(place, part, 1 if whole else self.microbatches, evenly)
         if trains:
-            state.samples = before + sum(rows)
+            state.samples = before + sum(place.distinct(rows))
             if place.options.recompute.budget is not None:
                 self._largest = batches.largest_microbatch(place, inputs, rows, self.microbatches)
         return made

@@ -390,10 +390,14 @@ class Trainer:
     def data(self) -> Communicator:
         """The ranks that hold different samples: give this to `data.DataLoader` and `data.DistributedSampler`.
 
-        Ranks of one pipe or tensor line share a rank here, and train on the same samples. With `space`, all ranks have
-        parts of the same samples, and each is here by itself. With `elastic`, this rank by
-        itself: batches are whole."""
+        Ranks of one pipe or tensor line share a rank here, and train on the same samples; so do those that have parts
+        of the same fields (`parts`). With `elastic`, this rank by itself: batches are whole."""
         return self._host.data
+
+    @property
+    def parts(self) -> Communicator:
+        """The ranks that hold parts of the same fields, with `space`; without it this rank by itself."""
+        return self._session.place.axes.parts
 
     @property
     def steps(self) -> int:

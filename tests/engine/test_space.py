@@ -276,7 +276,7 @@ def grid_of(comm: Communicator) -> Any:
         ),
         (
             lambda c: nn.ReLU().as_distributed(comm=c, space=grid_of(c), mesh=fsdpx.Mesh(tensor=2)),
-            "has 2 ranks, and the data axis of",
+            "space: a tensor axis of 2 ranks cuts matrices, and layers of fields share none; use these ranks as",
         ),
         *(
             (lambda c, o=options: nn.ReLU().as_distributed(comm=c, space=grid_of(c), **o), f"space: {message}")

@@ -1,0 +1,215 @@
+"""Several fields at once, each over a grid of its own: replicas, pipes and shards beside the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few
+
+import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.data import DataLoader
+from fsdpx.errors import ConfigError, DataError, MeshError
+from fsdpx.testing import demand_close
+
+SHAPE = (10, 7)
+OPTIONS: dict[str, Any] = {"loss": nn.RelativeL2(), "precision": "float64", "clip_norm": 1.0}
+
+
+def net(norm: nn.Layer | None = None) -> nn.Layer:
+    return nn.Chain(
+        nn.Conv2d(2, 4, 3, padding=1, padding_mode=("reflect", "circular")), norm or nn.BatchNorm(4), nn.GELU(),
+        nn.FNO(4, 4, (4, 4), 4, 1), nn.Conv2d(4, 6, 3, 2, 1), nn.GroupNorm(2, 6), nn.Tanh(), nn.Conv2d(6, 3, 1),
+    )  # fmt: skip
+
+
+def batch(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fields and targets of the whole, channels last."""
+    rng = np.random.default_rng(3)
+    return rng.standard_normal((rows, *SHAPE, 2)), rng.standard_normal((rows, 5, 4, 3))
+
+
+def alone(rows: int, norm: nn.Layer | None = None) -> Any:
+    def run(comm: Communicator) -> Any:
+        trainer = net(norm).as_distributed(comm=comm, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
+        x, y = (np.moveaxis(a, -1, 1) for a in batch(rows))
+        return [trainer.step(x, y) for _ in range(3)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
+
+    return spawn(run, 1)[0]
+
+
+def cut(n: int, r: int, width: int) -> slice:
+    """Uneven parts."""
+    bounds = [0, *(min(n, 1 + n * (i + 1) // width) for i in range(width - 1)), n]
+    return slice(bounds[r], bounds[r + 1])
+
+
+def trained(
+    comm: Communicator, mesh: Mesh, strategy: str, dims: tuple[int, int], rows: Sequence[int],
+    place: Callable[[int], tuple[int, int]] | None = None,
+) -> Any:  # fmt: skip
+    """As `alone`, with each member's share of the samples. place: rank -> (member, place in its grid); members are
+    groups of neighbours by default."""
+    width = int(np.prod(dims))
+    member, at = place(comm.rank) if place else divmod(comm.rank, width)
+    r, c = divmod(at, dims[1])
+    here = cut(SHAPE[0], r, dims[0]), cut(SHAPE[1], c, dims[1])
+    group = comm if place is None else comm.split(member, at)
+    grid = fsdpx.Grid(group, [s.stop - s.start for s in here], dims=dims)
+    trainer = net().as_distributed(
+        comm=comm, mesh=mesh, strategy=strategy, space=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS
+    )
+    x, y = batch(sum(rows))
+    outputs = trainer.inspect.placement.field.outputs
+    there = [slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, grid.place, strict=True)]
+    samples = slice(sum(rows[: trainer.data.rank]), sum(rows[: trainer.data.rank + 1]))
+    losses = [trainer.step(x[samples, *here], y[samples, *there]) for _ in range(3)]
+    found = trainer.predict(x[samples, *here])
+    sizes = trainer.data.size, trainer.data.rank, trainer.parts.size
+    return losses, trainer.parameters(), found, (samples, *there), sizes, member
+
+
+@pytest.mark.parametrize("strategy", few(["fsdp", "ddp", "zero1", "hybrid"], 2))
+@pytest.mark.parametrize(
+    ("mesh", "dims", "ranks", "rows"),
+    [
+        (Mesh(replica=2, space=(2, 1)), (2, 1), 4, (2, 3)),
+        (Mesh(replica=2, space=(2, 2)), (2, 2), 8, (1, 2)),
+        (None, (1, 2), 4, (2, 1)),
+        (Mesh(replica=3, space=(1, 2)), (1, 2), 6, (1, 0, 2)),
+    ],
+    ids=["2 x (2, 1)", "2 x (2, 2)", "no mesh", "3 x (1, 2)"],
+)
+def test_members_train_as_one_process(
+    mesh: Mesh | None, dims: tuple[int, int], ranks: int, rows: tuple[int, ...], strategy: str
+) -> None:
+    if strategy == "hybrid" and mesh is not None:
+        mesh = None
+    if strategy == "zero1" and mesh is not None:
+        mesh = Mesh(replica=1, space=dims)
+    _compare(mesh, strategy, dims, ranks, rows)
+
+
+def _compare(mesh: Any, strategy: str, dims: Any, ranks: int, rows: Any, place: Any = None) -> None:
+    losses, parameters, predicted = alone(sum(rows))
+    found = spawn(lambda comm: trained(comm, mesh, strategy, dims, rows, place), ranks)
+    for rank, (got, values, mine, where, sizes, member) in enumerate(found):
+        np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"rank {rank}")
+        demand_close(values, parameters, 1e-8)
+        demand_close({"prediction": mine}, {"prediction": predicted[where]}, 1e-8)
+        assert sizes == (len(rows), member, int(np.prod(dims)))
+
+
+def test_a_grid_may_have_any_ranks_of_the_trainer_in_any_order() -> None:
+    """Members are interleaved, and one of them counts its ranks backwards."""
+    places = {0: (0, 1), 2: (0, 0), 1: (1, 0), 3: (1, 1)}
+    _compare(None, "fsdp", (2, 1), 4, (2, 1), places.__getitem__)
+
+
+@pytest.mark.parametrize("order", [("pipe", "replica", "shard", "tensor"), ("replica", "shard", "tensor", "pipe")])
+def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
+    """Pipe 2 x space (2, 1); the stages are neighbours, or the parts are."""
+    norm = nn.InstanceNorm(4)  # BatchNorm would see each microbatch by itself, as in any pipe
+    losses, parameters, predicted = alone(4, norm)
+
+    def run(comm: Communicator) -> Any:
+        mesh = Mesh(pipe=2, shard=2, space=(2, 1), order=order)
+        stage = mesh.coordinates(comm.rank).pipe
+        at = mesh.coordinates(comm.rank).shard
+        here = cut(SHAPE[0], at, 2)
+        grid = fsdpx.Grid(comm.split(stage, at), (here.stop - here.start, SHAPE[1]), dims=(2, 1))
+        trainer = net(norm).as_distributed(comm=comm, mesh=mesh, space=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
+        outputs = trainer.inspect.placement.field.outputs
+        there = slice(outputs.cuts[0][at], outputs.cuts[0][at + 1])
+        x, y = batch(4)
+        losses = [trainer.step(x[:, here], y[:, there]) for _ in range(3)]
+        return losses, trainer.parameters(), trainer.predict(x[:, here]), there
+
+    for got, values, mine, there in spawn(run, 4):
+        np.testing.assert_allclose(got, losses, rtol=1e-11)
+        demand_close(values, parameters, 1e-8)
+        demand_close({"prediction": mine}, {"prediction": predicted[:, there]}, 1e-8)
+
+
+def test_loaders_deal_samples_to_members() -> None:
+    """fit with DataLoader(comm=trainer.data): both ranks of a member see the same samples, members see others."""
+    x = np.random.default_rng(0).standard_normal((8, 6, 4, 1))
+
+    def run(comm: Communicator, dims: Any) -> Any:
+        options = dict(OPTIONS, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        model = nn.Conv2d(1, 1, 3, padding=1)
+        if dims is None:
+            trainer = model.as_distributed(**options)
+            rows = [(a[..., 0][None], a[..., 0][None]) for a in x]
+        else:
+            at = comm.rank % 2
+            grid = fsdpx.Grid(comm, (3, 4), dims=dims)
+            trainer = model.as_distributed(space=grid, **options)
+            rows = [(a[3 * at : 3 * at + 3], a[3 * at : 3 * at + 3]) for a in x]
+        loader = DataLoader(rows, 4, comm=trainer.data, shuffle=True)
+        return trainer.fit(loader, epochs=2, progress=False).losses
+
+    straight = spawn(lambda comm: run(comm, None), 1)[0]
+    for losses in spawn(lambda comm: run(comm, (2, 1)), 4):
+        np.testing.assert_allclose(losses, straight, rtol=1e-11)
+
+
+def refused(comm: Communicator, call: Callable[[Communicator], Any]) -> str:
+    with pytest.raises((ConfigError, DataError, MeshError)) as error:
+        call(comm)
+    return str(error.value)
+
+
+def grid_of(comm: Communicator, **more: Any) -> Any:
+    return fsdpx.Grid(comm, (4, 6), dims=(1, 2), **more)
+
+
+def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
+    options = {"comm": comm, "loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "space": grid or grid_of(comm)} | options
+    return nn.Conv2d(1, 1, 1).as_distributed(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: made(c, mesh=Mesh(tensor=2)), "a tensor axis of 2 ranks cuts matrices, and layers of fields share"),
+        (lambda c: made(c, mesh=Mesh(replica=2, space=(2, 1))), "Mesh(space=(2, 1)): the grid has (1, 2) ranks"),
+        (
+            lambda c: nn.Conv2d(1, 1, 1).as_distributed(comm=c, mesh=Mesh(replica=2, space=(2, 1))),
+            "Mesh(space=(2, 1)): which cells each rank has is not known; give space=fsdpx.Grid(comm, u.shape[:2]",
+        ),
+        (
+            lambda c: made(c, fsdpx.Grid(c.split(c.rank // 2, c.rank), (4, 6), dims=(2, 1)), mesh=Mesh(pipe=4)),
+            "space: a field is on 2 ranks, and the data axis of pipe=4 x replica=1 x shard=1 x tensor=1 has 1",
+        ),
+        (lambda c: fsdpx.Grid(c, (4, 6), dims=(3, 1)), "rank 0: dims=(3, 1) are 3 ranks, the communicator has 4"),
+        (
+            lambda c: made(c, fsdpx.Grid(c.split(c.rank % 2, c.rank), (4, 6), dims=(1, 2)), mesh=Mesh(pipe=2)),
+            "rank 0 has a grid of ranks [0, 2], of which each must have the same grid and stand on the data axis of ",
+        ),
+        (
+            lambda c: made(c).step(np.ones((1 + c.rank % 2, 4, 6, 1)), np.ones((1 + c.rank % 2, 4, 6, 1))),
+            "data rank 0 has 1 samples, and data rank 1, which has another part of the same fields, 2",
+        ),
+        (
+            lambda c: grid_of(c, periods=(False, c.rank == 2)),
+            "Grid: along dim 1 rank 0 has walls and 0 ghost cells, rank 2 a periodic field and 0 ghost cells",
+        ),
+        (lambda c: Mesh(space=(2, 0)), "mesh space=(2, 0): ranks along each of 1 to 3 dims, at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
+    for text in spawn(lambda comm: refused(comm, call), 4):
+        assert message in text, text
+
+
+def test_a_mesh_is_read_with_its_grid() -> None:
+    mesh = Mesh.parse("replica=2,space=2x1")
+    assert mesh == Mesh(replica=2, space=(2, 1))
+    assert str(mesh.resolve(4)) == "pipe=1 x replica=2 x shard=2 x tensor=1 (space=2x1)"
+    assert mesh.filled("ddp", 4).shape == (1, 4, 1, 1)
+    assert mesh.filled("fsdp", 4).shape == (1, 2, 2, 1)
