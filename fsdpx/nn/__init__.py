@@ -25,6 +25,7 @@ from fsdpx.nn.layer import Env, Layer, Portion, Spec
 from fsdpx.nn.linear import ColumnLinear, Linear, RowLinear
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from fsdpx.nn.lowrank import LoRALinear, lora
+from fsdpx.nn.masks import FillNaN, Mask
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
@@ -42,13 +43,13 @@ __all__ = [
     "AvgPool3d", "BCEWithLogits", "BandRMSE", "BatchNorm", "Bert", "BertEmbedding", "BoundaryRMSE", "Chain",
     "ChannelLinear", "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "ConservedRMSE", "Container",
     "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Cut",
-    "CutDropout", "CutMoE", "CutRequest", "Dropout", "Embedding", "Enter", "Env", "Features", "First", "Flatten",
-    "Framed", "Gate", "GatedMLP", "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm",
-    "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "MaxError",
-    "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding",
-    "Patches", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rollout", "Rotary",
-    "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec",
-    "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab",
+    "CutDropout", "CutMoE", "CutRequest", "Dropout", "Embedding", "Enter", "Env", "Features", "FillNaN", "First",
+    "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm",
+    "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "Mask",
+    "MaxError", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own",
+    "PartTokenEmbedding", "Patches", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual",
+    "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted",
+    "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab",
     "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models",
     "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cut import CutRequest, Features, Parts, Positions, share
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
+from fsdpx.nn.parts import rank_along
 
 __all__ = [
     "GELU", "CutDropout", "Dropout", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of", "apply_mask",
@@ -165,10 +166,9 @@ class Dropout(Layer):
 
     def cut(self, request: CutRequest) -> Portion:
         kind = request.kinds[0]
-        if isinstance(kind, Parts):
-            raise ConfigError(
-                f"{request.path!r} {self!r} reads {kind}: its mask would depend on how the field is cut; leave it out"
-            )
+        if isinstance(kind, Parts) and type(self) is Dropout:
+            request.refuse_mark(self)
+            return Portion(FieldDropout(self.p, kind), kind)
         if type(self) is not Dropout or request.mark is not None or not isinstance(kind, Positions | Features):
             return super().cut(request)
         if isinstance(kind, Positions):
@@ -219,6 +219,28 @@ class CutDropout(Dropout):
             return {dim: env.place(x.shape[dim])}
         start, _ = share(self.total // self.grain, comm.rank, comm.size)
         return {dim: (start * self.grain, self.total)}
+
+
+class FieldDropout(Dropout):
+    """`Dropout` of a field that is cut, with the mask that a single rank would have.
+
+    Parameters
+    ----------
+    p : probability that an element is set to 0
+    parts : who has which cells
+    """
+
+    def __init__(self, p: float, parts: Parts) -> None:
+        super().__init__(p)
+        self.parts = parts
+
+    def _drop(self, env: Env, x: Array) -> tuple[Array, Array]:
+        cut = ((d, cuts) for d, cuts in enumerate(self.parts.cuts) if len(cuts) > 2)
+        places = {2 + d: (cuts[rank_along(env, cuts, d)], cuts[-1]) for d, cuts in cut}
+        if not places:
+            return super()._drop(env, x)
+        keep = keep_mask(env, x.shape, self.p, places)
+        return apply_mask(x, keep, self.p), keep
 
 
 def keep_mask(

@@ -94,6 +94,8 @@ CASES = {
         lambda: rows(3, 2, 5),
     ),
     "FNO": (lambda: nn.FNO(2, 3, (2, 4), 4, 2), lambda: rows(3, 2, 4, 6)),
+    "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
+    "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
     "Flatten": (nn.Flatten, lambda: rows(3, 2, 5)),
     "FlattenFrom2": (lambda: nn.Flatten(2), lambda: rows(3, 2, 5, 2)),
     "Add": (nn.Add, pair),

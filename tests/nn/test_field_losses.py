@@ -11,7 +11,7 @@ import pytest
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.cut import Parts
 from fsdpx.testing import LossContract
 
@@ -257,3 +257,29 @@ def test_a_mask_is_cut_as_the_field_is(layout: str) -> None:
         return bool((grid.local(mask) == (mask[:2], mask[2:])[comm.rank]).all())
 
     assert spawn(run, 2) == [True, True]
+
+
+def test_what_is_not_there_does_not_spread() -> None:
+    """Land is NaN in inputs and targets: weights are those of a sea that is alone, on one rank and on several."""
+    sea = np.arange(48).reshape(6, 8) % 7 > 1
+    u = np.where(sea[..., None], noise(6, 8, 2), np.nan)
+
+    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
+        grid = fsdpx.Grid(comm, (6 // dims[0], 8 // dims[1]), dims=dims)
+        mine, x = grid.local(sea), grid.local(u)
+        net = nn.Chain(nn.FillNaN(), nn.Conv2d(2, 4, 3, padding=1), nn.Mask(mine), nn.Tanh(), nn.Conv2d(4, 2, 1))
+        options: dict[str, Any] = {"loss": nn.MSE(weights=mine), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = net.as_distributed(space=grid, comm=comm, **options)
+        return [trainer.step(x, x * 2) for _ in range(3)], trainer.parameters()
+
+    losses, values = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
+    assert np.isfinite(losses).all()
+    for got, parameters in spawn(lambda comm: run(comm, (2, 2)), 4):
+        np.testing.assert_allclose(got, losses, rtol=1e-11)
+        for name, value in values.items():
+            np.testing.assert_allclose(parameters[name], value, rtol=1e-8, atol=1e-12)
+
+
+def test_a_mask_of_another_shape() -> None:
+    with pytest.raises(ShapeError, match=r"Mask\(0.0\): the mask has \(2, 3\) cells, and this rank's part \(2, 4\)"):
+        nn.Mask(np.ones((2, 3))).forward(env_of(None), {}, noise(1, 1, 2, 4))

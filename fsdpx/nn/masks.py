@@ -1,0 +1,76 @@
+"""Cells of a field that are not there, as land in an ocean: what they hold does not spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ShapeError
+from fsdpx.nn.layer import Array, Env, Layer, Params
+
+__all__ = ["FillNaN", "Mask"]
+
+
+class FillNaN(Layer):
+    """x, and `value` where x is NaN; the gradient is 0 there.
+
+    Parameters
+    ----------
+    value : instead of NaN
+    """
+
+    acts_on = "element"
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = float(value)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        known = ~env.xp.isnan(x)
+        return _chosen(env, known, x, self.value), (known,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return _chosen(env, saved[0], dy, 0.0), ()
+
+
+class Mask(Layer):
+    """x where `cells` is true, else `value`, whatever x is there, NaN too; the gradient is 0 there.
+
+    x is (samples, channels, *cells). At the end of a model it keeps land as land from step to step of a rollout.
+
+    Parameters
+    ----------
+    cells : bools of this rank's part of the field, as the solver holds it, (*cells)
+    value : elsewhere
+    """
+
+    fields = True
+
+    def __init__(self, cells: Any, value: float = 0.0) -> None:
+        self.cells, self.value = np.asarray(cells, bool), float(value)
+
+    def __repr__(self) -> str:
+        """The same on all ranks, which compare it."""
+        return f"Mask({self.value})"
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        if getattr(env.xp, "holds_no_data", False):  # it may stand for the whole field
+            return env.xp.empty(x.shape, dtype=x.dtype), ()
+        if x.shape[2:] != self.cells.shape:
+            raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {x.shape[2:]}")
+        return _chosen(env, self._mask(env), x, self.value), ()
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        if getattr(env.xp, "holds_no_data", False):
+            return env.xp.empty(dy.shape, dtype=dy.dtype), ()
+        return _chosen(env, self._mask(env), dy, 0.0), ()
+
+    def _mask(self, env: Env) -> Array:
+        key = "mask", id(self)
+        if key not in env.constants:
+            env.constants[key] = env.xp.asarray(self.cells)
+        return env.constants[key]
+
+
+def _chosen(env: Env, known: Array, x: Array, value: float) -> Array:
+    return env.xp.where(known, x, env.xp.asarray(value, dtype=x.dtype))
