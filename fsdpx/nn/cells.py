@@ -11,23 +11,13 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.numeric import wide
 
-__all__ = ["CellWeights", "chan", "merged", "ranks_of", "reduced"]
-
-
-def ranks_of(env: Env) -> int:
-    """Ranks that have parts of the same samples."""
-    count = 1
-    for line in env.mesh.space:
-        count *= line.size
-    return count
+__all__ = ["CellWeights", "chan", "merged", "reduced"]
 
 
 def reduced(env: Env, values: Array, what: str, op: ReduceOp = ReduceOp.SUM) -> Array:
-    """`values` over all parts of the field, in place: their sum, or what `op` says. Communicates along each dim that
-    is cut."""
-    for line in env.mesh.space:
-        if line.size > 1:
-            line.all_reduce(values.reshape(-1), op, what=what).wait()
+    """`values` over all parts of the field, in place: their sum, or what `op` says. Communicates where it is cut."""
+    if env.mesh.parts.size > 1:
+        env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()
     return values
 
 
@@ -41,14 +31,14 @@ def chan(xp: Any, one: Array, other: Array) -> Array:
 
 def merged(env: Env, found: Array, what: str) -> Array:
     """`chan` over the parts of all ranks, of (3, ...) in float64, in the order of ranks."""
-    for line in env.mesh.space:
-        if line.size == 1:
-            continue
-        everyone = env.xp.empty((line.size, *found.shape), dtype=np.float64)
-        line.all_gather(env.xp.ascontiguousarray(found).reshape(-1), everyone.reshape(-1), what=what).wait()
-        found = everyone[0]
-        for other in everyone[1:]:
-            found = chan(env.xp, found, other)
+    ranks = env.mesh.parts
+    if ranks.size == 1:
+        return found
+    everyone = env.xp.empty((ranks.size, *found.shape), dtype=np.float64)
+    ranks.all_gather(env.xp.ascontiguousarray(found).reshape(-1), everyone.reshape(-1), what=what).wait()
+    found = everyone[0]
+    for other in everyone[1:]:
+        found = chan(env.xp, found, other)
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.comm.calls import ReduceOp
 from fsdpx.errors import ConfigError
-from fsdpx.nn.cells import CellWeights, merged, ranks_of, reduced, weighed
+from fsdpx.nn.cells import CellWeights, merged, reduced, weighed
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.losses import Loss, same_shape
@@ -45,7 +45,7 @@ class _FieldLoss(Loss):
 
     def _mean(self, env: Env, values: Array, counts: Array) -> tuple[float, float]:
         """(total, weight) of values that all ranks of a field have, of those groups that count something."""
-        xp, ranks = env.xp, ranks_of(env)
+        xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
@@ -88,7 +88,7 @@ class RelativeL2(_Root):
     """|y - target| / |target| of each sample, over all its elements, summed; weight: the number of samples.
 
     (samples, ...) of one shape. Over a grid of ranks the sums of a sample are made over all its parts: one all-reduce
-    of 24 bytes for each sample along each dim that is cut. It is the measure of neural operators (Li et al. 2021).
+    of 24 bytes for each sample. It is the measure of neural operators (Li et al. 2021).
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx import spawn
 from fsdpx.array.random import Random
 from fsdpx.comm import Communicator
-from fsdpx.comm.mesh import Mesh, alone, connect
+from fsdpx.comm.mesh import FieldRanks, Mesh, alone, connect
 from fsdpx.nn import Env, Layer, Loss
 from fsdpx.nn.cut import CutRequest, Parts
 
@@ -45,7 +45,10 @@ def whole(found: Sequence[np.ndarray], parts: Parts, dims: Sequence[int], first:
 
 def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool = True) -> Env:
     """Of a rank of a grid; None: of one that is alone."""
-    axes = alone() if comm is None else connect(Mesh(shard=comm.size), comm, check=True, space=tuple(dims))
+    axes = alone()
+    if comm is not None:
+        mesh = Mesh(shard=comm.size).resolve(comm.size)
+        axes = connect(mesh, comm, check=True, field=FieldRanks.of(mesh, comm.rank, dims, [None] * comm.size))
     return Env(np, axes, Random(5, "layer", 3), training)
 
 
