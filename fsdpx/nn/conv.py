@@ -84,6 +84,8 @@ class ConvWindow:
 
     def inside(self, parts: Parts) -> tuple[int, ...]:
         """Zeros that the kernel adds itself, on both sides alike: of dims that are not cut."""
+        if parts.ghosts:
+            return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.high, self.modes, strict=True)
         return tuple(a if len(c) == 2 and a == b and mode == "zeros" else 0 for c, a, b, mode in rows)
 
@@ -92,7 +94,8 @@ class ConvWindow:
         zeros of dims that are not cut are left to the kernel."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(reaches(parts, [(s, -a, span) for s, a, span in rows], self.outputs(parts), self.modes))
-        for i, (cuts, pad) in enumerate(zip(parts.cuts, self.inside(parts), strict=True)) if alone else ():
+        left = enumerate(zip(parts.cuts, self.inside(parts), strict=True))
+        for i, (cuts, pad) in left if alone and not parts.ghosts else ():
             if pad or (len(cuts) == 2 and self.low[i] == self.high[i] == 0):
                 found[i] = Reach(i + 2, cuts, ((0, cuts[-1]),))
         for reach in found:
@@ -261,6 +264,7 @@ class Conv(Layer):
     """
 
     dims: ClassVar[int]
+    takes_ghosts = True
 
     def __init__(
         self,

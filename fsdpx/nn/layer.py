@@ -257,6 +257,8 @@ class Layer(ABC):
     """`forward` costs no more than a pass over memory: a container saves the input of `recompute`, not the result."""
     collective: bool = False
     """Whether the layer calls collectives over `env.mesh.data`: all ranks of that axis must run it equally often."""
+    takes_ghosts: bool = False
+    """Whether the layer reads the ghost cells that a part of a field brings; other layers are given the part alone."""
 
     acts_on: str = "sample"
     """The least it can treat alone: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on

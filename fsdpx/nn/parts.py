@@ -49,17 +49,26 @@ class Reach:
     cuts : the bounds of what they have
     needs : [start, stop) for each rank, also beyond the ends of the field
     mode : what lies there, one of `MODES`
+    ghosts : cells that each rank brings on both sides of its own; with any, it needs no others
     """
 
     dim: int
     cuts: Cuts
     needs: tuple[Interval, ...]
     mode: str = "zeros"
+    ghosts: int = 0
 
     @property
     def still(self) -> bool:
         """Whether each rank needs what it has."""
-        return all(need == (a, b) for need, a, b in zip(self.needs, self.cuts, self.cuts[1:], strict=False))
+        return not self.ghosts and all(
+            need == (a, b) for need, a, b in zip(self.needs, self.cuts, self.cuts[1:], strict=False)
+        )
+
+    def brought(self, rank: int) -> slice:
+        """Where what a rank needs lies among the cells that it brings."""
+        first = self.cuts[rank] - self.ghosts
+        return slice(self.needs[rank][0] - first, self.needs[rank][1] - first)
 
     def size(self, rank: int) -> int:
         """Cells that a rank needs."""
@@ -126,7 +135,7 @@ def reaches(
             (a * stride + first, (b - 1) * stride + first + span) if b > a else (start, start)
             for a, b, start in zip(out, out[1:], cuts, strict=False)
         )
-        made.append(Reach(dim + 2, cuts, needs, mode))
+        made.append(Reach(dim + 2, cuts, needs, mode, parts.ghosts[dim] if parts.ghosts else 0))
     return tuple(made)
 
 
@@ -155,8 +164,16 @@ class Shift(Layer):
 
 
 def demand_fit(reach: Reach) -> None:
-    """ShapeError where a field is too small for what lies beyond its ends."""
-    n = reach.cuts[-1]
+    """ShapeError where a field is too small for what lies beyond its ends, or brings too few ghost cells."""
+    n, around = reach.cuts[-1], zip(reach.needs, reach.cuts, reach.cuts[1:], strict=False)
+    lacks = max((max(a - start, stop - b) for (start, stop), a, b in around if stop > start), default=0)
+    if reach.ghosts:
+        if lacks > reach.ghosts:
+            raise ShapeError(
+                f"windows reach {lacks} cells beyond a part along dim {reach.dim}, and arrays bring ghosts="
+                f"{reach.ghosts}: give the grid more ghost cells, or none"
+            )
+        return
     low = max((-start for start, stop in reach.needs if stop > start), default=0)
     high = max((stop - n for start, stop in reach.needs if stop > start), default=0)
     most = {"circular": n, "reflect": n - 1}.get(reach.mode)
@@ -179,7 +196,10 @@ def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0, *, wh
 
     What lies beyond the ends in mode "zeros" is `beyond`. Communicates with the ranks that have what it lacks."""
     for reach in moves:
-        if not reach.still:
+        if reach.ghosts:
+            me = rank_along(env, reach.cuts, reach.dim - 2)
+            x = x[_at(reach.dim, reach.brought(me))]
+        elif not reach.still:
             x = _widened(env, x, reach, beyond, what)
     return x
 
@@ -188,7 +208,12 @@ def fold(env: Env, dy: Array, moves: Sequence[Reach], *, what: str = "") -> Arra
     """The adjoint of `widen`: the gradient of each copy goes back to the owner of its cell, who adds them in the order
     of ranks."""
     for reach in reversed(moves):
-        if not reach.still:
+        if reach.ghosts:
+            me = rank_along(env, reach.cuts, reach.dim - 2)
+            size = reach.cuts[me + 1] - reach.cuts[me] + 2 * reach.ghosts
+            inner, dy = dy, env.xp.zeros(_resized(dy.shape, reach.dim, size), dtype=dy.dtype)
+            dy[_at(reach.dim, reach.brought(me))] = inner
+        elif not reach.still:
             dy = _folded(env, dy, reach, what)
     return dy
 

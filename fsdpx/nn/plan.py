@@ -11,6 +11,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.cut import Column, CutRequest, Features, Kind, Mark, Own, Parts, Positions, Samples, Whole
 from fsdpx.nn.embedding import VocabCrossEntropy
+from fsdpx.nn.ghosts import Interior, bare
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.parts import Shift
@@ -66,12 +67,28 @@ class Walk:
                         values[entered[source]] = self.cut
                     source = entered[source]
                 sources.append(source)
+            sources = self._bare(layer, step.layer, sources, steps, values)
             sources = self._aligned(layer, sources, steps, values)
             new, given = self.visit(step.layer, below, [values[source] for source in sources])
             values.update(zip(step.gives, given, strict=True))
             steps.append(ChildCall(step.name, new, tuple(sources), step.gives))
         self._ties(layer, path, steps)
         return layer.rewired(steps), [values[name] for name in layer.outputs]
+
+    def _bare(
+        self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
+    ) -> list[str]:
+        """Fields without their ghost cells, for a step that does not read these."""
+        found = []
+        for source in sources:
+            kind = values[source]
+            if isinstance(kind, Parts) and kind.ghosts and not (isinstance(reader, Container) or reader.takes_ghosts):
+                name = free(layer, f"interior_{len(steps)}_{source.replace('.', '_')}")
+                steps.append(ChildCall(name, Interior(kind), (source,), (name,)))
+                values[name] = bare(kind)
+                source = name
+            found.append(source)
+        return found
 
     def _aligned(
         self, layer: Container, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
@@ -181,7 +198,11 @@ def parallelise(
 def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
     """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
     result says. ConfigError, with the path of the layer, for what cannot work on a part. Communicates nothing."""
-    made, kinds = Walk(1, None, {}).visit(model, "", [parts] * len(input_names(model)))
+    frame = Interior(parts) if parts.ghosts and not (isinstance(model, Container) or model.takes_ghosts) else None
+    inputs = [parts if frame is None else bare(parts)] * len(input_names(model))
+    made, kinds = Walk(1, None, {}).visit(model, "", inputs)
+    if frame is not None:
+        made = Framed(made, frame, None)
     if len(kinds) != 1 or not isinstance(kinds[0], Parts):
         raise ConfigError(f"space=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
     return made, kinds[0]

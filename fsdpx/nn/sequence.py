@@ -65,9 +65,9 @@ class Leave(Layer):
 
 
 class Framed(Layer):
-    """A model of one layer between an `Enter` and a `Leave`, if any; unlike a `Chain` it does not rename parameters."""
+    """A model of one layer between an `Enter` or `Interior` and a `Leave`, if any; unlike a `Chain` it does not rename parameters."""
 
-    def __init__(self, layer: Layer, enter: Enter | None = None, leave: Leave | None = None) -> None:
+    def __init__(self, layer: Layer, enter: Layer | None = None, leave: Leave | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
         self.collective, self.takes = layer.collective, layer.takes
 

@@ -363,9 +363,12 @@ class FieldParts:
         return (*shape[:2], *self.outputs.local(self.grid.place))
 
     def entering(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """Inputs and target as the model takes them, from what the caller has of the field."""
+        """Inputs and target as the model takes them, from what the caller has of the field. Targets may bring ghost
+        cells, too."""
         grid = self.grid
-        inputs = grid.entering(x, grid.parts, "the input")
+        inputs = grid.entering(x, grid.entered, "the input")
+        if y is not None and self.outputs == grid.parts:
+            y = grid.interior(y)
         return inputs, None if y is None else grid.entering(y, self.outputs, "the target")
 
 

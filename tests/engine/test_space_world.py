@@ -10,6 +10,7 @@ from test_space import MODELS, even, part, random_cuts, trained, wanted
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
+from fsdpx.comm.local import single
 from fsdpx.testing import demand_close
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
@@ -43,3 +44,29 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
         demand_close({"prediction": mine}, {"prediction": part(predicted, outputs.cuts, place, 1)}, 1e-8)
         trainer.close()
     cart.Free()
+
+
+def test_members_of_an_ensemble_have_communicators_of_their_own(world: Communicator) -> None:
+    """As many members as ranks allow, with 1 or 2 ranks each, whose arrays bring ghost cells."""
+    MPI = pytest.importorskip("mpi4py.MPI")
+    width = 2 if world.size % 2 == 0 else 1
+    member, at = divmod(world.rank, width)
+    split = MPI.COMM_WORLD.Split(member, at)
+    cart = split.Create_cart((width, 1), periods=[False, True])
+    grid = fsdpx.Grid(cart, (6 // width, 5), ghosts=(1, 0))
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((world.size // width, 8, 5, 1)), rng.standard_normal((world.size // width, 6, 5, 1))
+    options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
+    mode = ("zeros", "circular")
+    net = nn.Chain(nn.Conv2d(1, 3, 3, padding=1, padding_mode=mode), nn.GELU(), nn.GroupNorm(1, 3), nn.Conv2d(3, 1, 1))
+    trainer = net.as_distributed(comm=MPI.COMM_WORLD, space=grid, check=True, **options)
+    assert (trainer.data.size, trainer.parts.size, trainer.data.rank) == (world.size // width, width, member)
+    rows = slice(6 // width * at, 6 // width * (at + 1) + 2), slice(6 // width * at, 6 // width * (at + 1))
+    losses = [trainer.step(x[member, rows[0]], y[member, rows[1]]) for _ in range(3)]
+    whole = fsdpx.Grid(single(), (6, 5), dims=(1, 1), ghosts=(1, 0), periods=(False, True))
+    straight = net.as_distributed(comm=single(), space=whole, **options)
+    np.testing.assert_allclose(losses, [straight.step(x, y) for _ in range(3)], rtol=1e-11)
+    demand_close(trainer.parameters(), straight.parameters(), 1e-8)
+    trainer.close()
+    cart.Free()
+    split.Free()

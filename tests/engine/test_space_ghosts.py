@@ -1,0 +1,219 @@
+"""Arrays that bring the ghost cells of a solver: what lies there is the padding of the layers that read a field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few, in_full
+from hypothesis import given
+from hypothesis import strategies as st
+from test_space import Cuts, even, random_cuts, refused
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.array.random import Random
+from fsdpx.comm import Communicator
+from fsdpx.nn.cut import Parts
+from fsdpx.nn.ghosts import filled, filled_backward
+from fsdpx.nn.layer import Env
+from fsdpx.testing import demand_close
+
+SHAPE, GHOSTS = (9, 11), (2, 1)
+
+
+def tail(channels: int) -> list[nn.Layer]:
+    """What reads a result of the first layer, by its own padding."""
+    modes = ("replicate", "circular")
+    return [nn.Tanh(), nn.Conv2d(channels, 3, 3, padding=1, padding_mode=modes), nn.GroupNorm(1, 3)]
+
+
+FIRST: dict[str, Callable[[int], nn.Layer]] = {
+    "as wide": lambda pad: nn.Conv2d(2, 4, (5, 3), padding=(2 * pad, pad)),
+    "narrower": lambda pad: nn.Conv2d(2, 4, 3, padding=pad),
+    "strided": lambda pad: nn.Conv2d(2, 4, (5, 3), 2, (2 * pad, pad)),
+    "dilated": lambda pad: nn.Conv2d(2, 4, 3, padding=(2 * pad, pad), dilation=(2, 1)),
+    "grouped": lambda pad: nn.Conv2d(2, 4, 3, padding=pad, groups=2),
+}
+NEEDS = {"as wide": (2, 1), "narrower": (1, 1), "strided": (2, 1), "dilated": (2, 1), "grouped": (1, 1)}
+
+
+def padded(rows: int) -> np.ndarray:
+    """A field with what lies beyond its ends, channels last."""
+    return np.random.default_rng(5).standard_normal((rows, SHAPE[0] + 2 * GHOSTS[0], SHAPE[1] + 2 * GHOSTS[1], 2))
+
+
+def wanted(shape: Sequence[int]) -> np.ndarray:
+    return np.cos(np.arange(6.0 * np.prod(shape))).reshape(2, *shape, 3)
+
+
+def options(comm: Communicator) -> dict[str, Any]:
+    return {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "comm": comm, "precision": "float64"}
+
+
+def alone(first: str) -> Any:
+    """The first layer without padding on the padded field, by one process."""
+
+    def run(comm: Communicator) -> Any:
+        trainer = nn.Chain(FIRST[first](0), *tail(4)).as_distributed(**options(comm))
+        inside = [slice(g - n, -(g - n) or None) for g, n in zip(GHOSTS, NEEDS[first], strict=True)]
+        x = np.moveaxis(padded(2)[:, *inside], -1, 1)
+        y = trainer.predict(x)
+        target = np.moveaxis(wanted(y.shape[2:]), -1, 1)
+        return [trainer.step(x, target) for _ in range(3)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
+
+    return spawn(run, 1)[0]
+
+
+def bounds(cuts: Cuts, place: Sequence[int]) -> list[tuple[int, int]]:
+    return [(c[p], c[p + 1]) for c, p in zip(cuts, place, strict=True)]
+
+
+@in_full
+@pytest.mark.parametrize("first", few(list(FIRST), 5))
+def test_ghost_cells_are_the_padding(first: str) -> None:
+    losses, parameters, predicted = alone(first)
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+        mine = bounds(cuts, place)
+        grid = fsdpx.Grid(comm, [b - a for a, b in mine], dims=dims, ghosts=GHOSTS)
+        trainer = nn.Chain(FIRST[first](1), *tail(4)).as_distributed(space=grid, **options(comm))
+        x = padded(2)[:, *(slice(a, b + 2 * g) for (a, b), g in zip(mine, GHOSTS, strict=True))]
+        outputs = trainer.inspect.placement.field.outputs
+        there = tuple(slice(a, b) for a, b in bounds(outputs.cuts, place))
+        target = wanted(outputs.shape)[:, *there]
+        losses = [trainer.step(x, target) for _ in range(3)]
+        return losses, trainer.parameters(), trainer.predict(x), there
+
+    for dims in ((1, 1), (2, 1), (1, 3), (2, 2), (3, 2)):
+        for cuts in (even(SHAPE, dims), random_cuts(SHAPE, dims)):
+            for got, values, mine, there in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
+                np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
+                demand_close(values, parameters, 1e-8)
+                demand_close({"prediction": mine}, {"prediction": predicted[:, *there]}, 1e-8)
+
+
+def test_no_cell_travels_for_the_first_layer() -> None:
+    def run(comm: Communicator) -> tuple[int, tuple[int, ...]]:
+        grid = fsdpx.Grid(comm, (4, 6), dims=(2, 2), ghosts=1)
+        net = nn.Conv2d(1, 1, 3, padding=1)
+        trainer = net.as_distributed(space=grid, comm=comm, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+        u = np.ones((6, 8, 1), np.float32)
+        trainer.step(u, u)  # a target may bring ghost cells as well
+        trainer.step(u, u[1:-1, 1:-1])
+        table = trainer.inspect.placement.axes.counters.table
+        return sum(count.calls for key, count in table.items() if key[0] == "space"), trainer.predict(u).shape
+
+    assert spawn(run, 4) == [(0, (4, 6, 1))] * 4
+
+
+def test_layers_that_read_no_ghost_cells_are_given_the_part_alone() -> None:
+    def run(comm: Communicator, ghosts: int) -> Any:
+        grid = fsdpx.Grid(comm, (3, 5), dims=(2, 1), ghosts=ghosts)
+        net = nn.Chain(nn.FNO(1, 2, (2, 2), 4, 1), nn.Tanh())
+        trainer = net.as_distributed(space=grid, comm=comm, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+        u = np.random.default_rng(comm.rank).standard_normal((3, 5, 1)).astype(np.float32)
+        y = np.ones((3, 5, 2), np.float32)
+        u = np.pad(u, ((ghosts, ghosts), (ghosts, ghosts), (0, 0)), constant_values=np.nan)
+        return trainer.step(u, y), trainer.predict(u).tolist()
+
+    assert spawn(lambda comm: run(comm, 2), 2) == spawn(lambda comm: run(comm, 0), 2)
+
+
+@pytest.mark.parametrize("periods", [(False, True), (True, True), (False, False)])
+def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -> None:
+    """Beyond walls they stay as they were; across ends of a periodic dim, and between ranks, they are the newest."""
+    net = nn.Chain(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    whole = np.random.default_rng(0).standard_normal((1, SHAPE[0] + 2, SHAPE[1] + 2, 1))
+    y = np.random.default_rng(1).standard_normal((1, *SHAPE, 3))
+    wrapped = np.pad(whole[:, 1:-1, 1:-1], ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap")
+    rows, columns = (slice(None) if p else slice(1, -1) for p in periods)
+    state = whole.copy()
+    state[:, rows, columns] = wrapped[:, rows, columns]
+
+    def by_hand(comm: Communicator) -> np.ndarray:
+        step = nn.Chain(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 1, 1)).as_distributed(
+            comm=comm, precision="float64"
+        )
+        at, found = state, []
+        for _ in range(3):
+            new = np.moveaxis(step.predict(np.moveaxis(at, -1, 1)), 1, -1)
+            found.append(new)
+            ends = np.pad(new, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap")
+            at = state.copy()
+            at[:, rows, columns] = ends[:, rows, columns]
+        return np.concatenate(found, -1)
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+        mine = bounds(cuts, place)
+        grid = fsdpx.Grid(comm, [b - a for a, b in mine], dims=dims, ghosts=1, periods=periods)
+        trainer = nn.Rollout(net, 3).as_distributed(space=grid, **options(comm))
+        here = tuple(slice(a, b) for a, b in mine)
+        x = state[:, *(slice(a, b + 2) for a, b in mine)]
+        first = trainer.predict(x)
+        losses = [trainer.step(x, y[:, *here]) for _ in range(3)]
+        return first, losses, trainer.parameters(), here
+
+    predicted = spawn(by_hand, 1)[0]
+    straight = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
+    for dims in ((1, 1), (3, 1), (2, 2)):
+        for cuts in (even(SHAPE, dims), random_cuts(SHAPE, dims)):
+            for mine, losses, values, here in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
+                demand_close({"prediction": mine}, {"prediction": predicted[:, *here]}, 1e-10)
+                np.testing.assert_allclose(losses, straight[1], rtol=1e-11, err_msg=f"{dims} {cuts}")
+                demand_close(values, straight[2], 1e-8)
+
+
+class OfLine:
+    """A mesh whose ranks are those of one dim."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.space = (comm,)
+
+
+@given(st.integers(1, 9), st.data())
+def test_filling_is_adjoint(n: int, data: st.DataObject) -> None:
+    """Any parts, also empty ones, and ghost cells of several parts."""
+    ranks, periodic = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    g = data.draw(st.integers(1, n))
+    cuts = (0, *sorted(data.draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n)
+    parts = Parts((cuts,), (g,), (periodic,))
+
+    def run(comm: Communicator) -> float:
+        env, rng = Env(np, OfLine(comm), Random(0)), np.random.default_rng(comm.rank)  # type: ignore[arg-type]
+        size = cuts[comm.rank + 1] - cuts[comm.rank]
+        y, first, dstate = (rng.standard_normal((1, 2, k)) for k in (size, size + 2 * g, size + 2 * g))
+        state, dfirst = filled(env, y, first, parts), np.zeros_like(first)
+        forward = float((state * dstate).sum())
+        dy = filled_backward(env, dstate, dfirst, parts)
+        return forward - float((y * dy).sum()) - float((first * dfirst).sum())
+
+    assert sum(spawn(run, ranks)) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=1)),
+            "windows reach 2 cells beyond a part along dim 2, and arrays bring ghosts=1: give the grid more ghost",
+        ),
+        (lambda c: grid_of(c, ghosts=(1, -1)), "rank 0: ghosts=(1, -1): give the cells beyond each side along each of"),
+        (lambda c: grid_of(c, ghosts=(1, 1 + c.rank)), "along dim 1 rank 0 has walls and 1 ghost cells, rank 1 walls"),
+        (
+            lambda c: nn.Conv2d(1, 1, 1).as_distributed(comm=c, space=grid_of(c, ghosts=1)).predict(np.ones((4, 6, 1))),
+            "the input has shape (4, 6, 1), but this rank's part, with ghost cells, in layout 'yxc', is (6, 8, chan",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
+    for text in spawn(lambda comm: refused(comm, call), 2):
+        assert message in text, text
+
+
+def grid_of(comm: Communicator, **more: Any) -> Any:
+    return fsdpx.Grid(comm, (4, 6), dims=(1, 2), **more)
