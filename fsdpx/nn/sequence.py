@@ -65,7 +65,8 @@ class Leave(Layer):
 
 
 class Framed(Layer):
-    """A model of one layer between an `Enter` or `Interior` and a `Leave`, if any; unlike a `Chain` it does not rename parameters."""
+    """A model of one layer between an `Enter` or `Interior` and a `Leave`, if any. It keeps the names of parameters,
+    which a `Chain` would change."""
 
     def __init__(self, layer: Layer, enter: Layer | None = None, leave: Leave | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
