@@ -5,10 +5,11 @@ from fsdpx.data.fields import FieldDataset
 from fsdpx.data.images import ImageFolder
 from fsdpx.data.loader import DataLoader
 from fsdpx.data.sampler import DistributedSampler, Share
+from fsdpx.data.statistics import ChannelStatistics, channel_statistics
 from fsdpx.data.supervised import SupervisedDataset
 from fsdpx.data.text import TextDataset, stdlib_sources
 
 __all__ = [
-    "ArrayDataset", "DataLoader", "Dataset", "DistributedSampler", "FieldDataset", "ImageFolder", "Share",
-    "SupervisedDataset", "TextDataset", "TokenDataset", "stdlib_sources",
+    "ArrayDataset", "ChannelStatistics", "DataLoader", "Dataset", "DistributedSampler", "FieldDataset", "ImageFolder",
+    "Share", "SupervisedDataset", "TextDataset", "TokenDataset", "channel_statistics", "stdlib_sources",
 ]  # fmt: skip

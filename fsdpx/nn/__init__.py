@@ -28,6 +28,7 @@ from fsdpx.nn.lowrank import LoRALinear, lora
 from fsdpx.nn.masks import FillNaN, Mask
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from fsdpx.nn.normalize import Denormalize, Normalize
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.pool import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Upsample
@@ -43,13 +44,13 @@ __all__ = [
     "AvgPool3d", "BCEWithLogits", "BandRMSE", "BatchNorm", "Bert", "BertEmbedding", "BoundaryRMSE", "Chain",
     "ChannelLinear", "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "ConservedRMSE", "Container",
     "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Cut",
-    "CutDropout", "CutMoE", "CutRequest", "Dropout", "Embedding", "Enter", "Env", "Features", "FillNaN", "First",
-    "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm",
-    "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "Mask",
-    "MaxError", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own",
-    "PartTokenEmbedding", "Patches", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual",
-    "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted",
-    "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab",
-    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models",
-    "parallelise", "shapes", "sort", "specs_of",
+    "CutDropout", "CutMoE", "CutRequest", "Denormalize", "Dropout", "Embedding", "Enter", "Env", "Features", "FillNaN",
+    "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention",
+    "HeadNorm", "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss",
+    "Mask", "MaxError", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node",
+    "Normalize", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion", "Positions", "RMSNorm", "ReLU",
+    "RelativeL2", "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU",
+    "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet",
+    "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init",
+    "lora", "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

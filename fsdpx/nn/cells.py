@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.moments import chan
 from fsdpx.comm.calls import ReduceOp
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.numeric import wide
 
-__all__ = ["CellWeights", "chan", "merged", "reduced"]
+__all__ = ["CellWeights", "merged", "reduced"]
 
 
 def reduced(env: Env, values: Array, what: str, op: ReduceOp = ReduceOp.SUM) -> Array:
@@ -19,14 +20,6 @@ def reduced(env: Env, values: Array, what: str, op: ReduceOp = ReduceOp.SUM) -> 
     if env.mesh.parts.size > 1:
         env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()
     return values
-
-
-def chan(xp: Any, one: Array, other: Array) -> Array:
-    """(count, mean, sum of squares about it) of two sets together, by the rule of Chan et al. (1979)."""
-    total = one[0] + other[0]
-    share = other[0] / xp.where(total > 0, total, 1.0)
-    apart = other[1] - one[1]
-    return xp.stack([total, one[1] + apart * share, one[2] + other[2] + apart * apart * (one[0] * share)])
 
 
 def merged(env: Env, found: Array, what: str) -> Array:

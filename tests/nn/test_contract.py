@@ -94,6 +94,8 @@ CASES = {
         lambda: rows(3, 2, 5),
     ),
     "FNO": (lambda: nn.FNO(2, 3, (2, 4), 4, 2), lambda: rows(3, 2, 4, 6)),
+    "Normalize": (lambda: nn.Normalize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),
+    "Denormalize": (lambda: nn.Denormalize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),
     "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
     "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
     "Flatten": (nn.Flatten, lambda: rows(3, 2, 5)),

@@ -16,6 +16,9 @@ from .setting import normal, parameters
 SIZES = {2: (9, 12), 3: (6, 9, 8)}
 LAYERS: dict[str, Callable[[int], nn.Layer]] = {
     "Dropout": lambda dims: nn.Dropout(0.4),
+    "FillNaN": lambda dims: nn.FillNaN(),
+    "Normalize": lambda dims: nn.Normalize((1.0, 2.0, 3.0), (0.5, 1.0, 2.0)),
+    "Denormalize": lambda dims: nn.Denormalize((1.0, 2.0, 3.0), (0.5, 1.0, 2.0)),
 }
 """By name, for a number of dims."""
 

@@ -1,0 +1,62 @@
+"""Channels in units of their own: fixed means and deviations, and the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.layer import Array, Env, Layer, Params
+
+__all__ = ["Denormalize", "Normalize"]
+
+
+class Normalize(Layer):
+    """(x - mean) / std of each channel, dim 1, of (samples, channels, ...), in float64: `fsdpx.data.channel_statistics`
+    gives both.
+
+    Parameters
+    ----------
+    mean, std : of each channel
+    """
+
+    fields = True
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean, self.std = (tuple(float(v) for v in np.ravel(values)) for values in (mean, std))
+        kind = type(self).__name__
+        if len(self.mean) != len(self.std):
+            raise ConfigError(
+                f"{kind}: {len(self.mean)} means and {len(self.std)} deviations: give both of each channel"
+            )
+        for channel, (m, s) in enumerate(zip(self.mean, self.std, strict=True)):
+            if not (math.isfinite(m) and math.isfinite(s) and s > 0):
+                raise ConfigError(f"{kind}: channel {channel} has mean {m} and std {s}: finite, and std above 0")
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        if x.ndim < 2 or x.shape[1] != len(self.mean):
+            raise ShapeError(f"{self!r} wants (samples, {len(self.mean)}, ...), got {tuple(x.shape)}")
+        mean, std = self._beside(env, x)
+        return self._moved(x, mean, std).astype(x.dtype), ()
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        _, std = self._beside(env, dy)
+        return self._moved(dy, 0.0, std).astype(dy.dtype), ()
+
+    def _moved(self, x: Array, mean: Any, std: Array) -> Array:
+        return (x - mean) / std
+
+    def _beside(self, env: Env, x: Array) -> list[Array]:
+        """Mean and deviation, in the dims of x."""
+        shape = (1, -1, *(1,) * (x.ndim - 2))
+        return [env.xp.asarray(np.array(values)).reshape(shape) for values in (self.mean, self.std)]
+
+
+class Denormalize(Normalize):
+    """x std + mean: the inverse of `Normalize`."""
+
+    def _moved(self, x: Array, mean: Any, std: Array) -> Array:
+        return x * std + mean

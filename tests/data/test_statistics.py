@@ -1,0 +1,96 @@
+"""Means and deviations of channels: one pass, merged over ranks, without cancellation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpx import nn, spawn
+from fsdpx.array.random import Random
+from fsdpx.comm import Communicator
+from fsdpx.comm.mesh import alone
+from fsdpx.data import channel_statistics
+from fsdpx.errors import ConfigError, DataError, ShapeError
+from fsdpx.nn import Env
+
+
+def test_nothing_cancels() -> None:
+    """300 +- 0.01 in float32, in one pass over many batches."""
+    x = (300 + 0.01 * np.random.default_rng(0).standard_normal((20, 2, 50, 40))).astype(np.float32)
+    mean, std = channel_statistics(iter(x), dim=0)
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(mean, wide.mean((0, 2, 3)), rtol=1e-14)
+    np.testing.assert_allclose(std, wide.std((0, 2, 3)), rtol=1e-9)
+    y, _ = nn.Normalize(mean, std).forward(Env(np, alone(), Random(0)), {}, x)
+    assert y.dtype == np.float32
+    np.testing.assert_allclose(y.std((0, 2, 3)), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(y.mean((0, 2, 3)), 0.0, atol=1e-5)
+    back, _ = nn.Denormalize(mean, std).forward(Env(np, alone(), Random(0)), {}, y)
+    np.testing.assert_allclose(back, x, rtol=1e-7)
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.booleans(), st.integers(0, 100))
+def test_ranks_with_any_parts_find_the_same(ranks: int, steps: int, skipna: bool, seed: int) -> None:
+    """Numbers of batches that differ, empty parts, NaN on land; the same bits on every rank."""
+    rng = np.random.default_rng(seed)
+    data = rng.standard_normal((steps, 7, 3)) * [1.0, 10.0, 0.0] + 5
+    if skipna:
+        data[:, rng.random(7) < 0.4] = np.nan
+        data[:, 0] = 5.0
+    rows = np.sort(rng.integers(0, 8, ranks - 1)).tolist()
+    cuts = [0, *rows, 7]
+
+    def run(comm: Communicator) -> Any:
+        mine = [step[cuts[comm.rank] : cuts[comm.rank + 1]] for step in data]
+        return channel_statistics(mine if comm.rank else iter(mine), dim=-1, comm=comm, skipna=skipna)
+
+    found = spawn(run, ranks)
+    assert all(one == found[0] for one in found)
+    np.testing.assert_allclose(found[0].mean, np.nanmean(data, axis=(0, 1)), rtol=1e-12)
+    std = np.nanstd(data, axis=(0, 1))
+    np.testing.assert_allclose(found[0].std, np.where(std > 1e-12, std, 1.0), rtol=1e-9)
+    assert found[0].std[2] == 1.0, "a channel that never changes"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (lambda rank: [], "there is no data of some channel on any rank"),
+        (lambda rank: [np.ones((2, 3 + rank))], "rank 1 has 4 channels, ranks before it 3"),
+        (lambda rank: [np.ones((2, 3)), np.ones((2, 4))], "rank 0: a batch has 4 channels, those before it 3"),
+        (lambda rank: [np.full((2, 3), np.nan if rank else 0.0)], "rank 1: channel 0 has values that are not finite"),
+        (lambda rank: [np.ones(3)], "rank 0: "),
+    ],
+)
+def test_what_cannot_be_counted(arrays: Callable[[int], Any], message: str) -> None:
+    def run(comm: Communicator) -> str:
+        with pytest.raises(DataError) as error:
+            channel_statistics(arrays(comm.rank), comm=comm)
+        return str(error.value)
+
+    for text in spawn(run, 2):
+        assert message in text
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "message"),
+    [
+        ([0.0], [1.0, 2.0], "Normalize: 1 means and 2 deviations: give both of each channel"),
+        ([0.0, 1.0], [1.0, 0.0], "Normalize: channel 1 has mean 1.0 and std 0.0: finite, and std above 0"),
+        ([float("nan")], [1.0], "channel 0 has mean nan and std 1.0"),
+    ],
+)
+def test_statistics_that_do_not_fit(mean: Any, std: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        nn.Normalize(mean, std)
+    assert message in str(error.value)
+
+
+def test_channels_that_do_not_fit() -> None:
+    with pytest.raises(ShapeError, match=r"Normalize\(\(0.0,\), \(1.0,\)\) wants \(samples, 1, ...\), got \(2, 3\)"):
+        nn.Normalize([0.0], [1.0]).forward(Env(np, alone(), Random(0)), {}, np.ones((2, 3)))
