@@ -1,0 +1,63 @@
+"""A solver of shallow water in a channel with mpi4py, without any network: what a surrogate begins with.
+
+mpiexec -n 4 python -m fsdpx.examples.channel"""
+
+import numpy as np
+from mpi4py import MPI
+
+ROWS, COLUMNS = 32, 48  # cells of the channel, with walls along its rows' ends; columns follow each other in a circle
+SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # small steps of a state to the next one; units: cells, and speed 1 of waves
+STATES = 20  # of a run
+
+comm = MPI.COMM_WORLD
+cart = comm.Create_cart(MPI.Compute_dims(comm.size, 2), periods=(False, True))
+rows, columns = (
+    np.array_split(np.arange(n), width)[at]
+    for n, width, at in zip((ROWS, COLUMNS), cart.dims, cart.coords, strict=True)
+)
+
+
+def drop(seed):
+    """This rank's part of still water after two drops, (rows, columns, 3): height, velocity along x and along y."""
+    u = np.zeros((len(rows), len(columns), 3))
+    for y, x, size in np.random.default_rng(seed).uniform((8, 0, 3), (ROWS - 8, COLUMNS, 5), (2, 3)):
+        away = np.abs(columns - x)
+        far = (rows[:, None] - y) ** 2 + np.minimum(away, COLUMNS - away) ** 2
+        u[..., 0] += 0.3 * np.exp(-far / size**2)
+    return u + (1, 0, 0)
+
+
+def widened(u):
+    """A part with the cells of its neighbours around it; walls mirror what is before them."""
+    for dim, wall in enumerate([(1, 1, -1), (1, 1, 1)]):
+        before, after = cart.Shift(dim, 1)
+        u = np.moveaxis(u, dim, 0)
+        low, high = u[:1] * wall, u[-1:] * wall
+        cart.Sendrecv(u[-1:].copy(), after, recvbuf=low, source=before)
+        cart.Sendrecv(u[:1].copy(), before, recvbuf=high, source=after)
+        u = np.moveaxis(np.concatenate([low, u, high]), 0, dim)
+    return u
+
+
+def advance(u):
+    """The next state: SMALL explicit steps of the shallow water equations, by central differences."""
+    for _ in range(SMALL):
+        w = widened(u)
+        dx, dy = (w[1:-1, 2:] - w[1:-1, :-2]) / 2, (w[2:, 1:-1] - w[:-2, 1:-1]) / 2
+        spread = w[1:-1, 2:] + w[1:-1, :-2] + w[2:, 1:-1] + w[:-2, 1:-1] - 4 * u
+        slope = np.stack([u[..., 0] * (dx[..., 1] + dy[..., 2]), dx[..., 0], dy[..., 0]], axis=-1)
+        u = u + DT * (VISCOSITY * spread - slope - u[..., 1:2] * dx - u[..., 2:] * dy)
+    return u
+
+
+def main():
+    u = drop(0)
+    for _ in range(STATES):
+        u = advance(u)
+    water, highest = cart.allreduce(u[..., 0].sum()), cart.allreduce(u[..., 0].max(), MPI.MAX)
+    if comm.rank == 0:
+        print(f"after {STATES} states: mean height {water / (ROWS * COLUMNS):.4f}, highest {highest:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The solver of `fsdpx.examples.channel`, which trains a U-Net on its own ranks while it runs, and then steps with it.
+
+mpiexec -n 4 python -m fsdpx.examples.surrogate
+
+Nothing is gathered: each rank gives the trainer its part of the states, as the solver has it. Needs no GPU."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.examples.channel import STATES, advance, cart, columns, drop, rows
+from fsdpx.examples.mistakes import status_of
+
+AHEAD = 2  # states that the network is trained to find, each from the one before
+REST, SCALE = np.array([1, 0, 0]), 10  # still water, and what makes its waves about 1
+Array = np.ndarray
+
+
+def network() -> nn.Layer:
+    """From a state to the next one. At walls the water is as beside them, and columns follow each other in a circle."""
+    around = ("replicate", "circular")
+    return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
+
+
+def waves(u: Array) -> Array:
+    return (u - REST) * SCALE
+
+
+def learn(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
+    """Runs of the solver, and after each state some steps on what it has met so far; the last loss."""
+    seen: list[tuple[Array, Array]] = []
+    draw = np.random.default_rng(0)  # draws the same on all ranks, so that they bring parts of the same states
+    loss = np.inf
+    for run in range(1, runs + 1):
+        u = drop(run)
+        states = [waves(u)]
+        for _ in range(STATES):
+            u = advance(u)
+            states.append(waves(u))
+            if len(states) > AHEAD:
+                seen.append((states[-1 - AHEAD], np.concatenate(states[-AHEAD:], axis=-1)))
+                for _ in range(steps):
+                    x, y = zip(*(seen[k] for k in draw.integers(len(seen), size=2)), strict=True)
+                    loss = trainer.step(np.stack(x), np.stack(y))
+        if cart.rank == 0:
+            print(f"run {run}: loss {loss:.3f}", flush=True)
+    return loss
+
+
+def compare(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[float]]:
+    """A run that the network has not seen: errors over the states, relative to the waves; the last states of solver and
+    network; seconds of a state."""
+    u = drop(0)
+    v, errors, seconds = waves(u), list[float](), [0.0, 0.0]
+    for k in range(STATES):
+        begin = time.perf_counter()
+        u = advance(u)
+        middle = time.perf_counter()
+        if k % AHEAD == 0:  # the network steps on from its own state
+            ahead = np.split(np.asarray(trainer.predict(v)), AHEAD, axis=-1)
+        v = ahead[k % AHEAD]
+        seconds = [seconds[0] + middle - begin, seconds[1] + time.perf_counter() - middle]
+        apart = cart.allreduce(float(((v - waves(u)) ** 2).sum())) / cart.allreduce(float((waves(u) ** 2).sum()))
+        errors.append(apart**0.5)
+    return errors, [waves(u), v], [total / STATES for total in seconds]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.surrogate", description=__doc__.splitlines()[0])
+    p.add_argument("--runs", type=int, default=12, help="runs of the solver to learn from")
+    p.add_argument("--steps", type=int, default=2, help="steps of training after each state")
+    p.add_argument("--pictures", type=Path, help="a folder for pictures; needs Matplotlib")
+    args = p.parse_args(argv)
+    fsdpx.init()
+    grid = fsdpx.Grid(cart, (len(rows), len(columns)), layout="yxc")
+    rate = optim.schedules.Cosine(8e-3, args.runs * (STATES - AHEAD + 1) * args.steps)
+    trainer = nn.Rollout(network(), AHEAD).as_distributed(
+        loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=rate, weight_decay=0.0), space=grid
+    )
+    learn(trainer, args.runs, args.steps)
+    errors, ends, seconds = compare(trainer)
+    whole = [grid.gather(end) for end in ends]  # for the pictures
+    trainer.close()
+    if cart.rank == 0:
+        shown = ", ".join(f"{errors[k - 1]:.1%} after {k}" for k in (1, 5, 10, 20))
+        print(f"error of the network's own states: {shown}")
+        print(f"a state takes the solver {1000 * seconds[0]:.1f} ms and the network {1000 * seconds[1]:.1f} ms")
+        if args.pictures:
+            from fsdpx.examples.pictures import draw
+
+            draw(args.pictures, grid, whole, errors)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

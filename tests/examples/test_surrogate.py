@@ -1,0 +1,64 @@
+"""A solver of mpi4py, and the same solver with a network that it trains and steps with, under MPI."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_examples import ROOT, run
+
+pytestmark = pytest.mark.mpi_skip
+PICTURES = ROOT / "docs" / "tutorial"
+
+
+def test_the_solver_alone_does_not_see_the_ranks() -> None:
+    found = {run(ranks, "fsdpx.examples.channel").stdout for ranks in (1, 3)}
+    assert found == {"after 20 states: mean height 1.0200, highest 1.1465\n"}
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What two short runs on four ranks print, and the folder of their pictures, if Matplotlib is there."""
+    folder = tmp_path_factory.mktemp("pictures")
+    with_pictures: tuple[str, ...] = ()
+    try:
+        import matplotlib  # noqa: F401
+
+        with_pictures = ("--pictures", str(folder))
+    except ImportError:
+        pass
+    return run(4, "fsdpx.examples.surrogate", "--runs", "2", "--steps", "1", *with_pictures).stdout, folder
+
+
+def test_a_surrogate_learns_from_a_running_solver_and_steps(short: tuple[str, Path]) -> None:
+    found = re.fullmatch(
+        r"run 1: loss (\S+)\nrun 2: loss (\S+)\n"
+        r"error of the network's own states: (\S+)% after 1, .*, (\S+)% after 20\n"
+        r"a state takes the solver \S+ ms and the network \S+ ms\n",
+        short[0],
+    )
+    assert found, short[0]
+    first, second, one, twenty = map(float, found.groups())
+    assert second < first < 1
+    assert one < 60  # of the waves, after 38 steps of training
+    assert one < twenty
+
+
+def test_a_surrogate_does_not_see_how_the_solver_is_cut(short: tuple[str, Path]) -> None:
+    alone = run(1, "fsdpx.examples.surrogate", "--runs", "2", "--steps", "1").stdout
+    shown = [re.findall(r"loss (\S+)|(\d+\.\d)%", text) for text in (alone, short[0])]
+    numbers = [[float(a or b) for a, b in one] for one in shown]
+    np.testing.assert_allclose(numbers[0], numbers[1], rtol=1e-2)
+
+
+def test_the_pictures_of_the_tutorial_are_those_that_the_example_draws(short: tuple[str, Path]) -> None:
+    """Sizes of all; the parts, which depend on the solver alone, cell by cell; the others show a longer run."""
+    image = pytest.importorskip("matplotlib.image")
+    names = sorted(path.name for path in PICTURES.glob("surrogate-*.png"))
+    assert names == ["surrogate-error.png", "surrogate-field.png", "surrogate-parts.png"]
+    for name in names:
+        kept, made = (image.imread(folder / name)[..., :3] for folder in (PICTURES, short[1]))
+        assert kept.shape == made.shape
+        assert kept.std() > 0.05  # there is something on it
+        apart = float(np.abs(kept - made).mean())
+        assert apart < (0.02 if name == "surrogate-parts.png" else 0.2), name
