@@ -233,7 +233,8 @@ def _show(p: argparse.ArgumentParser) -> None:
 
     p.add_argument(
         "example", nargs="?", default="gpt-tiny",
-        help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, or a function of yours, mymodule:make_model",
+        help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, unet2d, unet3d, fno2d, or a function of yours, "
+        "mymodule:make_model",
     )  # fmt: skip
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
     add_options(p)
@@ -243,6 +244,8 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--memory", default=None, help="say whether a rank keeps this budget, such as 2GiB")
     p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     p.add_argument("--microbatches", type=int, default=None, help="default: 1, in a pipe 4 per rank of it")
+    p.add_argument("--space", default=None, help="ranks along each dim of a field, that of unet3d for example: 2,2,2")
+    p.add_argument("--field", default=None, help="cells of the whole field along each dim: 512,512,512")
     p.add_argument("--chunks", type=int, default=None)
     p.add_argument("--precision", default="float32")
     p.add_argument("--group-bytes", default=None, help="group small layers up to this many bytes of parameters: 1MiB")

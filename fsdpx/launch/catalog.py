@@ -12,6 +12,7 @@ from typing import Any
 from fsdpx import nn
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.layout.grid import Grid
 from fsdpx.nn import models
 from fsdpx.nn.sort import infer, sort
 from fsdpx.shapes import ShapeArray
@@ -28,7 +29,8 @@ class CatalogModel:
     """A model with everything that a step of it needs.
 
     about: one line that describes it. model: a function that makes it. x, y: functions from n to the (shape, dtype) of
-    n samples. batch: the usual number of samples of the global batch."""
+    n samples. batch: the usual number of samples of the global batch. cells: of a field, along each dim; (): samples
+    are no fields."""
 
     about: str
     model: Callable[[], nn.Layer]
@@ -36,6 +38,23 @@ class CatalogModel:
     x: Callable[[int], Any]
     y: Callable[[int], Any]
     batch: int
+    cells: tuple[int, ...] = ()
+
+    def over(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
+        """The same on fields of so many cells; with a grid on its part of them, which has channels last."""
+        if len(cells) != len(self.cells):
+            raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
+
+        def part(batch: Callable[[int], Any]) -> Callable[[int], Any]:
+            def made(n: int) -> Any:
+                (_, channels, *_), dtype = batch(n)
+                if grid is None:
+                    return (n, channels, *cells), dtype
+                return (n, *grid.parts.local(grid.place), channels), dtype
+
+            return made
+
+        return replace(self, x=part(self.x), y=part(self.y), cells=cells)
 
 
 def _text(size: str) -> CatalogModel:
@@ -55,6 +74,15 @@ def _mlp(layers: int, width: int, batch: int, activation: bool, about: str) -> C
     return CatalogModel(about, lambda: models.mlp(layers, width, activation), nn.MSE(), rows, rows, batch)
 
 
+def _field(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
+    """A model that takes three channels and gives three."""
+
+    def fields(n: int) -> tuple[tuple[int, ...], str]:
+        return (n, 3, *cells), "float32"
+
+    return CatalogModel(about, model, nn.RelativeL2(), fields, fields, 1, cells)
+
+
 CATALOG: dict[str, CatalogModel] = {
     "gpt-tiny": _text("tiny"),
     "gpt-small": _text("small"),
@@ -69,6 +97,9 @@ CATALOG: dict[str, CatalogModel] = {
         lambda n: ((n,), "int64"),
         64,
     ),
+    "unet2d": _field((256, 256), lambda: nn.UNet(3, 3, 2, 16, 4), "a U-Net of 4 levels and 16 channels on 2-D fields"),
+    "unet3d": _field((64, 64, 64), lambda: nn.UNet(3, 3, 3, 8, 4), "a U-Net of 4 levels and 8 channels on 3-D fields"),
+    "fno2d": _field((256, 256), lambda: nn.FNO(3, 3, (24, 24), 32, 4), "an FNO of 4 blocks, 32 channels, 24 modes"),
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from fsdpx import optim
@@ -13,7 +14,8 @@ from fsdpx.comm.mesh import AXES, Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
-from fsdpx.launch.catalog import CatalogModel, entry
+from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
+from fsdpx.layout.grid import Grid
 from fsdpx.layout.tree import chunks_of
 from fsdpx.observe.plots import draw
 from fsdpx.program import SCHEDULES, Costs, PipelineSchedule, bubble, grid, in_flight, simulate
@@ -22,7 +24,7 @@ from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.report import call_text
 
-__all__ = ["add_options", "check_axes", "draw", "mesh_text", "parse_recompute", "show"]
+__all__ = ["add_options", "check_axes", "draw", "mesh_text", "numbers", "parse_recompute", "show"]
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
@@ -53,7 +55,7 @@ def mesh_text(mesh: Mesh) -> str:
 LONG = 400  # actions; longer programs are printed with their middle left out
 WIDE = 250  # characters of a line of the grid
 UNIT = Costs(forward=1, backward_input=1, backward_params=1)
-OF_LAYERS = ("tensor", "data")  # axes over which layers communicate, without verbs of the program
+OF_LAYERS = ("tensor", "data", "space")  # axes over which layers communicate, without verbs of the program
 
 
 def show(args: argparse.Namespace) -> str:
@@ -61,12 +63,14 @@ def show(args: argparse.Namespace) -> str:
     example = _cut(entry(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)
-    ranks, batch = _ranks(args, mesh), example.batch
+    dims = numbers("--space", args.space) or (mesh.space if mesh is not None else ())
+    ranks, batch = _ranks(args, mesh, prod(dims)), example.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     full = (mesh or Mesh()).filled(Distribution(args.strategy, mesh).within(ranks), ranks)
-    rank, rows = _rank(args, full, ranks, batch)
-    options = _options(args, example, full, ranks, rank)
+    rank, rows = _rank(args, replace(full, space=dims), ranks, batch)
+    example, space = _over_field(args, example, full, dims, rank)
+    options = _options(args, example, full, ranks, rank) | {"space": space}
     run = dry_run(example.model(), example.x(rows), example.y(rows), **options)
 
     def count(changes: dict[str, Any]) -> int:
@@ -75,6 +79,7 @@ def show(args: argparse.Namespace) -> str:
     budget = _budget(run, args.memory, partial(remedies, options, count, rows=rows))
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
+    head += "" if space is None else f", with {' x '.join(map(str, space.parts.local(space.place)))} cells of {space}"
     parts = [head, _program(run), _units(run), _traffic(run), _memory(run), str(run.footprint)]
     parts[-1] += budget
     schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
@@ -105,6 +110,28 @@ def _options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks:
     }
 
 
+def numbers(option: str, text: str | None) -> tuple[int, ...]:
+    """What `2,2,2` or `2x2x2` says; () for None; ConfigError for all else."""
+    words = [] if text is None else text.replace("x", ",").split(",")
+    if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
+        raise ConfigError(f"{option} {text}: a number above 0 for each dim, such as 2,2,2")
+    return tuple(map(int, words))
+
+
+def _over_field(
+    args: argparse.Namespace, example: CatalogModel, mesh: Mesh, dims: tuple[int, ...], rank: int
+) -> tuple[CatalogModel, Grid | None]:
+    """The model on the fields that were asked for, and the grid that cuts them."""
+    cells = numbers("--field", args.field) or example.cells
+    if not example.cells and (dims or cells):
+        fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
+        raise ConfigError(f"--space and --field: {args.example} takes no fields; {fields} do")
+    if not example.cells:
+        return example, None
+    grid = Grid.even(cells, dims, mesh.line(mesh.coordinates(rank), ("replica", "shard")).index(rank)) if dims else None
+    return example.over(cells, grid), grid
+
+
 def _cut(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
     """With a batch that can be cut into chunks: the usual one grows as far as needed."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
@@ -128,17 +155,20 @@ def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int) -> tuple
     return rank, rows[rank]
 
 
-def _ranks(args: argparse.Namespace, mesh: Mesh | None) -> int:
-    """The number given; else that of the mesh, with width 1 for an open axis; 4 without a mesh."""
+def _ranks(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
+    """The number given; else that of the mesh, with width 1 for an open axis; without a mesh that of the grid, or 4."""
     if args.ranks is not None:
         return int(args.ranks)
-    return 4 if mesh is None else (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)
+    if mesh is None or mesh.space:
+        return (grid if grid > 1 else 4) if mesh is None else grid * (mesh.pipe or 1) * (mesh.replica or 1)
+    return (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)
 
 
 def _rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Samples of the global batch of this rank's data rank."""
     place, size = mesh.coordinates(rank), mesh.width("data")
     data_rank = place.replica * mesh.width("shard") + place.shard
+    data_rank, size = data_rank // prod(mesh.space), size // prod(mesh.space)
     if chunks is not None:
         return batch // chunks * len(chunks_of(chunks, data_rank, size))
     return batch * (data_rank + 1) // size - batch * data_rank // size

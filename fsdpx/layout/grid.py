@@ -90,9 +90,9 @@ class Grid:
         """A field of `shape` cells, cut as evenly as can be, as rank `rank` of a job that does not run sees it: for
         `fsdpx.dry_run(space=)`. `dims` and the other parameters are those of `Grid`."""
         one = (1,) * len(dims)
-        made = cls(single(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
-            raise ConfigError(f"Grid.even: shape={tuple(shape)} over dims={tuple(dims)}: a number above 0 for each dim")
+            raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
+        made = cls(single(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
         made.comm, made.dims, made.place = None, tuple(dims), _place(rank % prod(dims), dims)
         made.parts = Parts(tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip(shape, dims, strict=True)))
         return made

@@ -180,6 +180,11 @@ class Parts:
         """Cells of the whole field."""
         return tuple(cuts[-1] for cuts in self.cuts)
 
+    @property
+    def largest(self) -> int:
+        """Cells of the largest part."""
+        return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
+
     def local(self, place: Sequence[int]) -> tuple[int, ...]:
         """Cells of the part at a place of the grid."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))

@@ -221,8 +221,6 @@ def fold(env: Env, dy: Array, moves: Sequence[Reach], *, what: str = "") -> Arra
 def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Array:
     xp, line, dim = env.xp, line_of(env, reach), reach.dim
     me = 0 if line is None else line.rank
-    if getattr(xp, "holds_no_data", False):
-        return xp.empty(_resized(x.shape, dim, reach.size(me)), dtype=x.dtype)
     mine = [piece for piece in reach.pieces() if piece.needs == me]
     full = sum(piece.length for piece in mine) == reach.size(me)
     shape = _resized(x.shape, dim, reach.size(me))
@@ -253,8 +251,6 @@ def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Arra
 def _folded(env: Env, dy: Array, reach: Reach, what: str) -> Array:
     xp, line, dim = env.xp, line_of(env, reach), reach.dim
     me = 0 if line is None else line.rank
-    if getattr(xp, "holds_no_data", False):
-        return xp.empty(_resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]), dtype=dy.dtype)
     dx = xp.zeros(_resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]), dtype=dy.dtype)
     arriving, leaving = [], []
     for piece in reach.pieces():

@@ -93,9 +93,10 @@ class Walk:
     def _aligned(
         self, layer: Container, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
-        """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the first of them does."""
+        """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the one of them does whose
+        largest part is the smallest, the first of equals."""
         kinds = [values[source] for source in sources]
-        first = next((kind for kind in kinds if isinstance(kind, Parts)), None)
+        first = min((kind for kind in kinds if isinstance(kind, Parts)), key=lambda kind: kind.largest, default=None)
         found = []
         for source, kind in zip(sources, kinds, strict=True):
             if first is not None and isinstance(kind, Parts) and kind != first and kind.shape == first.shape:
@@ -197,7 +198,8 @@ def parallelise(
 
 def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
     """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
-    result says. ConfigError, with the path of the layer, for what cannot work on a part. Communicates nothing."""
+    result says; as the inputs, if it has as many cells. ConfigError, with the path of the layer, for what cannot work
+    on a part. Communicates nothing."""
     frame = Interior(parts) if parts.ghosts and not (isinstance(model, Container) or model.takes_ghosts) else None
     inputs = [parts if frame is None else bare(parts)] * len(input_names(model))
     made, kinds = Walk(1, None, {}).visit(model, "", inputs)
@@ -205,7 +207,14 @@ def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
         made = Framed(made, frame, None)
     if len(kinds) != 1 or not isinstance(kinds[0], Parts):
         raise ConfigError(f"space=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
-    return made, kinds[0]
+    given, wanted = kinds[0], bare(parts)
+    if given == wanted or given.shape != wanted.shape:
+        return made, given
+    shift = Shift(given, wanted)
+    if not isinstance(made, Container):
+        return Framed(made, None, shift), wanted
+    name = free(made, "shift")
+    return made.rewired([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
 
 
 def _cuts(model: Layer) -> dict[str, Any]:

@@ -65,10 +65,10 @@ class Leave(Layer):
 
 
 class Framed(Layer):
-    """A model of one layer between an `Enter` or `Interior` and a `Leave`, if any. It keeps the names of parameters,
-    which a `Chain` would change."""
+    """A model of one layer between what its inputs and its output go through, if anything. It keeps the names of
+    parameters, which a `Chain` would change."""
 
-    def __init__(self, layer: Layer, enter: Layer | None = None, leave: Leave | None = None) -> None:
+    def __init__(self, layer: Layer, enter: Layer | None = None, leave: Layer | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
         self.collective, self.takes = layer.collective, layer.takes
 

@@ -152,6 +152,17 @@ def test_moves_between_ranks_are_adjoint(n: int, data: st.DataObject) -> None:
     assert forward == pytest.approx(backward, rel=1e-12, abs=1e-12)
 
 
+def test_what_is_as_large_as_the_input_is_cut_as_the_input() -> None:
+    """12 rows over 2 ranks are 6, 3 and 2 or 1 on the levels of a U-Net: its result is 6 and 6 all the same."""
+
+    def run(comm: Communicator) -> tuple[int, ...]:
+        grid = fsdpx.Grid(comm, (6, 8), dims=(2, 1))
+        trainer = nn.UNet(1, 1, 2, 4, 2).as_distributed(space=grid, comm=comm)
+        return tuple(trainer.predict(np.ones((6, 8, 1), np.float32)).shape)
+
+    assert spawn(run, 2) == [(6, 8, 1)] * 2
+
+
 def test_cells_and_nothing_else_travel() -> None:
     """A convolution of 3 x 3 cells on a 2 x 2 grid: each rank gives a row in forward, then a column that is longer by
     the row it got and by the padding, and the gradients of as many cells back."""

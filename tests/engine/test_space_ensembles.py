@@ -213,3 +213,34 @@ def test_a_mesh_is_read_with_its_grid() -> None:
     assert str(mesh.resolve(4)) == "pipe=1 x replica=2 x shard=2 x tensor=1 (space=2x1)"
     assert mesh.filled("ddp", 4).shape == (1, 4, 1, 1)
     assert mesh.filled("fsdp", 4).shape == (1, 2, 2, 1)
+
+
+def test_a_dry_run_counts_what_a_rank_moves() -> None:
+    """Halos of shapes are halos of arrays, to the byte."""
+    shape = (16, 12, 12)
+
+    def options() -> dict[str, Any]:
+        return {"loss": nn.MSE(), "optimizer": optim.AdamW(lr=1e-3)}
+
+    def model() -> nn.Layer:
+        return nn.UNet(3, 3, 3, 4, 2)
+
+    def run(comm: Communicator) -> Any:
+        grid = fsdpx.Grid.even(shape, (2, 2, 1), comm.rank)
+        mine = grid.parts.local(grid.place)
+        trainer = model().as_distributed(comm=comm, space=fsdpx.Grid(comm, mine, dims=(2, 2, 1)), **options())
+        u = np.ones((*mine, 3), np.float32)
+        trainer.inspect.reset()
+        trainer.step(u, u)
+        return trainer.report().traffic
+
+    def dry(dims: Sequence[int], rank: int, cells: Sequence[int]) -> Any:
+        grid = fsdpx.Grid.even(cells, dims, rank)
+        part = (1, *grid.parts.local(grid.place), 3), "float32"
+        ranks = int(np.prod(dims))
+        return fsdpx.dry_run(model(), part, part, ranks=ranks, rank=rank, space=grid, **options())
+
+    for rank, traffic in enumerate(spawn(run, 4)):
+        for (axis, call), count in dry((2, 2, 1), rank, shape).report.traffic.items():
+            if axis != "world":
+                assert traffic[axis, call] == count, (rank, axis, call)

@@ -64,6 +64,30 @@ def test_show_any_example_and_strategy(example: str, strategy: str, capsys: pyte
     assert not re.search(r"activations at their peak +0 B", text)
 
 
+def test_show_of_a_field_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "unet3d", "--space", "2,2,2", "--field", "96,80,64"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0 of 8, batch 1, with 48 x 40 x 32 cells of Grid((96, 80, 64) cells over (2, 2, 2) ranks" in out
+    assert "send over space" in out
+    assert main(["show", "unet2d", "--mesh", "replica=2,space=2x1", "--batch", "2"]) == 0
+    assert "fsdp on replica=2 x shard=2, rank 0 of 4, batch 2, with 128 x 256 cells" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["mlp", "--space", "2,2"], "--space and --field: mlp takes no fields; unet2d, unet3d, fno2d do"),
+        (["unet3d", "--space", "2,2"], "(64, 64, 64) cells over (2, 2) ranks: give a number above 0 for each dim"),
+        (["unet3d", "--field", "64,64"], "--field 64,64: this model takes fields of 3 dims"),
+        (["unet2d", "--space", "2,a"], "--space 2,a: a number above 0 for each dim, such as 2,2,2"),
+        (["unet2d", "--space", "2,2", "--ranks", "6"], "space: a field is on 4 ranks, and the data axis of"),
+    ],
+)
+def test_show_of_a_field_that_cannot_be(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *options]) != 0
+    assert message in capsys.readouterr().err
+
+
 def test_show_of_a_thousand_ranks_and_a_model_that_would_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "gpt-medium", "--ranks", "1024", "--batch", "1024", "--rank", "1023"]) == 0
     assert "rank 1023 of 1024" in capsys.readouterr().out
