@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_examples import ROOT, run
+from test_examples import ROOT, run, start
 
 pytestmark = pytest.mark.mpi_skip
 PICTURES = ROOT / "docs" / "tutorial"
+PAGE = (PICTURES / "surrogate.md").read_text()
 
 
 def test_the_solver_alone_does_not_see_the_ranks() -> None:
@@ -62,3 +63,38 @@ def test_the_pictures_of_the_tutorial_are_those_that_the_example_draws(short: tu
         assert kept.std() > 0.05  # there is something on it
         apart = float(np.abs(kept - made).mean())
         assert apart < (0.02 if name == "surrogate-parts.png" else 0.2), name
+
+
+def changed() -> tuple[str, int, int]:
+    """The solver with the changes of the page; how many lines are new, and how many change."""
+    text, new, changes = (ROOT / "fsdpx" / "examples" / "channel.py").read_text(), 0, 0
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.S | re.M)
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines()
+        before, after = ("\n".join(line[1:] for line in lines if line[:1] != sign) for sign in "+-")
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+        removed = sum(line.startswith("-") for line in lines)
+        new, changes = new + sum(line.rstrip() > "+" for line in lines if line[:1] == "+") - removed, changes + removed
+    return text, new, changes
+
+
+def test_the_tutorial_changes_as_many_lines_as_it_says() -> None:
+    words = {7: "seven", 2: "two", 9: "nine"}
+    _, new, changes = changed()
+    said = f"changes {words[new + changes]} lines for that: {words[new]} are new, and {words[changes]} change."
+    assert said in " ".join(PAGE.split())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_changed_solver_prints_what_the_page_says(tmp_path: Path, ranks: int) -> None:
+    """The page starts it on four ranks; the number makes no difference."""
+    (tmp_path / "learn.py").write_text(changed()[0])
+    done = start(ranks, str(tmp_path / "learn.py"))
+    assert done.returncode == 0, done.stderr
+    pattern = r"after 20 states: mean height (\S+), loss (\S+)\n"
+    (wanted,) = re.findall(pattern, PAGE)
+    found = re.fullmatch(pattern, done.stdout)
+    assert found, done.stdout
+    assert found[1] == wanted[0]
+    assert float(found[2]) == pytest.approx(float(wanted[1]), abs=0.02)
