@@ -68,8 +68,9 @@ def _with(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarr
 def _shared(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatistics:
     """The statistics of the data of all ranks, merged in the order of these."""
     mine = (problem, None if found is None else found.tolist())
-    gather = getattr(comm, "all_gather_plain", None) or getattr(comm, "allgather", lambda value: [value])
-    everyone, whole = gather(mine), None
+    everyone, whole = [mine], None
+    if comm is not None:
+        everyone = comm.all_gather_plain(mine) if hasattr(comm, "all_gather_plain") else comm.allgather(mine)
     for rank, (text, values) in enumerate(everyone):
         if text:
             raise DataError(f"channel_statistics: rank {rank}: {text}")

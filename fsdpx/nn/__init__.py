@@ -7,6 +7,7 @@ from fsdpx.nn.container import Chain, Composite, Container, Residual
 from fsdpx.nn.conv import Conv1d, Conv2d, Conv3d
 from fsdpx.nn.cut import Column, Cut, CutRequest, Features, Own, Positions, Row, Samples, Vocab, Whole
 from fsdpx.nn.decoders import GPT, Llama
+from fsdpx.nn.derivatives import Curl, Derivative, Divergence, Gradient, Laplacian
 from fsdpx.nn.embedding import (
     Embedding,
     PartTokenEmbedding,
@@ -29,6 +30,7 @@ from fsdpx.nn.masks import FillNaN, Mask
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from fsdpx.nn.normalize import Denormalize, Normalize
+from fsdpx.nn.physics import Conserve, PhysicsLoss
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.pool import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Upsample
@@ -42,15 +44,16 @@ from fsdpx.nn.unet import UNet
 __all__ = [
     "FNO", "GELU", "GPT", "MLP", "MSE", "RMSE", "VRMSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d",
     "AvgPool3d", "BCEWithLogits", "BandRMSE", "BatchNorm", "Bert", "BertEmbedding", "BoundaryRMSE", "Chain",
-    "ChannelLinear", "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "ConservedRMSE", "Container",
-    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Cut",
-    "CutDropout", "CutMoE", "CutRequest", "Denormalize", "Dropout", "Embedding", "Enter", "Env", "Features", "FillNaN",
-    "First", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention",
-    "HeadNorm", "InstanceNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss",
-    "Mask", "MaxError", "MaxPool1d", "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node",
-    "Normalize", "Own", "PartTokenEmbedding", "Patches", "Planned", "Portion", "Positions", "RMSNorm", "ReLU",
-    "RelativeL2", "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU",
-    "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet",
-    "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init",
-    "lora", "models", "parallelise", "shapes", "sort", "specs_of",
+    "ChannelLinear", "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "Conserve", "ConservedRMSE",
+    "Container", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy",
+    "Curl", "Cut", "CutDropout", "CutMoE", "CutRequest", "Denormalize", "Derivative", "Divergence", "Dropout",
+    "Embedding", "Enter", "Env", "Features", "FillNaN", "First", "Flatten", "Framed", "Gate", "GatedMLP", "Gradient",
+    "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Laplacian",
+    "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "Mask", "MaxError", "MaxPool1d",
+    "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Normalize", "Own", "PartTokenEmbedding",
+    "Patches", "PhysicsLoss", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rollout",
+    "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec",
+    "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab",
+    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models",
+    "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

@@ -62,27 +62,32 @@ class Ran:
     outputs: Parts
 
 
-def run_alone(layer: Layer, p: dict[str, np.ndarray], x: np.ndarray, dy: Any) -> Ran:
-    """dy: a function of the result."""
+def each(call: Any, x: Any) -> Any:
+    """Of an array, or of each of a tuple."""
+    return tuple(map(call, x)) if isinstance(x, tuple) else call(x)
+
+
+def run_alone(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: Any) -> Ran:
+    """x: an array or a tuple. dy: a function of the result. Gradients of several inputs lie one after the other."""
     env = env_of(None)
     y, saved = layer.forward(env, p, x)
     g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
     dx = layer.backward(env, p, g, saved, dy(y))
-    return Ran(y, dx, g, Parts.whole(y.shape[2:]))
+    return Ran(y, np.concatenate(dx) if isinstance(dx, tuple) else dx, g, Parts.whole(y.shape[2:]))
 
 
-def run_over(layer: Layer, p: dict[str, np.ndarray], x: np.ndarray, dy: np.ndarray, dims: Any, parts: Parts) -> Ran:
+def run_over(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: np.ndarray, dims: Any, parts: Parts) -> Ran:
     """The same on ranks that have `parts` of x; gradients of parameters are summed over them."""
-    portion = layer.cut(CutRequest("layer", [parts], 1))
+    portion = layer.cut(CutRequest("layer", [parts] * (len(x) if isinstance(x, tuple) else 1), 1))
     assert isinstance(portion.kind, Parts)
     outputs = portion.kind
 
     def one(comm: Communicator) -> Ran:
         env, place = env_of(comm, dims), [int(i) for i in np.unravel_index(comm.rank, dims)]
-        y, saved = portion.layer.forward(env, p, part(x, parts, place))
+        y, saved = portion.layer.forward(env, p, each(lambda a: part(a, parts, place), x))
         g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
         dx = portion.layer.backward(env, p, g, saved, part(dy, outputs, place))
-        return Ran(y, dx, g, outputs)
+        return Ran(y, np.concatenate(dx) if isinstance(dx, tuple) else dx, g, outputs)
 
     found = spawn(one, int(np.prod(dims)))
     g = {name: sum(ran.g[name] for ran in found) for name in found[0].g}

@@ -1,0 +1,203 @@
+"""Derivatives by finite differences, what is conserved, and a loss from physics."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.parts import MODES
+from fsdpx.testing import LossContract
+
+from .grids import GRIDS, cuts_of, env_of, loss_over, run_alone, run_over
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def of(layer: nn.Layer, x: np.ndarray) -> np.ndarray:
+    return layer.forward(env_of(None), {}, x)[0]
+
+
+@pytest.mark.parametrize("derivative", [1, 2])
+@pytest.mark.parametrize("order", [2, 4])
+def test_polynomials_have_their_derivatives(derivative: int, order: int) -> None:
+    """Between walls, to the degree that the order promises, also in the smallest field."""
+    for degree, n in itertools.product(range(order + derivative), (6, 11)):
+        h = 0.25
+        at = np.arange(n) * h
+        line = np.polynomial.Polynomial(np.arange(1.0, degree + 2))
+        want = line.deriv(derivative)(at)
+        if degree > order and derivative == 1:
+            continue
+        got = of(nn.Derivative(0, derivative, h, False, order), line(at)[None, None])
+        np.testing.assert_allclose(got[0, 0], want, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("derivative", [1, 2])
+@pytest.mark.parametrize("order", [2, 4])
+def test_errors_fall_as_the_order_says(derivative: int, order: int) -> None:
+    """Periodic, and between walls, where second derivatives beside walls are as good as those inside."""
+    for periodic in (True, False):
+        errors = []
+        for n in (40, 80):
+            x = np.arange(n) * (2 * np.pi / n)
+            got = of(nn.Derivative(0, derivative, 2 * np.pi / n, periodic, order), np.sin(x)[None, None])
+            errors.append(np.abs(got[0, 0] - (np.cos(x) if derivative == 1 else -np.sin(x))).max())
+        assert errors[0] / errors[1] > 0.85 * 2**order
+
+
+def test_gradient_divergence_curl_and_laplacian() -> None:
+    """On arrays (y, x) with vectors (u, v), and in three dims; periodic, so that they are rolls of the field."""
+    h = {0: 0.5, 1: 0.25, 2: 2.0}
+
+    def d(a: np.ndarray, dim: int) -> np.ndarray:
+        return (np.roll(a, -1, dim) - np.roll(a, 1, dim)) / (2 * h[dim])
+
+    u, v = noise(8, 9), noise(8, 9, seed=1)
+    given: dict[str, Any] = {"spacing": (0.5, 0.25), "periodic": True, "along": (1, 0)}
+    x = np.stack([u, v])[None]
+    np.testing.assert_allclose(of(nn.Divergence(**given), x)[0, 0], d(u, 1) + d(v, 0), rtol=1e-12)
+    np.testing.assert_allclose(of(nn.Curl(**given), x)[0, 0], d(v, 1) - d(u, 0), rtol=1e-12)
+    np.testing.assert_allclose(
+        of(nn.Gradient(**given), x)[0], np.stack([d(u, 1), d(u, 0), d(v, 1), d(v, 0)]), rtol=1e-12
+    )
+    second = sum((np.roll(u, 1, i) - 2 * u + np.roll(u, -1, i)) / h[i] ** 2 for i in (0, 1))
+    np.testing.assert_allclose(of(nn.Laplacian(**given), x)[0, 0], second, rtol=1e-10)
+    a, b, c = (noise(4, 5, 6, seed=s) for s in (1, 2, 3))
+    got = of(nn.Curl(tuple(h.values()), True), np.stack([a, b, c])[None])[0]
+    want = np.stack([d(c, 1) - d(b, 2), d(a, 2) - d(c, 0), d(b, 0) - d(a, 1)])
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    once = nn.Divergence(1.0, (True, False, True))
+    assert np.abs(of(once, of(nn.Curl(1.0, (True, False, True)), noise(1, 6, 5, 6, 7)))).max() < 1e-13
+
+
+@pytest.mark.parametrize("dims", GRIDS, ids=str)
+def test_derivatives_are_adjoint(dims: tuple[int, ...]) -> None:
+    """<F x, y> = <x, F* y>, summed over ranks, to 1e-13 of |F x| |y|."""
+    sizes = (7, 11) if len(dims) == 2 else (6, 7, 8)
+    for order, periodic in itertools.product((2, 4), (True, False)):
+        for layer in (
+            nn.Gradient(0.5, periodic, order),
+            nn.Curl(0.5, periodic, order),
+            nn.Laplacian(1.0, periodic, order),
+        ):
+            x = noise(1, 6, *sizes)
+            dy = noise(*run_alone(layer, {}, x, np.ones_like).y.shape, seed=1)
+            ran = run_over(layer, {}, x, dy, dims, cuts_of(sizes, dims, 2))
+            assert abs((ran.y * dy).sum() - (x * ran.dx).sum()) <= 1e-13 * np.linalg.norm(ran.y) * np.linalg.norm(dy)
+
+
+def test_a_mean_is_conserved() -> None:
+    """The nearest field with the mean of the other; a projection."""
+    y, x = noise(2, 3, 5, 4), noise(2, 3, 5, 4, seed=1) + 7
+    found = of(nn.Conserve(), (y, x))  # type: ignore[arg-type]
+    np.testing.assert_allclose(found.mean((2, 3)), x.mean((2, 3)), rtol=1e-13)
+    np.testing.assert_allclose(of(nn.Conserve(), (found, x)), found, rtol=1e-13)  # type: ignore[arg-type]
+    np.testing.assert_allclose(np.ptp(found - y, axis=(2, 3)), 0.0, atol=1e-13)
+
+
+PHYSICS = nn.PhysicsLoss(nn.RelativeL2(), nn.Divergence(0.5, (False, True), 4), 0.3)
+
+
+def test_a_loss_from_physics_is_its_formula() -> None:
+    y, target = noise(3, 2, 7, 8), noise(3, 2, 7, 8, seed=1)
+    residual = of(nn.Divergence(0.5, (False, True), 4), y)
+    for loss in (nn.RelativeL2(), nn.MSE(), nn.VRMSE()):
+        total, weight, _ = nn.PhysicsLoss(loss, PHYSICS.residual, 0.3).forward(env_of(None), y, target)
+        plain = loss.forward(env_of(None), y, target)
+        assert total / weight == pytest.approx(plain[0] / plain[1] + 0.3 * float((residual**2).mean()), rel=1e-12)
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5)], ids=str)
+def test_a_loss_from_physics_over_parts(dims: tuple[int, ...]) -> None:
+    y, target = noise(3, 2, 7, 8), noise(3, 2, 7, 8, seed=1)
+    for loss in (PHYSICS, nn.PhysicsLoss(nn.MSE(), nn.Laplacian(), 2.0)):
+        total, weight, saved = loss.forward(env_of(None), y, target)
+        dy = loss.backward(env_of(None), saved, 0.5)
+        for seed in range(2):
+            found = loss_over(loss, y, target, dims, cuts_of((7, 8), dims, seed))
+            assert found[:2] == pytest.approx((total, weight), rel=1e-12)
+            np.testing.assert_allclose(found[2], dy, rtol=1e-9, atol=1e-13)
+
+
+class TestContract(LossContract):
+    """Of a loss from physics."""
+
+    @pytest.fixture(params=[PHYSICS, nn.PhysicsLoss(nn.MSE(), nn.Curl())], autouse=True)
+    def case(self, request: Any) -> None:
+        self.loss = request.param
+
+    def make(self) -> nn.Loss:
+        return self.loss  # type: ignore[no-any-return]
+
+    def outputs(self) -> np.ndarray:
+        return self.normal(4, 2, 6, 7)
+
+    def target(self) -> np.ndarray:
+        return self.normal(4, 2, 6, 7, seed=1)
+
+
+def test_training_with_physics_over_a_grid() -> None:
+    """A flow that must have no divergence and must keep its mean, as one process trains it."""
+
+    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
+        grid = fsdpx.Grid(comm, (6 // dims[0], 9 // dims[1]), dims=dims)
+        net = nn.Chain(nn.Conv2d(2, 4, 3, padding=1, padding_mode=MODES[1]), nn.Tanh(), nn.Conv2d(4, 2, 1))
+        model = nn.Graph({"net": (net, "x"), "kept": (nn.Conserve(), "net", "x")}, outputs=("kept",))
+        loss = nn.PhysicsLoss(nn.MSE(), nn.Divergence(1.0, True, along=(1, 0)), 0.5)
+        options: dict[str, Any] = {"loss": loss, "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = model.as_distributed(space=grid, comm=comm, **options)
+        u = grid.local(noise(6, 9, 2))
+        return [trainer.step(u, u) for _ in range(4)], trainer.parameters()
+
+    losses, values = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
+    assert losses[-1] < losses[0]
+    for dims in ((2, 1), (2, 3)):
+        for got, parameters in spawn(lambda comm, d=dims: run(comm, d), dims[0] * dims[1]):
+            np.testing.assert_allclose(got, losses, rtol=1e-11)
+            for name, value in values.items():
+                np.testing.assert_allclose(parameters[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Gradient(order=3), "Gradient: order=3: choose 2 or 4"),
+        (lambda: nn.Laplacian(0.0), "Laplacian: spacing=0.0 must be above 0"),
+        (lambda: nn.Curl(along=(0, 0)), "Curl: along=(0, 0): name each dim of cells once"),
+        (lambda: nn.Derivative(3), "coordinate=3 is 0 to 2, and derivative=1 1 or 2"),
+        (lambda: nn.PhysicsLoss(nn.MSE(), nn.Conv1d(1, 1, 1)), "must have one input, one output and no parameters"),
+        (lambda: nn.PhysicsLoss(nn.MSE(), nn.Conserve()), "Conserve() must have one input"),
+        (lambda: nn.PhysicsLoss(nn.ReLU(), nn.MSE()), "PhysicsLoss: a loss and a layer are needed, got ReLU()"),
+    ],
+)
+def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (nn.Divergence(), (1, 3, 4, 5), "wants (samples, a multiple of 2, *cells), got (1, 3, 4, 5)"),
+        (nn.Curl(), (1, 3, 9), "wants (samples, vectors x dims, *cells) of 2 or 3 dims, got"),
+        (nn.Derivative(1), (1, 3, 9), "wants (samples, channels, *cells) of 2 dims or more, got (1, 3, 9)"),
+        (nn.Gradient(), (1, 1, 3), "between walls a dim has at least 4 cells, got 3"),
+        (nn.Laplacian(order=4), (1, 1, 5), "between walls a dim has at least 6 cells, got 5"),
+        (nn.Gradient(periodic=True, order=4), (1, 1, 1), "takes fields of at least 2 cells, got 1"),
+        (nn.Gradient((1.0, 2.0)), (1, 1, 9), "spacing is of 2 dims, and the field has 1"),
+    ],
+)
+def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        layer.forward(env_of(None), {}, noise(*shape))
+    assert message in str(error.value)
