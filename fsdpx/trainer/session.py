@@ -379,14 +379,21 @@ class Session:
         """The outputs for a batch, which was given as `x`."""
         outputs = self.outputs(self.run("predict", feed), feed)
         (batch,) = feed.batch
-        if (field := self.place.field) is not None:
-            return tuple(field.grid.leaving(y, field.grid.batched(x)) for y in outputs)
+        if self.place.field is not None:
+            return self.leaving(outputs, x)
         if batch is not None and batch.inputs[0] is x:
             known = self.engine.direct
             if len(known) >= SHAPES:
                 known.clear()
             known[x.shape, x.dtype] = Direct.after(self.engine, self._executable("predict", feed, False), x)
         return outputs
+
+    def leaving(self, arrays: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
+        """Parts of fields as the caller holds them, with a dim of samples if `given` has one; other arrays as they
+        are."""
+        if (field := self.place.field) is None:
+            return arrays
+        return tuple(None if a is None else field.grid.leaving(a, field.grid.batched(given)) for a in arrays)
 
     def direct(self, x: Any) -> tuple[Any, ...] | None:
         """The same at once, if a batch of this kind has been predicted and nothing but layers has to run."""

@@ -121,14 +121,12 @@ class Trainer:
     def forward(self, x: Any, training: bool = True) -> Any:
         """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
         session = self._session
-        if session.place.field is not None:
-            raise ConfigError("forward: with space= there is no backward by hand yet; use step, evaluate or predict")
         session.place.accumulation.demand_pieces(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
         session.state.discard(["saved"])
         self._forwarded = feed = self._host.feed(x, None, "forward", training)
-        outputs = _one(session.outputs(session.run("forward", feed), feed))
+        outputs = _one(session.leaving(session.outputs(session.run("forward", feed), feed), x))
         self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
@@ -148,6 +146,8 @@ class Trainer:
         for array, shape in zip(arrays, self._shown, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
+        if (field := session.place.field) is not None:
+            arrays = tuple(field.grid.entering(array, field.outputs, "dy") for array in arrays)
         if session.place.stage.scores:
             session.state.store[Slot("seed", None, 0)] = tuple(cut_output(session.place, array) for array in arrays)
         session.state.adding = "backward"
@@ -156,7 +156,7 @@ class Trainer:
         (batch,) = feed.batch
         assert batch is not None
         found = session.run("backward", feed, local=self._local)
-        return _one(input_gradients(session.place, found, batch, session.state.scaler.value))
+        return _one(session.leaving(input_gradients(session.place, found, batch, session.state.scaler.value), given[0]))
 
     @hosted(KEEPS)
     def update(self) -> float:

@@ -1,0 +1,106 @@
+"""Random models over random parts of random fields: the same as one process, whatever the windows and the cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.parts import MODES
+from fsdpx.testing import demand_close
+
+KINDS = ("conv", "transposed", "max", "avg", "nearest", "linear", "group", "skip")
+
+
+def layer(draw: Any, kind: str, dims: int, channels: int) -> nn.Layer:
+    """One layer that keeps the number of channels."""
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(dims))
+
+    def of(name: str) -> Any:
+        return getattr(nn, f"{name}{dims}d")
+
+    kernel = each(1, 4)
+    if kind == "conv":
+        padding = tuple((draw(st.integers(0, 3)), draw(st.integers(0, 3))) for _ in range(dims))
+        modes = tuple(draw(st.sampled_from(MODES)) for _ in range(dims))
+        groups = draw(st.sampled_from([1, channels]))
+        return of("Conv")(channels, channels, kernel, each(1, 3), padding, each(1, 2), groups, padding_mode=modes)
+    if kind == "transposed":
+        stride, dilation = each(1, 3), each(1, 2)
+        more = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+        return of("ConvTranspose")(channels, channels, kernel, stride, each(0, 1), more, 1, True, dilation)
+    if kind == "max":
+        padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
+        return of("MaxPool")(kernel, each(1, 3), padding, each(1, 2), draw(st.booleans()))
+    if kind == "avg":
+        padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
+        return of("AvgPool")(kernel, each(1, 3), padding, draw(st.booleans()), draw(st.booleans()))
+    if kind == "nearest":
+        return nn.Upsample(size=each(1, 9), mode=draw(st.sampled_from(["nearest", "nearest-exact"])))
+    if kind == "linear":
+        mode = ("linear", "bilinear", "trilinear")[dims - 1]
+        return nn.Upsample(size=each(1, 9), mode=mode, align_corners=draw(st.booleans()))
+    if kind == "group":
+        return nn.GroupNorm(draw(st.sampled_from([1, channels])), channels)
+    strided = nn.Chain(of("Conv")(channels, channels, 3, 2, 1), nn.Upsample(scale_factor=2, mode="nearest"))
+    return nn.Residual(strided)
+
+
+def flat(parameters: dict[str, np.ndarray]) -> np.ndarray:
+    """All in one array: some gradients are sums that cancel, and nothing but rounding is left of them."""
+    return np.concatenate([np.zeros(1), *(a.reshape(-1) for a in parameters.values())])
+
+
+@given(st.data())
+def test_any_chain_over_any_parts(data: st.DataObject) -> None:
+    draw, channels = data.draw, 2
+    dims = draw(st.integers(1, 3))
+    shape = [draw(st.integers(1, 9)) for _ in range(dims)]
+    width = [draw(st.integers(1, 3 if dims < 3 else 2)) for _ in range(dims)]
+    assume(1 < np.prod(width) <= 6)
+    cuts = [
+        [0, *sorted(draw(st.lists(st.integers(0, n), min_size=w - 1, max_size=w - 1))), n]
+        for n, w in zip(shape, width, strict=True)
+    ]
+    layers = [layer(draw, draw(st.sampled_from(KINDS)), dims, channels) for _ in range(draw(st.integers(1, 3)))]
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    x, seed = rng.standard_normal((2, channels, *shape)), draw(st.integers(0, 99))
+    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64", "seed": seed}
+
+    def target(cells: tuple[int, ...]) -> np.ndarray:
+        return np.cos(np.arange(2.0 * channels * np.prod(cells))).reshape(2, channels, *cells)
+
+    def alone(comm: Communicator) -> Any:
+        trainer = nn.Chain(*layers).as_distributed(comm=comm, **options)
+        y = trainer.predict(x)
+        if not np.isfinite(y).all():  # a window lies in the padding of a MaxPool alone
+            raise ShapeError("no maximum")
+        return y, trainer.step(x, target(y.shape[2:])), trainer.parameters()
+
+    def run(comm: Communicator) -> Any:
+        place = [int(i) for i in np.unravel_index(comm.rank, width)]
+        own = [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)]
+        grid = fsdpx.Grid(comm, own, dims=width, layout="c" + "zyx"[3 - dims :])
+        trainer = nn.Chain(*layers).as_distributed(comm=comm, space=grid, **options)
+        outputs = trainer.inspect.placement.field.outputs
+        there = tuple(slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, place, strict=True))
+        mine = grid.local(x)
+        y = trainer.predict(mine)
+        return there, y, trainer.step(mine, target(outputs.shape)[:, :, *there]), trainer.parameters()
+
+    try:
+        y, loss, values = spawn(alone, 1)[0]
+    except (ShapeError, ConfigError):  # no output, or a field that is too small for its padding
+        assume(False)
+    for there, mine, got, found in spawn(run, int(np.prod(width))):
+        demand_close({"y": mine}, {"y": y[:, :, *there]}, 1e-10)
+        np.testing.assert_allclose(got, loss, rtol=1e-10)
+        demand_close({"parameters": flat(found)}, {"parameters": flat(values)}, 1e-9)
