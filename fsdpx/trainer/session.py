@@ -380,7 +380,7 @@ class Session:
         outputs = self.outputs(self.run("predict", feed), feed)
         (batch,) = feed.batch
         if self.place.field is not None:
-            return self.leaving(outputs, x)
+            return tuple(self.leaving(outputs, x))
         if batch is not None and batch.inputs[0] is x:
             known = self.engine.direct
             if len(known) >= SHAPES:
@@ -388,7 +388,7 @@ class Session:
             known[x.shape, x.dtype] = Direct.after(self.engine, self._executable("predict", feed, False), x)
         return outputs
 
-    def leaving(self, arrays: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
+    def leaving(self, arrays: Sequence[Any], given: Any) -> Sequence[Any]:
         """Parts of fields as the caller holds them, with a dim of samples if `given` has one; other arrays as they
         are."""
         if (field := self.place.field) is None:

@@ -133,6 +133,30 @@ def test_the_watchdog_can_be_left_out(tmp_path):
     assert "fsdpx watchdog:" not in done.err
 
 
+FIELD = """
+import os, signal, sys, time
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+
+comm = fsdpx.init()
+grid = fsdpx.Grid(comm, (4, 5), dims=(3, 1))
+model = nn.Chain(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 3, padding=1))
+trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=0.01), comm=comm, space=grid)
+batches, mine = [(np.ones((4, 5, 1), np.float32),) * 2] * 20, slice(None)
+"""
+
+
+def test_a_rank_that_stops_between_halos_is_named(tmp_path):
+    """Its neighbour waits for cells; the watchdog says for whose, in which layer."""
+    stop = AT.format(rank=0, what="os.kill(os.getpid(), signal.SIGSTOP)").replace("B0.0", "F0.0")  # after it
+    done = job(tmp_path, FIELD + stop + STEPS, FSDPX_TIMEOUT=str(TIMEOUT))
+    assert none_left(tmp_path)
+    assert done.status == 124, done.err
+    assert "rank 0 is stopped (process " in done.err
+    assert "rank 1 waits in action B0.0 (unit '0..2') for recv of 2, for " in done.err  # the second convolution
+
+
 def test_a_trainer_waits_for_ranks_of_an_axis(tmp_path):
     """The same over messages of MPI instead of shared memory, in a pipeline."""
     pipe = TRAINER.replace("group_bytes=0,", "group_bytes=0, mesh=fsdpx.Mesh(pipe=3), microbatches=2,")
