@@ -10,18 +10,14 @@ from typing import Any, ClassVar
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.convolution import SlidingWindow
-from fsdpx.array.kernels.correlation import (
-    Strides,
-    correlate,
-    correlate_backward_input,
-    correlate_backward_params,
-)
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
 from fsdpx.nn.numeric import destination
 from fsdpx.nn.parts import MODES, Reach, dealt, demand_dims, demand_fit, fold, over, reaches, widen
+from fsdpx.nn.rims import Box, Rims, fold_rims
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "cut_window", "demand_groups", "fitting", "for_each", "here",
@@ -155,45 +151,10 @@ def _sides(
     return each, each
 
 
-@dataclass(frozen=True)
-class Windowed:
-    """A convolution of cells that are all here, but for zeros that the kernel adds. sizes: of its outputs."""
-
-    window: ConvWindow
-    groups: int
-    padding: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def image(self) -> SlidingWindow | None:
-        """For the kernels of images; None: these do not take it."""
-        plain = len(self.sizes) == 2 and self.groups == 1 and set(self.window.dilation) == {1} and min(self.sizes) > 0
-        return image_window(self.window, self.padding) if plain else None
-
-    @property
-    def moves(self) -> Strides:
-        return Strides(self.window.kernel, self.window.stride, self.window.dilation, self.padding, self.groups)
-
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None) -> Array:
-        if image := self.image:
-            return kernels.conv2d(xp, x, weight, bias, image)
-        return correlate(xp, x, weight, bias, self.moves, self.sizes)
-
-    def backward_input(self, xp: Any, weight: Array, dy: Array, shape: Sequence[int]) -> Array:
-        if image := self.image:
-            return kernels.conv2d_backward_input(xp, weight, dy, image, tuple(shape))
-        return correlate_backward_input(xp, weight, dy, self.moves, shape)
-
-    def backward_params(self, xp: Any, x: Array, dy: Array, weight: Any, bias: Any) -> None:
-        if image := self.image:
-            kernels.conv2d_backward_params(xp, x, dy, image, weight, bias)
-        else:
-            correlate_backward_params(xp, x, dy, self.moves, weight, bias)
-
-
 @lru_cache(1 << 10)
 def _prepared(window: ConvWindow, parts: Parts, alone: bool) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
-    return window.outputs(parts), window.moves(parts, alone), window.inside(parts)
+    moves = tuple(reach for reach in window.moves(parts, alone) if not reach.still)
+    return window.outputs(parts), moves, window.inside(parts)
 
 
 def fitting(
@@ -265,6 +226,7 @@ class Conv(Layer):
 
     dims: ClassVar[int]
     takes_ghosts = True
+    runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self,
@@ -296,23 +258,57 @@ class Conv(Layer):
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         demand_dims(self, x, self.dims, self.in_channels)
         outputs, moves, inside = fitting(self, self.parts or Parts.whole(x.shape[2:]))
-        wide = widen(env, x, moves, what=env.random.path)
-        shape = Windowed(self.window, self.groups, inside, here(env, outputs))
-        y = shape.forward(env.xp, wide, p["weight"], p.get("bias"))
-        return y, (wide, moves, shape)
+        sizes, weight, bias = here(env, outputs), p["weight"], p.get("bias")
+        widened: tuple[Reach, ...] = ()
+        if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # 16 bits would be rounded once for each slab
+            x, moves, widened = widen(env, x, moves, what=env.random.path), (), moves
+        rims = Rims(env, x, moves, env.random.path)
+        (own,) = rims.boxes
+        if not moves and (image := self._image(inside, sizes)):
+            y = kernels.conv2d(env.xp, x, weight, bias, image)
+        else:
+            y = kernels.correlate(env.xp, x, weight, bias, self._strides(inside, own), sizes)
+        for box in rims.rest():
+            y = kernels.correlate(env.xp, box.cells, weight, None, self._strides(inside, box), sizes, y)
+        return y, (tuple(rims.boxes), moves, inside, widened)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        wide, moves, shape = saved
-        dwide = shape.backward_input(env.xp, p["weight"], dy, wide.shape)
-        return fold(env, dwide, moves, what=env.random.path), (wide, shape, dy)
+        boxes, moves, inside, widened = saved
+        weight, slopes = p["weight"], [boxes[0]]
+
+        def slope(box: Box) -> Array:
+            if image := None if moves else self._image(inside, dy.shape[2:]):
+                return kernels.conv2d_backward_input(env.xp, weight, dy, image, tuple(box.cells.shape))
+            strides = self._strides(inside, box)
+            return kernels.correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
+
+        slopes += [Box(box.at, slope(box)) for box in boxes[1:]]
+        dx = fold_rims(env, moves, slopes, lambda: slope(boxes[0]), env.random.path)
+        return fold(env, dx, widened, what=env.random.path), (*saved, dy)
 
     def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        wide, _, shape = saved
-        self.backward_params(env, g, (wide, shape, dy))
+        self.backward_params(env, g, (*saved, dy))
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        wide, shape, dy = kept
-        shape.backward_params(env.xp, wide, dy, destination(g, "weight"), destination(g, "bias"))
+        boxes, moves, inside, _, dy = kept
+        weight, bias = destination(g, "weight"), destination(g, "bias")
+        for box in boxes:
+            if image := None if moves else self._image(inside, dy.shape[2:]):
+                kernels.conv2d_backward_params(env.xp, box.cells, dy, image, weight, bias)
+            else:
+                strides = self._strides(inside, box)
+                kernels.correlate_backward_params(env.xp, box.cells, dy, strides, weight, bias)
+            weight, bias = None if weight is None else (weight[0], True), None
+
+    def _strides(self, inside: tuple[int, ...], box: Box) -> Strides:
+        """Of the window over the cells of a box."""
+        first = tuple(-pad - at for pad, at in zip(inside, box.at, strict=True))
+        return Strides(self.window.kernel, self.window.stride, self.window.dilation, first, self.groups)
+
+    def _image(self, inside: tuple[int, ...], sizes: Sequence[int]) -> SlidingWindow | None:
+        """For the kernels of images; None: these do not take it."""
+        plain = len(sizes) == 2 and self.groups == 1 and set(self.window.dilation) == {1} and min(sizes) > 0
+        return image_window(self.window, inside) if plain else None
 
 
 class Conv1d(Conv):
@@ -322,12 +318,12 @@ class Conv1d(Conv):
 
 
 class Conv2d(Conv):
-    """`Conv` of (samples, in_channels, height, width). On CPUs 3 x 3 windows that move by 1 pixel, of a multiple of 16
+    """`Conv` of (samples, in_channels, height, width). On CPUs 3 x 3 windows that move by 1 pixel, of multiples of 16
     channels, need a quarter of the multiplications (Winograd's F(4 x 4, 3 x 3)), with errors of a few 1e-6 in float32.
     """
 
     dims = 2
-    runs = ("conv2d", "conv2d_backward_input", "conv2d_backward_params")
+    runs = ("conv2d", "conv2d_backward_input", "conv2d_backward_params", *Conv.runs)
 
 
 class Conv3d(Conv):

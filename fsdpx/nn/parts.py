@@ -6,6 +6,7 @@ the bounds of these intervals, a few whole numbers that all ranks know: nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from fsdpx.nn.cut import Cuts, Parts
 from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Params
 
 __all__ = [
-    "MODES", "Reach", "Shift", "dealt", "demand_dims", "demand_fit", "fold", "over", "rank_along", "reaches", "widen",
+    "HALO", "HALO_GRADIENT", "MODES", "Reach", "Shift", "add_to", "at_dim", "buffer", "dealt", "demand_dims",
+    "demand_fit", "fold", "line_of", "over", "rank_along", "reaches", "run_of", "widen",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
@@ -95,7 +97,7 @@ def _of_rank(rank: int, need: Interval, cuts: Cuts, mode: str) -> Iterator[HaloP
     owners = np.searchsorted(np.asarray(cuts), cells, side="right") - 1
     for owner in np.unique(owners[inside]):
         at = np.flatnonzero(inside & (owners == owner))
-        yield HaloPiece(rank, int(owner), _run(at), _run(cells[at] - cuts[owner]), int(at.size))
+        yield HaloPiece(rank, int(owner), run_of(at), run_of(cells[at] - cuts[owner]), int(at.size))
 
 
 def _mirrored(at: np.ndarray, n: int, mode: str) -> np.ndarray:
@@ -110,7 +112,7 @@ def _mirrored(at: np.ndarray, n: int, mode: str) -> np.ndarray:
     return at
 
 
-def _run(indices: np.ndarray) -> Any:
+def run_of(indices: np.ndarray) -> Any:
     """A slice if each index follows the one before it."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
@@ -198,7 +200,7 @@ def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0, *, wh
     for reach in moves:
         if reach.ghosts:
             me = rank_along(env, reach.cuts, reach.dim - 2)
-            x = x[_at(reach.dim, reach.brought(me))]
+            x = x[at_dim(reach.dim, reach.brought(me))]
         elif not reach.still:
             x = _widened(env, x, reach, beyond, what)
     return x
@@ -212,7 +214,7 @@ def fold(env: Env, dy: Array, moves: Sequence[Reach], *, what: str = "") -> Arra
             me = rank_along(env, reach.cuts, reach.dim - 2)
             size = reach.cuts[me + 1] - reach.cuts[me] + 2 * reach.ghosts
             inner, dy = dy, env.xp.zeros(_resized(dy.shape, reach.dim, size), dtype=dy.dtype)
-            dy[_at(reach.dim, reach.brought(me))] = inner
+            dy[at_dim(reach.dim, reach.brought(me))] = inner
         elif not reach.still:
             dy = _folded(env, dy, reach, what)
     return dy
@@ -224,25 +226,26 @@ def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Arra
     mine = [piece for piece in reach.pieces() if piece.needs == me]
     full = sum(piece.length for piece in mine) == reach.size(me)
     shape = _resized(x.shape, dim, reach.size(me))
-    y = xp.empty(shape, dtype=x.dtype) if full else xp.full(shape, beyond, dtype=x.dtype)
+    y = _empty_like(xp, x, shape)
+    if not full:
+        y[...] = beyond
     arriving = []
     for piece in mine:
         if piece.owner != me:
             assert line is not None
-            buf = xp.empty(_resized(x.shape, dim, piece.length), dtype=x.dtype)
-            arriving.append((line.recv(buf.reshape(-1), piece.owner, HALO, what=what), piece, buf))
+            flat, buf = buffer(xp, _resized(x.shape, dim, piece.length), x.dtype)
+            arriving.append((line.recv(flat, piece.owner, HALO, what=what), piece, buf))
     leaving = []
     for piece in reach.pieces():
         if piece.owner == me and piece.needs != me:
             assert line is not None
-            buf = xp.ascontiguousarray(x[_at(dim, piece.cells)])
-            leaving.append(line.send(buf.reshape(-1), piece.needs, HALO, what=what))
+            leaving.append(line.send(_flat(xp, x[at_dim(dim, piece.cells)]), piece.needs, HALO, what=what))
     for piece in mine:
         if piece.owner == me:
-            y[_at(dim, piece.into)] = x[_at(dim, piece.cells)]
+            y[at_dim(dim, piece.into)] = x[at_dim(dim, piece.cells)]
     for handle, piece, buf in arriving:
         handle.wait()
-        y[_at(dim, piece.into)] = buf
+        y[at_dim(dim, piece.into)] = buf
     for handle in leaving:
         handle.wait()
     return y
@@ -251,24 +254,24 @@ def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Arra
 def _folded(env: Env, dy: Array, reach: Reach, what: str) -> Array:
     xp, line, dim = env.xp, line_of(env, reach), reach.dim
     me = 0 if line is None else line.rank
-    dx = xp.zeros(_resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]), dtype=dy.dtype)
+    dx = _empty_like(xp, dy, _resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]))
+    dx[...] = 0
     arriving, leaving = [], []
     for piece in reach.pieces():
         if piece.owner == me and piece.needs != me:
             assert line is not None
-            buf = xp.empty(_resized(dy.shape, dim, piece.length), dtype=dy.dtype)
-            arriving.append((line.recv(buf.reshape(-1), piece.needs, HALO_GRADIENT, what=what), piece, buf))
+            flat, buf = buffer(xp, _resized(dy.shape, dim, piece.length), dy.dtype)
+            arriving.append((line.recv(flat, piece.needs, HALO_GRADIENT, what=what), piece, buf))
     for piece in reach.pieces():
         if piece.needs == me and piece.owner != me:
             assert line is not None
-            buf = xp.ascontiguousarray(dy[_at(dim, piece.into)])
-            leaving.append(line.send(buf.reshape(-1), piece.owner, HALO_GRADIENT, what=what))
+            leaving.append(line.send(_flat(xp, dy[at_dim(dim, piece.into)]), piece.owner, HALO_GRADIENT, what=what))
     for piece in reach.pieces():
         if piece.needs == piece.owner == me:
-            _add(dx, dim, piece.cells, dy[_at(dim, piece.into)])
+            add_to(dx, dim, piece.cells, dy[at_dim(dim, piece.into)])
     for handle, piece, buf in arriving:
         handle.wait()
-        _add(dx, dim, piece.cells, buf)
+        add_to(dx, dim, piece.cells, buf)
     for handle in leaving:
         handle.wait()
     return dx
@@ -278,16 +281,33 @@ HALO, HALO_GRADIENT = 2, 3
 """Tags of messages that carry cells to ranks that need them, and the gradients of these back."""
 
 
-def _add(out: Array, dim: int, cells: Any, values: Array) -> None:
+def add_to(out: Array, dim: int, cells: Any, values: Array) -> None:
     """out[cells] += values; a cell that is named several times gets the sum of all."""
     if isinstance(cells, slice):
-        out[_at(dim, cells)] += values
+        out[at_dim(dim, cells)] += values
         return
     for i, cell in enumerate(cells):
-        out[_at(dim, slice(int(cell), int(cell) + 1))] += values[_at(dim, slice(i, i + 1))]
+        out[at_dim(dim, slice(int(cell), int(cell) + 1))] += values[at_dim(dim, slice(i, i + 1))]
 
 
-def _at(dim: int, cells: Any) -> tuple[Any, ...]:
+def buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+    """Memory for a message, and as an array of this shape: channels come last in messages, as in most kernels."""
+    flat = xp.empty((math.prod(shape),), dtype=dtype)
+    return flat, xp.moveaxis(flat.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
+
+
+def _flat(xp: Any, cells: Array) -> Array:
+    """As a message."""
+    return xp.ascontiguousarray(xp.moveaxis(cells, 1, -1)).reshape(-1)
+
+
+def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
+    """Of another shape, with channels last in memory where those of x are."""
+    last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
+    return buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
+
+
+def at_dim(dim: int, cells: Any) -> tuple[Any, ...]:
     return (*(slice(None),) * dim, cells)
 
 

@@ -54,12 +54,12 @@ class Pool(Layer):
         outputs, moves, _ = fitting(self, parts, False)
         return widen(env, x, moves, self.beyond, what=env.random.path), moves, parts, here(env, outputs)
 
-    def places(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, tuple[slice, ...]]]:
+    def places(self, sizes: tuple[int, ...], cells: tuple[int, ...]) -> Iterator[tuple[int, tuple[slice, ...]]]:
         """Each place of the window by number, and the cells that it meets."""
         window = self.window
         strides = Strides(window.kernel, window.stride, window.dilation, (0,) * self.dims, 1)
-        for number, (_, cells) in enumerate(strides.places(sizes)):
-            yield number, cells
+        for number, (_, _, met) in enumerate(strides.places(sizes, cells)):
+            yield number, met
 
 
 class MaxPool(Pool):
@@ -93,7 +93,7 @@ class MaxPool(Pool):
         xp, (wide, moves, _, sizes) = env.xp, self.reached(env, x)
         y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
         winner = xp.zeros(y.shape, dtype=np.int16)
-        for number, cells in self.places(sizes) if y.size else ():
+        for number, cells in self.places(sizes, wide.shape[2:]) if y.size else ():
             there = wide[cells]
             better = (there > y) | ((there != there) & (y == y))
             y = xp.where(better, there, y)
@@ -106,7 +106,7 @@ class MaxPool(Pool):
             image = self.image(Parts.whole(shape[2:]))
             return kernels.max_pool2d_backward(env.xp, dy, winner, image, shape), ()
         dwide = env.xp.zeros(shape, dtype=dy.dtype)
-        for number, cells in self.places(dy.shape[2:]) if dy.size else ():
+        for number, cells in self.places(dy.shape[2:], shape[2:]) if dy.size else ():
             into = dwide[cells]
             into += env.xp.where(winner == number, dy, dy.dtype.type(0))
         return fold(env, dwide, moves, what=env.random.path), ()
@@ -138,7 +138,7 @@ class AvgPool(Pool):
             return kernels.avg_pool2d(env.xp, x, image), (tuple(x.shape), None, None)
         xp, (wide, moves, parts, sizes) = env.xp, self.reached(env, x)
         y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
-        for _, cells in self.places(sizes) if y.size else ():
+        for _, cells in self.places(sizes, wide.shape[2:]) if y.size else ():
             y += wide[cells]
         shares = self._shares(env, parts, x.dtype)
         return y * shares, (tuple(wide.shape), moves, shares)
@@ -148,7 +148,7 @@ class AvgPool(Pool):
         if moves is None:
             return kernels.avg_pool2d_backward(env.xp, dy, self._image(Parts.whole(shape[2:])), shape), ()
         dwide, each = env.xp.zeros(shape, dtype=dy.dtype), dy * shares
-        for _, cells in self.places(dy.shape[2:]) if dy.size else ():
+        for _, cells in self.places(dy.shape[2:], shape[2:]) if dy.size else ():
             into = dwide[cells]
             into += each
         return fold(env, dwide, moves, what=env.random.path), ()

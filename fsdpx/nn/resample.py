@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.array.kernels.correlation import Strides, correlate, correlate_backward_input, correlate_backward_params
+from fsdpx.array import kernels
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
 from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec
-from fsdpx.nn.numeric import destination
+from fsdpx.nn.numeric import add_sum, destination
 from fsdpx.nn.parts import Reach, dealt, demand_dims, fold, over, rank_along, widen
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
@@ -42,6 +43,7 @@ class ConvTranspose(Layer):
     """
 
     dims: ClassVar[int]
+    runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
@@ -80,30 +82,21 @@ class ConvTranspose(Layer):
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
         moves = self._moves(parts, outputs)
         wide = widen(env, x, moves, what=env.random.path)
-        full, crop = self._crop(env, moves, outputs)
-        weight = p["weight"]
-        y = correlate_backward_input(env.xp, weight, wide, self._strides, (x.shape[0], self.out_channels, *full))[crop]
-        if self.bias:
-            y = y + p["bias"].reshape(-1, *(1,) * self.dims)
-        return y, (wide, moves, full, crop)
+        strides, sizes = self._strides(env, moves, outputs)
+        shape = x.shape[0], self.out_channels, *sizes
+        y = kernels.correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
+        return y, (wide, moves, strides)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        wide, moves, full, crop = saved
-        dfull = env.xp.zeros((dy.shape[0], self.out_channels, *full), dtype=dy.dtype)
-        dfull[crop] = dy
-        dwide = correlate(env.xp, dfull, p["weight"], None, self._strides, wide.shape[2:])
-        return fold(env, dwide, moves, what=env.random.path), (wide, dfull, dy)
+        wide, moves, strides = saved
+        dwide = kernels.correlate(env.xp, dy, p["weight"], None, strides, wide.shape[2:])
+        return fold(env, dwide, moves, what=env.random.path), (wide, strides, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        wide, dfull, dy = kept
-        correlate_backward_params(env.xp, dfull, wide, self._strides, destination(g, "weight"), None)
+        wide, strides, dy = kept
+        kernels.correlate_backward_params(env.xp, dy, wide, strides, destination(g, "weight"), None)
         if "bias" in g:
-            g["bias"][...] += dy.sum(axis=(0, *range(2, dy.ndim)))
-
-    @property
-    def _strides(self) -> Strides:
-        window = self.window
-        return Strides(window.kernel, window.stride, window.dilation, (0,) * self.dims, self.groups)
+            add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def _outputs(self, parts: Parts) -> Parts:
         """Who has which outputs: the owner of the cell that the window of an output begins at, without its padding."""
@@ -126,18 +119,14 @@ class ConvTranspose(Layer):
             made.append(Reach(d + 2, cuts, tuple((max(a, 0), max(min(b, cuts[-1]), max(a, 0))) for a, b in needs)))
         return tuple(made)
 
-    def _crop(self, env: Env, moves: tuple[Reach, ...], outputs: Parts) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-        """Cells of the result of all inputs here, and those of this rank among them."""
-        full, crop = [], [slice(None), slice(None)]
+    def _strides(self, env: Env, moves: tuple[Reach, ...], outputs: Parts) -> tuple[Strides, tuple[int, ...]]:
+        """The window of the convolution whose gradient this is, over outputs of this rank, and how many there are."""
+        window, firsts, sizes = self.window, [], []
         for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
             rank = rank_along(env, out, d)
-            begin, n = reach.needs[rank][0], reach.size(rank)
-            first = out[rank] + self.window.low[d] - begin * self.window.stride[d]
-            size = max((n - 1) * self.window.stride[d] + self.window.spans[d], 0)
-            end = first + out[rank + 1] - out[rank]
-            full.append(max(size, end))
-            crop.append(slice(first, end))
-        return tuple(full), tuple(crop)
+            firsts.append(reach.needs[rank][0] * window.stride[d] - window.low[d] - out[rank])
+            sizes.append(out[rank + 1] - out[rank])
+        return Strides(window.kernel, window.stride, window.dilation, tuple(firsts), self.groups), tuple(sizes)
 
 
 class ConvTranspose1d(ConvTranspose):

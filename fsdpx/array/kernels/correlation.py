@@ -2,95 +2,98 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
+from fsdpx.array.kernels.convolution import Sum, put
+from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = ["Strides", "correlate", "correlate_backward_input", "correlate_backward_params"]
 
 
 class Strides(NamedTuple):
-    """A window that moves over cells. padding: of zeros, on both sides."""
+    """A window that moves over cells: output i of a dim meets the cells i stride + place dilation + first, for all
+    places of the kernel; those outside of the field count as zeros."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
-    padding: tuple[int, ...]
+    first: tuple[int, ...]
     groups: int
 
-    def places(self, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Each place of the window, and the cells of the padded field that it meets for outputs of these sizes."""
+    def places(
+        self, sizes: Sequence[int], cells: Sequence[int]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
+        """Each place of the window, the outputs of `sizes` for which it lies inside of the field, and the cells that it
+        meets then."""
         for place in product(*map(range, self.kernel)):
-            rows = zip(place, self.dilation, self.stride, sizes, strict=True)
-            yield place, (slice(None), slice(None), *(slice(i * d, i * d + s * (n - 1) + 1, s) for i, d, s, n in rows))
+            outputs, met = [slice(None)] * 2, [slice(None)] * 2
+            for i, s, d, first, size, n in zip(place, *self[1:4], sizes, cells, strict=True):
+                begin = first + i * d
+                start, stop = max(-(begin // s), 0), min((n - 1 - begin) // s + 1, size)
+                outputs.append(slice(start, max(stop, start)))
+                met.append(slice(begin + start * s, begin + (stop - 1) * s + 1, s) if stop > start else slice(0, 0))
+            if all(one.stop is None or one.stop > one.start for one in outputs):
+                yield place, tuple(outputs), tuple(met)
 
 
-def correlate(xp: Any, x: Any, weight: Any, bias: Any | None, strides: Strides, sizes: Sequence[int]) -> Any:
+@kernel(bits=False, into=("out",))
+def correlate(
+    xp: Any, x: Any, weight: Any, bias: Any | None, strides: Strides, sizes: Sequence[int], out: Any = None
+) -> Any:
     """y[b, o] = sum over c and places of weight[o, c, place] x[b, c, window at place] + bias[o].
 
     x: (samples, channels, *cells); weight: (outputs, channels / groups, *kernel); y: (samples, outputs, *sizes), added
-    in the order of places."""
-    padded, (samples, outputs, groups) = _padded(xp, x, strides), (x.shape[0], weight.shape[0], strides.groups)
-    y = xp.zeros((samples, groups, outputs // groups, int(np.prod(sizes))), dtype=x.dtype)
-    if y.size:
-        for place, cells in strides.places(sizes):
-            y += xp.matmul(_of_place(weight, place, groups), _patch(padded, cells, groups))
-    y = y.reshape(samples, outputs, *sizes)
+    in the order of places. out: y is added to it, without a bias."""
+    y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
+    groups = strides.groups
+    for place, outputs, cells in strides.places(sizes, x.shape[2:]):
+        into = y[outputs]
+        into += xp.matmul(_of_place(weight, place, groups), _grouped(x[cells], groups)).reshape(into.shape)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
     return y
 
 
-def correlate_backward_input(xp: Any, weight: Any, dy: Any, strides: Strides, shape: Sequence[int]) -> Any:
-    """The gradient of x, of `shape`."""
+@kernel(bits=False)
+def correlate_backward_input(
+    xp: Any, weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any | None = None
+) -> Any:
+    """The gradient of x, of `shape`, plus bias (channels,)."""
+    groups, sizes = strides.groups, dy.shape[2:]
+    dx = xp.zeros(tuple(shape), dtype=dy.dtype)
+    for place, outputs, cells in strides.places(sizes, shape[2:]):
+        into = dx[cells]
+        turned = _of_place(weight, place, groups).swapaxes(1, 2)
+        into += xp.matmul(turned, _grouped(dy[outputs], groups)).reshape(into.shape)
+    if bias is not None:
+        dx += bias.reshape(-1, *(1,) * len(sizes))
+    return dx
+
+
+@kernel(narrow=0, bits=False)
+def correlate_backward_params(xp: Any, x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> None:
+    """The gradients of weight and bias."""
     sizes, groups = dy.shape[2:], strides.groups
-    inner = [n + 2 * p for n, p in zip(shape[2:], strides.padding, strict=True)]
-    dx, grouped = xp.zeros((*shape[:2], *inner), dtype=dy.dtype), _grouped(dy, groups)
-    if dy.size:
-        for place, cells in strides.places(sizes):
-            into = dx[cells]
-            into += xp.matmul(_of_place(weight, place, groups).swapaxes(1, 2), grouped).reshape(into.shape)
-    bounds = (slice(p, p + n) for n, p in zip(shape[2:], strides.padding, strict=True))
-    return dx[(slice(None), slice(None), *bounds)]
-
-
-def correlate_backward_params(xp: Any, x: Any, dy: Any, strides: Strides, weight: Any, bias: Any) -> None:
-    """The gradients of weight and bias, each into (array, whether to add), or None."""
-    padded, sizes, groups = _padded(xp, x, strides), dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight
         if not add:
             out[...] = 0
-        grouped = _grouped(dy, groups)
-        for place, cells in strides.places(sizes) if dy.size else ():
-            products = xp.matmul(grouped, _patch(padded, cells, groups).swapaxes(2, 3))
+        for place, outputs, cells in strides.places(sizes, x.shape[2:]):
+            there, here = _grouped(dy[outputs], groups), _grouped(x[cells], groups)
             into = out[(slice(None), slice(None), *place)]
-            into += products.sum(axis=0).reshape(into.shape)
+            into += xp.matmul(there, here.swapaxes(2, 3)).sum(axis=0).reshape(into.shape)
     if bias is not None:
-        out, add = bias
-        total = dy.sum(axis=(0, *range(2, dy.ndim)))
-        out[...] = out + total if add else total
-
-
-def _padded(xp: Any, x: Any, strides: Strides) -> Any:
-    if not any(strides.padding):
-        return x
-    y = xp.zeros((*x.shape[:2], *(n + 2 * p for n, p in zip(x.shape[2:], strides.padding, strict=True))), dtype=x.dtype)
-    y[(slice(None), slice(None), *(slice(p, p + n) for n, p in zip(x.shape[2:], strides.padding, strict=True)))] = x
-    return y
+        put(bias, dy.sum(axis=(0, *range(2, dy.ndim))))
 
 
 def _of_place(weight: Any, place: tuple[int, ...], groups: int) -> Any:
     """(groups, outputs / groups, channels / groups)."""
-    return weight[(slice(None), slice(None), *place)].reshape(groups, -1, weight.shape[1])
-
-
-def _patch(x: Any, cells: tuple[slice, ...], groups: int) -> Any:
-    """(samples, groups, channels / groups, outputs)."""
-    return _grouped(x[cells], groups)
+    return weight[(slice(None), slice(None), *place)].reshape(groups, weight.shape[0] // groups, weight.shape[1])
 
 
 def _grouped(x: Any, groups: int) -> Any:
-    return x.reshape(x.shape[0], groups, x.shape[1] // groups, int(np.prod(x.shape[2:])))
+    """(samples, groups, channels / groups, cells)."""
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))

@@ -1,5 +1,5 @@
-"""Convolution with channels last, and with 3 x 3 windows and stride 1 by Winograd's F(4 x 4, 3 x 3): a quarter of the
-multiplications (Lavin, Gray 2016).
+"""Which way a convolution goes: one cell by BLAS, images of many channels with 3 x 3 windows and stride 1 by Winograd's
+F(4 x 4, 3 x 3), a quarter of the multiplications (Lavin, Gray 2016), and all others by strips of outputs.
 
 A tile of 4 x 4 results is a bilinear function of its 6 x 6 pixels and the window, A [(G w G^T) * (B d B^T)] A^T with
 constant matrices; summed over channels, each of the 36 products of elements is a product of matrices for BLAS. What
@@ -17,17 +17,20 @@ import numpy as np
 from fsdpx.array import blas, parallel
 from fsdpx.array.kernels import activation
 from fsdpx.array.kernels import convolution as plain
-from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first
+from fsdpx.array.kernels import correlation as places
+from fsdpx.array.kernels.compiled import direct
+from fsdpx.array.kernels.compiled.half import owned
+from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first, rows_of
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.kernels.convolution import SlidingWindow
-from fsdpx.array.parallel import over
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.native.compiled import jit
-from fsdpx.native.late import intrinsic, ir, register_jitable, types
+from fsdpx.native.late import intrinsic, ir, types
 
 __all__ = [
-    "LANES", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "gathering", "scattering", "suits_winograd",
-    "winograd_backward_input", "winograd_backward_weight", "winograd_forward",
+    "LANES", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "correlate", "correlate_backward_input",
+    "correlate_backward_params", "gathering", "scattering", "suits_winograd", "winograd", "winograd_backward_weight",
 ]  # fmt: skip
 
 Matrix = Sequence[Sequence[float]]
@@ -77,7 +80,7 @@ def _sum(builder: Any, vector: Any, row: Sequence[float], read: list[Any]) -> An
     return total
 
 
-_copy, _plus = combination([[1]]), combination([[1, 1]])
+_copy = combination([[1]])
 
 
 def gathering(matrix: Matrix, step: int, name: str) -> Any:
@@ -85,73 +88,70 @@ def gathering(matrix: Matrix, step: int, name: str) -> Any:
     matrix^T)[i, j], with k rows of the matrix.
 
     A tile's patch begins `step` after that of the tile before it, the first one at `edge`; what lies outside of the
-    image is 0. first, last: the samples that are done; down, right: tiles of a sample."""
+    image is 0. first, last: the tiles of all samples that are done; base: the tile that the planes begin with; down,
+    right: tiles of a sample."""
     rows, size, combine = len(matrix), len(matrix[0]), combination(matrix)
 
-    def loop(first, last, image, planes, edge, down, right):
+    def loop(first, last, image, planes, base, edge, down, right):
         widest()
         height, width, channels = image.shape[1], image.shape[2], image.shape[3]
         like, word = image.dtype.type(0), image.itemsize
         patch, half = np.zeros((size, size, LANES), image.dtype), np.zeros((size, rows, LANES), image.dtype)
         at_patch, at_half, at_planes = patch.ctypes.data, half.ctypes.data, planes.ctypes.data
         lane, plane = LANES * word, planes.strides[0]
-        for n in range(first, last):
-            for tile in range(down * right):
-                top, left = tile // right * step + edge, tile % right * step + edge
-                inside = top >= 0 and left >= 0 and top + size <= height and left + size <= width
-                base = image.ctypes.data + (((n * height + top) * width + left) * channels) * word
-                out = at_planes + (n * down * right + tile) * channels * word
-                for c in range(0, channels, LANES):
-                    for i in range(size):
-                        row, step_j = base + (i * width * channels + c) * word, channels * word
-                        if not inside:
-                            for j in range(size):
-                                if 0 <= top + i < height and 0 <= left + j < width:
-                                    _copy(like, at_patch + (i * size + j) * lane, 0, row + j * step_j, 0)
-                                else:
-                                    patch[i, j] = like
-                            row, step_j = at_patch + i * size * lane, lane
-                        combine(like, at_half + i * rows * lane, lane, row, step_j)
-                    for j in range(rows):
-                        combine(like, out + j * plane + c * word, rows * plane, at_half + j * lane, rows * lane)
+        for number in range(first, last):
+            n, tile = number // (down * right), number % (down * right)
+            top, left = tile // right * step + edge, tile % right * step + edge
+            inside = top >= 0 and left >= 0 and top + size <= height and left + size <= width
+            corner = image.ctypes.data + (((n * height + top) * width + left) * channels) * word
+            out = at_planes + (number - base) * channels * word
+            for c in range(0, channels, LANES):
+                for i in range(size):
+                    row, step_j = corner + (i * width * channels + c) * word, channels * word
+                    if not inside:
+                        for j in range(size):
+                            if 0 <= top + i < height and 0 <= left + j < width:
+                                _copy(like, at_patch + (i * size + j) * lane, 0, row + j * step_j, 0)
+                            else:
+                                patch[i, j] = like
+                        row, step_j = at_patch + i * size * lane, lane
+                    combine(like, at_half + i * rows * lane, lane, row, step_j)
+                for j in range(rows):
+                    combine(like, out + j * plane + c * word, rows * plane, at_half + j * lane, rows * lane)
 
     return jit(loop, name=name)
 
 
 def scattering(matrix: Matrix, step: int, name: str) -> Any:
-    """The loop that maps patches back: patch = matrix planes[., tile] matrix^T, stored in the image, or added to what
-    is there; what lies outside of the image is dropped. The arguments are those of `gathering`."""
+    """The loop that maps patches back: patch = matrix planes[., tile] matrix^T, stored in the image; what lies outside
+    of it is dropped. The arguments are those of `gathering`."""
     size, rows, combine = len(matrix), len(matrix[0]), combination(matrix)
 
-    def loop(first, last, image, planes, edge, down, right, add):
+    def loop(first, last, image, planes, base, edge, down, right):
         widest()
         height, width, channels = image.shape[1], image.shape[2], image.shape[3]
         like, word = image.dtype.type(0), image.itemsize
         patch, half = np.zeros((size, size, LANES), image.dtype), np.zeros((size, rows, LANES), image.dtype)
         at_patch, at_half, at_planes = patch.ctypes.data, half.ctypes.data, planes.ctypes.data
         lane, plane = LANES * word, planes.strides[0]
-        for n in range(first, last):
-            for tile in range(down * right):
-                top, left = tile // right * step + edge, tile % right * step + edge
-                inside = top >= 0 and left >= 0 and top + size <= height and left + size <= width
-                base = image.ctypes.data + (((n * height + top) * width + left) * channels) * word
-                source = at_planes + (n * down * right + tile) * channels * word
-                for c in range(0, channels, LANES):
-                    for j in range(rows):
-                        combine(like, at_half + j * lane, rows * lane, source + j * plane + c * word, rows * plane)
-                    for i in range(size):
-                        row, step_j = base + (i * width * channels + c) * word, channels * word
-                        if inside and not add:
-                            combine(like, row, step_j, at_half + i * rows * lane, lane)
-                            continue
-                        combine(like, at_patch, lane, at_half + i * rows * lane, lane)
-                        for j in range(size):
-                            if 0 <= top + i < height and 0 <= left + j < width:
-                                to, part = row + j * step_j, at_patch + j * lane
-                                if add:
-                                    _plus(like, to, 0, to, part - to)
-                                else:
-                                    _copy(like, to, 0, part, 0)
+        for number in range(first, last):
+            n, tile = number // (down * right), number % (down * right)
+            top, left = tile // right * step + edge, tile % right * step + edge
+            inside = top >= 0 and left >= 0 and top + size <= height and left + size <= width
+            corner = image.ctypes.data + (((n * height + top) * width + left) * channels) * word
+            source = at_planes + (number - base) * channels * word
+            for c in range(0, channels, LANES):
+                for j in range(rows):
+                    combine(like, at_half + j * lane, rows * lane, source + j * plane + c * word, rows * plane)
+                for i in range(size):
+                    row, step_j = corner + (i * width * channels + c) * word, channels * word
+                    if inside:
+                        combine(like, row, step_j, at_half + i * rows * lane, lane)
+                        continue
+                    combine(like, at_patch, lane, at_half + i * rows * lane, lane)
+                    for j in range(size):
+                        if 0 <= top + i < height and 0 <= left + j < width:
+                            _copy(like, row + j * step_j, 0, at_patch + j * lane, 0)
 
     return jit(loop, name=name)
 
@@ -166,10 +166,12 @@ G = (
     (1 / 4, 0, 0), (-1 / 6, -1 / 6, -1 / 6), (-1 / 6, 1 / 6, -1 / 6), (1 / 24, 1 / 12, 1 / 6), (1 / 24, -1 / 12, 1 / 6),
     (0, 0, 1),
 )  # fmt: skip
-TILE_BLOCK = 1 << 23
+TILE_BLOCK = 1 << 21
 """Bytes of a block of tiles, about: they stay in the cache between the three passes."""
-LEAST = 128
+LEAST = 64
 """Tiles of a block, at least: the weights are read once for each block."""
+FEWEST = 32
+"""Tiles from which less work pays for reading the weights."""
 FILLED = 0.6
 """Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
 
@@ -179,9 +181,9 @@ def _transposed(matrix: Any) -> Any:
 
 
 _of_input, _of_weight = gathering(B, TILE, "of_input"), gathering(G, TILE, "of_weight")
+_of_reversed = gathering([row[::-1] for row in G], TILE, "of_reversed")
 _of_gradient = gathering(_transposed(A), TILE, "of_gradient")
 _to_output, _to_weight = scattering(A, TILE, "to_output"), scattering(_transposed(G), TILE, "to_weight")
-_to_input = scattering(_transposed(B), TILE, "to_input")
 
 
 @jit
@@ -196,45 +198,32 @@ def _multiply(first, last, at, out, a, b, turn_a, turn_b, m, n, k, accumulate):
         cblas(at, ta, tb, m, n, k, one, ap, lda, bp, ldb, beta, cp, n)
 
 
-def suits_winograd(shape: tuple[int, ...], weight: tuple[int, ...], window: SlidingWindow) -> bool:
-    """Whether images and weights of these shapes can go this way, and few pixels of its tiles lie outside."""
-    top, left = window.padding
-    if (window.kernel, window.stride) != ((3, 3), (1, 1)) or top != left or top > 2:
+def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
+    """Whether images and weights of these shapes can go this way, and it pays."""
+    same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
+    if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
         return False
-    height, width = window.out(shape)
-    filled = height * width >= FILLED * _tiles(height) * _tiles(width) * TILE * TILE
-    return filled and weight[0] % LANES == 0 and weight[1] % LANES == 0
+    if any(size != n - 2 - 2 * strides.first[0] for size, n in zip(sizes, shape[2:], strict=True)):
+        return False
+    tiles = _tiles(sizes[0]) * _tiles(sizes[1])
+    filled = math.prod(sizes) >= FILLED * tiles * TILE * TILE
+    return filled and shape[0] * tiles >= FEWEST and weight[0] % LANES == 0 and weight[1] % LANES == 0
 
 
-def winograd_forward(at: int, x: np.ndarray, weight: np.ndarray, padding: int) -> np.ndarray:
-    """y (samples, height, width, out) of x (samples, height, width, in) and weight (out, 3, 3, in)."""
-    (n, height, width, inner), outer = x.shape, weight.shape[0]
+def winograd(at: int, x: np.ndarray, weight: np.ndarray, padding: int, back: bool = False) -> np.ndarray:
+    """y (samples, height, width, out) of x (samples, height, width, in) and weight (out, 3, 3, in). back: x of y, where
+    both are gradients, with 2 - padding."""
+    (n, height, width, inner), outer = x.shape, weight.shape[3 if back else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = _tiles(y.shape[1]), _tiles(y.shape[2])
     u = _planes(weight, outer * inner)
-    _each(_of_weight, outer, weight, u, 0, 1, 1)
-    for start, stop, tiles in _tile_blocks(n, down * right, inner + outer, x.itemsize):
-        v, m = _planes(x, tiles * inner), _planes(x, tiles * outer)
-        _each(_of_input, stop - start, x[start:stop], v, -padding, down, right)
-        _each(_multiply, PLANES, at, m, v, u, False, True, tiles, outer, inner, False)
-        _each(_to_output, stop - start, y[start:stop], m, 0, down, right, False)
+    _each(_of_reversed if back else _of_weight, 0, weight.shape[0], weight, u, 0, 0, 1, 1)
+    for start, stop in _tile_blocks(n * down * right, inner + outer, x.itemsize):
+        v, m = _planes(x, (stop - start) * inner), _planes(x, (stop - start) * outer)
+        _each(_of_input, start, stop, x, v, start, -padding, down, right)
+        _each(_multiply, 0, PLANES, at, m, v, u, False, not back, stop - start, outer, inner, False)
+        _each(_to_output, start, stop, y, m, start, 0, down, right)
     return y
-
-
-def winograd_backward_input(
-    at: int, shape: tuple[int, ...], weight: np.ndarray, dy: np.ndarray, padding: int
-) -> np.ndarray:
-    """dx of this shape, (samples, height, width, in), from dy (samples, height, width, out)."""
-    inner, outer = shape[3], dy.shape[3]
-    down, right = _tiles(dy.shape[1]), _tiles(dy.shape[2])
-    u, dx = _planes(dy, outer * inner), np.zeros(shape, dy.dtype)
-    _each(_of_weight, outer, weight, u, 0, 1, 1)
-    for start, stop, tiles in _tile_blocks(shape[0], down * right, inner + outer, dy.itemsize):
-        dm, dv = _planes(dy, tiles * outer), _planes(dy, tiles * inner)
-        _each(_of_gradient, stop - start, dy[start:stop], dm, 0, down, right)
-        _each(_multiply, PLANES, at, dv, dm, u, False, False, tiles, inner, outer, False)
-        _each(_to_input, stop - start, dx[start:stop], dv, -padding, down, right, True)
-    return dx
 
 
 def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
@@ -242,28 +231,27 @@ def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: in
     inner, outer = x.shape[3], dy.shape[3]
     down, right = _tiles(dy.shape[1]), _tiles(dy.shape[2])
     du, dw = _planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
-    for start, stop, tiles in _tile_blocks(x.shape[0], down * right, inner + outer, x.itemsize):
-        dm, v = _planes(x, tiles * outer), _planes(x, tiles * inner)
-        _each(_of_gradient, stop - start, dy[start:stop], dm, 0, down, right)
-        _each(_of_input, stop - start, x[start:stop], v, -padding, down, right)
-        _each(_multiply, PLANES, at, du, dm, v, True, False, outer, inner, tiles, start > 0)
+    for start, stop in _tile_blocks(x.shape[0] * down * right, inner + outer, x.itemsize):
+        dm, v = _planes(x, (stop - start) * outer), _planes(x, (stop - start) * inner)
+        _each(_of_gradient, start, stop, dy, dm, start, 0, down, right)
+        _each(_of_input, start, stop, x, v, start, -padding, down, right)
+        _each(_multiply, 0, PLANES, at, du, dm, v, True, False, outer, inner, stop - start, start > 0)
     if x.shape[0]:
-        _each(_to_weight, outer, dw, du, 0, 1, 1, False)
+        _each(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
     return dw
 
 
-def _each(function: Callable[..., Any], count: int, *rest: Any) -> None:
-    """`function(first, last, *rest)` for all of `count`, cut among the threads."""
+def _each(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
+    """`function(first, last, *rest)` for all from `start` to `stop`, cut among the threads."""
     threads = parallel.threads()
-    edges = [count * i // threads for i in range(threads + 1)]
+    edges = [start + (stop - start) * i // threads for i in range(threads + 1)]
     parallel.run(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
 
 
-def _tile_blocks(samples: int, tiles: int, channels: int, word: int) -> list[tuple[int, int, int]]:
-    """(first sample, last, tiles) of blocks, which do not depend on the number of threads."""
-    count = max(TILE_BLOCK // (PLANES * tiles * channels * word), -(-LEAST // tiles))
-    cuts = range(0, samples, count)
-    return [(a, min(a + count, samples), (min(a + count, samples) - a) * tiles) for a in cuts]
+def _tile_blocks(tiles: int, channels: int, word: int) -> list[tuple[int, int]]:
+    """(first tile, last) of blocks, which do not depend on the number of threads."""
+    count = max(TILE_BLOCK // (PLANES * channels * word), LEAST)
+    return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
 
 
 def _planes(like: np.ndarray, size: int) -> np.ndarray:
@@ -275,157 +263,119 @@ def _tiles(size: int) -> int:
     return -(-size // TILE)
 
 
-BLOCK = 1 << 21
-"""Bytes of the rows that are made at a time, about: they stay in the cache until they are multiplied."""
+MANY = 8
+"""Groups from which products of small matrices by array code are faster than a call for each."""
 
 
-@register_jitable
-def _inside(first, kernel, size):
-    """The part of a window from `first` that lies on [0, size), as a range of its `kernel` places; it may be empty."""
-    start = min(max(-first, 0), kernel)
-    return start, max(min(kernel, size - first), start)
+def correlate(
+    xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
+) -> np.ndarray:
+    if strides.groups >= MANY:
+        return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
+    at = blas.pointer(x.dtype) if out is None else 0
+    if at and suits_winograd(x.shape, weight.shape, strides, sizes):
+        y = winograd(at, channels_last(x), channels_last(weight), -strides.first[0])
+        if bias is not None:
+            activation.add_bias(xp, y, bias)
+        return channels_first(y)
+    image = _cells(x)
+    y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else np.moveaxis(out, 1, -1)
+    if at and _dot(strides, image.shape[1:-1], sizes):
+        blas.gemm(_flat(y), _flat(owned(image)), _matrix(weight).T)
+        if bias is not None:
+            activation.add_bias(xp, y, bias)
+    else:
+        for a, b, c in _groups(strides, image, y, weight):
+            begin = None if bias is None else bias[c]
+            direct.sums(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
+    return np.moveaxis(y, -1, 1) if out is None else out
 
 
-@jit
-def _unfold(image, rows, channels, kh, kw, down, right, top, left):
-    """rows[n, y, x] = the window of result (y, x): kh kw pixels with their channels, 0 outside of the image, of which
-    image[n, i] is row i, one pixel after the other."""
-    width = image.shape[2] // channels
-    for n in range(image.shape[0]):
-        for y in range(rows.shape[1]):
-            above, below = _inside(y * down - top, kh, image.shape[1])
-            for x in range(rows.shape[2]):
-                row, first = rows[n, y, x], x * right - left
-                start, stop = _inside(first, kw, width)
-                if below - above < kh or stop - start < kw:
-                    row[:] = 0
-                for i in range(above, below):
-                    size, at, source = (
-                        (stop - start) * channels,
-                        (i * kw + start) * channels,
-                        (first + start) * channels,
-                    )
-                    pixels, into = image[n, y * down - top + i, source : source + size], row[at : at + size]
-                    for c in range(size):
-                        into[c] = pixels[c]
+def correlate_backward_input(
+    xp: Any, weight: np.ndarray, dy: np.ndarray, strides: Strides, shape: Sequence[int], bias: Any = None
+) -> np.ndarray:
+    apart = any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True))
+    if strides.groups >= MANY or apart:
+        plain = places.correlate_backward_input.__wrapped__  # type: ignore[attr-defined]
+        return plain(xp, weight, dy, strides, shape, bias)
+    at = blas.pointer(dy.dtype)
+    if at and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
+        dx = winograd(at, channels_last(dy), channels_last(weight), 2 + strides.first[0], True)
+        return channels_first(dx)
+    slope, dx = _cells(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
+    if at and bias is None and _dot(strides, shape[2:], dy.shape[2:]):
+        blas.gemm(_flat(dx), _flat(owned(slope)), _matrix(weight))
+    else:
+        for a, b, c in _groups(strides, dx, slope, weight):
+            direct.sums_backward_input(weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a])
+    return np.moveaxis(dx, -1, 1)
 
 
-@jit
-def _fold(image, rows, channels, kh, kw, down, right, top, left):
-    """Add each window back to the pixels that it was made of."""
-    width = image.shape[2] // channels
-    for n in range(image.shape[0]):
-        for y in range(rows.shape[1]):
-            above, below = _inside(y * down - top, kh, image.shape[1])
-            for x in range(rows.shape[2]):
-                row, first = rows[n, y, x], x * right - left
-                start, stop = _inside(first, kw, width)
-                for i in range(above, below):
-                    size, at, target = (
-                        (stop - start) * channels,
-                        (i * kw + start) * channels,
-                        (first + start) * channels,
-                    )
-                    into, pixels = image[n, y * down - top + i, target : target + size], row[at : at + size]
-                    for c in range(size):
-                        into[c] += pixels[c]
+def correlate_backward_params(
+    xp: Any, x: Any, dy: Any, strides: Strides, weight: plain.Sum, bias: plain.Sum
+) -> None:
+    slope = _cells(dy)
+    if bias is not None:
+        total = np.empty(dy.shape[1], dy.dtype)
+        activation.sum_rows(xp, _flat(owned(slope)), total, False)
+        plain.put(bias, total)
+    if weight is None:
+        return
+    if strides.groups >= MANY:
+        places.correlate_backward_params.__wrapped__(xp, x, dy, strides, weight, None)  # type: ignore[attr-defined]
+        return
+    at, shape = blas.pointer(x.dtype), weight[0].shape
+    if at and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
+        put_channels_first(weight, winograd_backward_weight(at, channels_last(x), owned(slope), -strides.first[0]))
+        return
+    image, dw = _cells(x), np.empty(shape, x.dtype)
+    if at and _dot(strides, image.shape[1:-1], slope.shape[1:-1]):
+        blas.gemm(_matrix(dw), _flat(owned(slope)).T, _flat(owned(image)))
+    else:
+        for a, b, c in _groups(strides, image, slope, dw):
+            direct.sums_backward_weight(image[..., a], slope[..., b], strides, dw[c])
+    plain.put(weight, dw)
+
+
+def _dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the window is one cell, moved by one cell at a time, over the whole field."""
+    one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
+    return one and tuple(cells) == tuple(sizes)
+
+
+def _groups(strides: Strides, x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Iterator[tuple[slice, slice, slice]]:
+    """The channels of each group, its outputs, and its rows of the weights."""
+    inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
+    for g in range(strides.groups):
+        outputs = slice(g * outer, (g + 1) * outer)
+        yield slice(g * inner, (g + 1) * inner), outputs, outputs
+
+
+def _cells(x: np.ndarray) -> np.ndarray:
+    """(samples, channels, *cells) with channels last, copied unless they lie next to each other."""
+    turned = np.moveaxis(x, 1, -1)
+    if x.flags.aligned and (x.shape[1] == 1 or x.strides[1] == x.itemsize):
+        return turned
+    return rows_of(x).reshape(turned.shape)
 
 
 def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: SlidingWindow) -> np.ndarray:
-    at = blas.pointer(x.dtype)
-    if not at:
-        return plain.conv2d.__wrapped__(xp, x, weight, bias, window)  # type: ignore[attr-defined]
-    image, kernel = channels_last(x), channels_last(weight)
-    if suits_winograd(x.shape, weight.shape, window):
-        y = winograd_forward(at, image, kernel, window.padding[0])
-    else:
-        y = np.empty((x.shape[0], *window.out(x.shape), weight.shape[0]), x.dtype)
-        for part, rows in _unfolded(image, window, y.shape[1:3]):
-            blas.gemm(_flat(y[part]), rows, _matrix(kernel).T)
-    if bias is not None:
-        activation.add_bias(xp, y, bias)
-    return channels_first(y)
+    return correlate(xp, x, weight, bias, _strides(window), window.out(x.shape))
 
 
 def conv2d_backward_input(
     xp: Any, weight: np.ndarray, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]
 ) -> np.ndarray:
-    if not blas.pointer(dy.dtype):
-        return plain.conv2d_backward_input.__wrapped__(xp, weight, dy, window, shape)  # type: ignore[attr-defined]
-    slope, kernel = channels_last(dy), channels_last(weight)
-    if suits_winograd(shape, weight.shape, window):
-        image = (shape[0], *shape[2:], shape[1])
-        dx = winograd_backward_input(blas.pointer(dy.dtype), image, kernel, slope, window.padding[0])
-    else:
-        dx = _folded(slope, kernel, window, shape)
-    return channels_first(dx)
+    return correlate_backward_input(xp, weight, dy, _strides(window), shape)
 
 
 def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: SlidingWindow, weight: plain.Sum, bias: plain.Sum) -> None:
-    slope = channels_last(dy)
-    if bias is not None:
-        total = np.empty(dy.shape[1], dy.dtype)
-        activation.sum_rows(xp, _flat(slope), total, False)
-        plain.put(bias, total)
-    if weight is None:
-        return
-    if not blas.pointer(x.dtype):
-        plain.conv2d_backward_params.__wrapped__(xp, x, dy, window, weight, None)  # type: ignore[attr-defined]
-        return
-    image, shape = channels_last(x), (dy.shape[1], x.shape[1], *window.kernel)
-    if suits_winograd(x.shape, shape, window):
-        dw = winograd_backward_weight(blas.pointer(x.dtype), image, slope, window.padding[0])
-    else:
-        dw = np.zeros((shape[0], *window.kernel, shape[1]), x.dtype)
-        for part, rows in _unfolded(image, window, slope.shape[1:3]):
-            blas.gemm(_matrix(dw), _flat(slope[part]).T, rows, True)
-    put_channels_first(weight, dw)
+    correlate_backward_params(xp, x, dy, _strides(window), weight, bias)
 
 
-def _unfolded(image: np.ndarray, window: SlidingWindow, out: tuple[int, ...]) -> Iterator[tuple[slice, np.ndarray]]:
-    """Blocks of samples, each with its windows as rows of a matrix; valid until the next block."""
-    if window.dot:
-        yield slice(None), _flat(image)
-        return
-    samples, channels = image.shape[0], image.shape[3]
-    for part, rows in _blocks(samples, (*out, window.size * channels), image.dtype):
-        over(
-            _unfold,
-            (_lines(image[part]), rows),
-            channels,
-            *window.kernel,
-            *window.stride,
-            *window.padding,
-            work=rows.size,
-        )
-        yield part, _flat(rows)
-
-
-def _folded(slope: np.ndarray, kernel: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
-    """The gradient of the image: the gradients of its windows, each added where it belongs."""
-    samples, channels, height, width = shape
-    dx = np.zeros((samples, height, width, channels), slope.dtype)
-    if window.dot:
-        blas.gemm(_flat(dx), _flat(slope), _matrix(kernel))
-        return dx
-    for part, rows in _blocks(samples, (*slope.shape[1:3], window.size * channels), slope.dtype):
-        blas.gemm(_flat(rows), _flat(slope[part]), _matrix(kernel))
-        over(_fold, (_lines(dx[part]), rows), channels, *window.kernel, *window.stride, *window.padding, work=rows.size)
-    return dx
-
-
-def _blocks(samples: int, shape: tuple[int, ...], dtype: Any) -> Iterator[tuple[slice, np.ndarray]]:
-    """Runs of samples with memory for them, which is used again; the cut does not depend on the number of threads."""
-    count = max(1, min(samples, BLOCK // max(math.prod(shape) * dtype.itemsize, 1)))
-    memory = np.empty((count, *shape), dtype)
-    for start in range(0, samples, count):
-        stop = min(start + count, samples)
-        yield slice(start, stop), memory[: stop - start]
-
-
-def _lines(image: np.ndarray) -> np.ndarray:
-    """The pixels of each row of an image one after the other."""
-    return image.reshape(*image.shape[:2], image.shape[2] * image.shape[3])
+def _strides(window: SlidingWindow) -> Strides:
+    top, left = window.padding
+    return Strides(window.kernel, window.stride, (1, 1), (-top, -left), 1)
 
 
 def _flat(rows: np.ndarray) -> np.ndarray:
