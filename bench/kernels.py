@@ -21,6 +21,7 @@ from fsdpx import optim
 from fsdpx.array import arena, kernels, parallel
 from fsdpx.array import dtype as dtype_of
 from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch, normal
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import use
@@ -137,6 +138,10 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     yield "conv2d_backward_input", size, lambda: kernels.conv2d_backward_input(np, weight, x, window, x.shape)
     into = (weight.copy(), False)
     yield "conv2d_backward_params", size, lambda: kernels.conv2d_backward_params(np, x, x, window, into, None)
+    strides, out = Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1), x.shape[2:]
+    yield "correlate", size, lambda: kernels.correlate(np, x, weight, None, strides, out)
+    yield "correlate_backward_input", size, lambda: kernels.correlate_backward_input(np, weight, x, strides, x.shape)
+    yield "correlate_backward_params", size, lambda: kernels.correlate_backward_params(np, x, x, strides, into, None)
     half = SlidingWindow((2, 2), (2, 2), (0, 0))
     y, winner = kernels.max_pool2d(np, x, half)
     yield "max_pool2d", size, lambda: kernels.max_pool2d(np, x, half)

@@ -226,7 +226,7 @@ class Conv(Layer):
 
     dims: ClassVar[int]
     takes_ghosts = True
-    runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
+    runs: tuple[str, ...] = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class Conv(Layer):
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _strides(self, inside: tuple[int, ...], box: Box) -> Strides:
-        """Of the window over the cells of a box."""
+        """The window over the cells of a box."""
         first = tuple(-pad - at for pad, at in zip(inside, box.at, strict=True))
         return Strides(self.window.kernel, self.window.stride, self.window.dilation, first, self.groups)
 

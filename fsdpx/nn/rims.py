@@ -182,7 +182,7 @@ def fold_rims(env: Env, moves: Sequence[Reach], boxes: list[Box], own: Callable[
 def _gradients_on_their_way(
     env: Env, line: Any, around: Around, done: list[Line], own: Array, slabs: list[Array], what: str
 ) -> tuple[list[Any], list[Any]]:
-    """Those of copies of own cells that arrive, and handles of those that leave."""
+    """Messages with the gradients of copies of own cells that arrive, and handles of those that leave."""
     xp, dim, arriving, leaving = env.xp, around.dim, [], []
     shape = list(own.shape)
     for _, before in done:

@@ -14,6 +14,7 @@ from fsdpx.array import kernels
 from fsdpx.array.blas import halves
 from fsdpx.array.kernels.activation import CUBIC, SLOPE
 from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Stretch
 
@@ -458,12 +459,15 @@ def convolutions(x, dy, dtype) -> Cases:
         return np.stack([np.einsum("nchw,nohw->oc", x[at], d) for at in places], axis=-1).reshape(weight.shape)
 
     y, dx, dw = both(forward), both(to_input), both(to_weight)
-    shift = bias[:, None, None]
+    shift, strides = bias[:, None, None], Strides(WINDOW.kernel, WINDOW.stride, (1, 1), (0, 0), 1)
 
-    def params(xp, a, d):
-        sums = np.zeros(weight.shape, wide(dtype)), np.ones(4, wide(dtype))
-        kernels.conv2d_backward_params(xp, a, d, WINDOW, (sums[0], False), (sums[1], True))
-        return np.concatenate([sums[0].reshape(-1), sums[1]])
+    def params(kernel, window):
+        def call(xp, a, d):
+            sums = np.zeros(weight.shape, wide(dtype)), np.ones(4, wide(dtype))
+            kernel(xp, a, d, window, (sums[0], False), (sums[1], True))
+            return np.concatenate([sums[0].reshape(-1), sums[1]])
+
+        return call
 
     ends = [
         np.concatenate([w.reshape(-1), 1 + d.sum(axis=(0, 2, 3))])
@@ -476,7 +480,17 @@ def convolutions(x, dy, dtype) -> Cases:
         "conv2d_backward_input": [
             Case(lambda xp, *a: kernels.conv2d_backward_input(xp, *a, WINDOW, shape), (weight, slope), *dx)
         ],
-        "conv2d_backward_params": [Case(params, (image, slope), *ends)],
+        "conv2d_backward_params": [Case(params(kernels.conv2d_backward_params, WINDOW), (image, slope), *ends)],
+        "correlate": [
+            Case(lambda xp, *a: kernels.correlate(xp, *a, strides, WINDOW.out(shape)), (image, weight, bias),
+                 y[0] + shift, y[1] + abs(shift))
+        ],
+        "correlate_backward_input": [
+            Case(lambda xp, *a: kernels.correlate_backward_input(xp, *a, strides, shape), (weight, slope), *dx)
+        ],
+        "correlate_backward_params": [
+            Case(params(kernels.correlate_backward_params, strides), (image, slope), *ends)
+        ],
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from references import BF16, F16, FAMILIES, TOLERANCE, agree, cases
 from fsdpx.array import kernels
 from fsdpx.array.kernels.compiled import convolution
 from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import Strides
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 ELEMENTWISE = {
@@ -216,8 +217,9 @@ def test_every_kernel_has_a_reference():
 def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     """A tile of 4 x 4 results is made of differences of all its pixels."""
     rng, window = np.random.default_rng(0), SlidingWindow((3, 3), (1, 1), (1, 1))
-    x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((1, 16, 16, 16), (16, 16, 3, 3)))
-    assert convolution.suits_winograd(x.shape, weight.shape, window)
+    x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((1, 16, 16, 32), (16, 16, 3, 3)))
+    strides = Strides(window.kernel, window.stride, (1, 1), (-1, -1), 1)
+    assert convolution.suits_winograd(x.shape, weight.shape, strides, (16, 32))
     clean = kernels.conv2d(np, x, weight, None, window)
     x[0, 3, 5, 6] = np.inf
     with np.errstate(invalid="ignore"):
@@ -227,7 +229,7 @@ def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     odd[:, :, 4:8, 4:8] = True
     assert not odd[:, :, :4].any()
     np.testing.assert_array_equal(got[~odd], clean[~odd])
-    assert (~odd).sum() == 16 * (16 * 16 - 4 * 4)
+    assert (~odd).sum() == 16 * (16 * 32 - 4 * 4)
 
 
 SPECIAL = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-38, 1e38, -1e38, 3e38, np.inf, -np.inf, np.nan, 1.0], np.float32)

@@ -16,6 +16,7 @@ from fsdpx import shapes as xp
 from fsdpx.array import kernels
 from fsdpx.array.kernels import attention, embedding_backward
 from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes import known as known_of
@@ -208,6 +209,7 @@ def test_einsum_names_what_is_wrong():
 N, C = 6, 5
 NUMBERS = Stretch(0, "d", 0, N * C)
 WINDOW = SlidingWindow((2, 1), (1, 1), (0, 0))
+STRIDES = Strides((2, 1), (1, 1), (1, 1), (0, 0), 1)
 
 
 def image(x):
@@ -260,6 +262,13 @@ CALLS = {
     ),
     "conv2d_backward_params": lambda k, xp, x, w, t, r: k.conv2d_backward_params(
         xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), WINDOW, (xp.empty_like(windows(x)), True), (w[:3], False)
+    ),
+    "correlate": lambda k, xp, x, w, t, r: k.correlate(xp, image(x), windows(x), w[:3], STRIDES, (1, 3)),
+    "correlate_backward_input": lambda k, xp, x, w, t, r: k.correlate_backward_input(
+        xp, windows(x), x[:3, :3].reshape(1, 3, 1, 3), STRIDES, (1, 5, 2, 3)
+    ),
+    "correlate_backward_params": lambda k, xp, x, w, t, r: k.correlate_backward_params(
+        xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), STRIDES, (xp.empty_like(windows(x)), True), (w[:3], False)
     ),
     "max_pool2d": lambda k, xp, x, w, t, r: k.max_pool2d(xp, image(x), WINDOW),
     "max_pool2d_backward": lambda k, xp, x, w, t, r: k.max_pool2d_backward(

@@ -8,6 +8,7 @@ import numpy as np
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]
@@ -16,6 +17,7 @@ Sample = Callable[[Any, Any, Any], Any]
 """A call with rows (2, 3) and columns (3,) of the dtype computed in, and columns of that in which it is summed."""
 
 WINDOW = SlidingWindow((2, 2), (2, 2), (0, 0))
+STRIDES = Strides((2,), (1,), (1,), (0,), 1)
 TARGET, NUMBERS = np.zeros(2, np.int64), Stretch(0, "", 0, 6)
 
 SAMPLES: dict[str, Sample] = {
@@ -40,6 +42,13 @@ SAMPLES: dict[str, Sample] = {
         kernels.conv2d_backward_params(np, y, _slope(y, k, window), window, (k.astype(s.dtype), True), None)
         for y, k, window in _windows(x)
     ],
+    "correlate": lambda x, w, s: kernels.correlate(np, *_field(x), None, STRIDES, (2,), _field(x)[0]),
+    "correlate_backward_input": lambda x, w, s: kernels.correlate_backward_input(
+        np, _field(x)[1], _field(x)[0], STRIDES, (2, 3, 3)
+    ),
+    "correlate_backward_params": lambda x, w, s: kernels.correlate_backward_params(
+        np, _field(x)[0], _field(x)[0], STRIDES, (_field(x)[1].astype(s.dtype), True), None
+    ),
     "cross_entropy": lambda x, w, s: kernels.cross_entropy(np, x, TARGET),
     "cross_entropy_backward": lambda x, w, s: kernels.cross_entropy_backward(np, x, TARGET, s[:2], 1.0),
     "drop": lambda x, w, s: kernels.drop(np, x, NUMBERS, 0.5),
@@ -114,6 +123,11 @@ def _attention(x: Any) -> None:
 
 def _image(x: Any) -> Any:
     return np.zeros((2, 3, 2, 2), x.dtype)
+
+
+def _field(x: Any) -> tuple[Any, Any]:
+    """A field of one dim, channels last, and the weights of a window."""
+    return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
 def _max_pool(x: Any) -> None:

@@ -182,6 +182,63 @@ def _pack(weight, packed, places, turned, back):
         first += lanes
 
 
+@register_jitable
+def _rows(left, most):
+    """Outputs of the next strip of a line: in the end two strips of about one size, rather than a full one and little
+    of another."""
+    return most if left >= 2 * most or left == most else min(left, most) if left <= most else (left + 1) // 2
+
+
+@register_jitable
+def _lanes(scratch, rows, valid, at, step):
+    """The first lanes of rows."""
+    for r in range(rows):
+        for v in range(valid):
+            scratch[r, v] = _get(scratch.dtype.type(0), at + r * step + v * scratch.itemsize)
+
+
+@intrinsic
+def _get(typingctx: Any, like: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(pointer(builder, arguments[0].type, arguments[1]))
+
+    return like(like, types.int64), code
+
+
+@intrinsic
+def _put(typingctx: Any, value: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[0], pointer(builder, arguments[0].type, arguments[1]))
+        return context.get_dummy_value()
+
+    return types.void(value, types.int64), code
+
+
+@register_jitable
+def _line(like, wide, long, x, x_step, y, y_step, start, add, partial, scratch, w, counts, x_steps, w_steps, run):
+    """The strips of a line of outputs. partial: so many lanes of the last channels, which go through `scratch`; or
+    0."""
+    at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
+    while at < long:
+        rows = _rows(long - at, most)
+        xs, ys = x + at * x_step, y + at * y_step
+        begin, step = (ys, y_step) if add else (start, 0)
+        to, to_step = ys, y_step
+        if partial:
+            _lanes(scratch, rows, partial, begin, step)
+            begin = to = scratch.ctypes.data
+            step = to_step = WIDE
+        if wide:
+            _wide_strip(like, rows, to, to_step, begin, step, xs, x_step, w, counts, x_steps, w_steps, run)
+        else:
+            _narrow_strip(like, rows, to, to_step, begin, step, xs, x_step, w, counts, x_steps, w_steps, run)
+        if partial:
+            for r in range(rows):
+                for v in range(partial):
+                    _put(scratch[r, v], ys + r * y_step + v * word)
+        at += rows
+
+
 @jit
 def _strips(lines, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
     """Outputs of the lines from lines[0] to lines[1] of all samples' first dim, strip by strip.
@@ -229,64 +286,14 @@ def _strips(lines, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes,
                     x_out, x_in, y_out, y_in = moves[1, 0], moves[2, 0], y_steps[2], y_steps[3]
                     if high > long:
                         high, long, x_out, x_in, y_out, y_in = long, high, x_in, x_out, y_in, y_out
-                    most = WIDE_ROWS if wide else NARROW_ROWS
+                    start_at = start.ctypes.data + first * word
+                    partial = valid if valid * word < nbytes else 0
                     for h in range(high):
-                        at = 0
-                        while at < long:
-                            rows = _rows(long - at, most)
-                            xs, ys = x_at + h * x_out + at * x_in, y_at + h * y_out + at * y_in
-                            begin, step = (ys, y_in) if add else (start.ctypes.data + first * word, 0)
-                            to, to_step = ys, y_in
-                            if valid * word < nbytes:
-                                _lanes(scratch, rows, valid, ys, y_in, start, first, add)
-                                begin = to = scratch.ctypes.data
-                                step = to_step = WIDE
-                            if wide:
-                                _wide_strip(like, rows, to, to_step, begin, step, xs, x_in, w_at, counts,
-                                            (moves[0, 1], moves[1, 1], moves[2, 1]), steps, run)  # fmt: skip
-                            else:
-                                _narrow_strip(like, rows, to, to_step, begin, step, xs, x_in, w_at, counts,
-                                              (moves[0, 1], moves[1, 1], moves[2, 1]), steps, run)  # fmt: skip
-                            if valid * word < nbytes:
-                                for r in range(rows):
-                                    for v in range(valid):
-                                        _put(scratch[r, v], ys + r * y_in + v * word)
-                            at += rows
+                        xs, ys = x_at + h * x_out, y_at + h * y_out
+                        _line(like, wide, long, xs, x_in, ys, y_in, start_at, add, partial, scratch, w_at, counts,
+                              (moves[0, 1], moves[1, 1], moves[2, 1]), steps, run)  # fmt: skip
             first += nbytes // word
             block += places * channels * nbytes
-
-
-@register_jitable
-def _rows(left, most):
-    """Outputs of the next strip of a line: in the end two strips of about one size, rather than a full one and little
-    of another."""
-    return most if left >= 2 * most or left == most else min(left, most) if left <= most else (left + 1) // 2
-
-
-@register_jitable
-def _lanes(scratch, rows, valid, at, step, start, first, add):
-    """The first lanes of rows from y, or from start."""
-    for r in range(rows):
-        for v in range(valid):
-            there = at + r * step + v * scratch.itemsize
-            scratch[r, v] = _get(scratch.dtype.type(0), there) if add else start[first + v]
-
-
-@intrinsic
-def _get(typingctx: Any, like: Any, at: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(pointer(builder, arguments[0].type, arguments[1]))
-
-    return like(like, types.int64), code
-
-
-@intrinsic
-def _put(typingctx: Any, value: Any, at: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[0], pointer(builder, arguments[0].type, arguments[1]))
-        return context.get_dummy_value()
-
-    return types.void(value, types.int64), code
 
 
 @jit

@@ -1,0 +1,76 @@
+"""Convolutions whose windows are read where they lie, against sums over places: offsets, strides, threads."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few
+
+from fsdpx.array import kernels, parallel
+from fsdpx.array.kernels import use
+from fsdpx.array.kernels.compiled import direct
+from fsdpx.array.kernels.correlation import Strides
+
+TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
+CELLS, SIZES = (7, 5, 14), (4, 3, 13)
+
+
+def noise(dtype: str, *shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+def all_of(dtype: str, strides: Strides, inner: int, outer: int) -> list[np.ndarray]:
+    """Forward, into fresh memory and added to what is there, and the gradients."""
+    dims, groups = len(strides.kernel), strides.groups
+    x, dy = (
+        np.moveaxis(noise(dtype, 2, *sizes[3 - dims :], many), -1, 1)
+        for sizes, many in ((CELLS, inner), (SIZES, outer))
+    )
+    weight, bias, sizes = noise(dtype, outer, inner // groups, *strides.kernel), noise(dtype, outer), dy.shape[2:]
+    y = kernels.correlate(np, x, weight, bias, strides, sizes)
+    more = kernels.correlate(np, x, weight, None, strides, sizes, np.moveaxis(noise(dtype, 2, *sizes, outer), -1, 1))
+    dx = kernels.correlate_backward_input(np, weight, dy, strides, x.shape, noise(dtype, inner))
+    dweight, dbias = np.ones_like(weight), np.ones_like(bias)
+    kernels.correlate_backward_params(np, x, dy, strides, (dweight, True), (dbias, False))
+    return [y, more, dx, dweight, dbias]
+
+
+@pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_strips_equal_sums_over_places(dims: int, dtype: str) -> None:
+    channels = ((3, 5), (8, 16), (4, 20)) if dims < 3 else ((4, 12),)
+    for (inner, outer), k, s, d, first in itertools.product(channels, (1, 2, 3), (1, 2, 3), (1, 2), (-3, -1, 0, 2)):
+        strides = Strides((k,) * dims, (s,) * dims, (d,) * dims, (first,) * dims, 2 if inner == 4 else 1)
+        with use("plain"):
+            want = all_of(dtype, strides, inner, outer)
+        with use("numba"):
+            got = all_of(dtype, strides, inner, outer)
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == dtype
+            assert one.shape == other.shape
+            most = max(float(np.max(np.abs(other))), 1.0)
+            np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE[dtype] * most, err_msg=str(strides))
+
+
+def test_bits_of_strips_do_not_depend_on_the_number_of_threads() -> None:
+    strides, before, found = Strides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1), parallel.threads(), []
+    try:
+        for threads in (1, 2, 5):
+            parallel.set_threads(threads)
+            found.append(all_of("float32", strides, 8, 24))
+    finally:
+        parallel.set_threads(before)
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_outputs_without_a_cell_are_the_bias_or_left_alone() -> None:
+    strides = Strides((2,), (1,), (1,), (50,), 1)
+    x, weight = np.ones((1, 4, 3)), np.ones((2, 3, 2))
+    y: Any = np.full((1, 5, 2), 7.0)
+    direct.sums(x, weight, None, strides, y, True)
+    assert (y == 7.0).all()
+    direct.sums(x, weight, np.array([1.0, 2.0]), strides, y, False)
+    assert (y == [1.0, 2.0]).all()
