@@ -158,14 +158,23 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
-def test_every_page_is_in_a_table_of_contents() -> None:
-    listed = set()
+def test_every_page_is_in_one_table_of_contents() -> None:
+    listed: list[Path] = []
     for index in DOCS.rglob("index.md"):
         for block in re.findall(r"```{toctree}\n(.*?)```", index.read_text(), re.S):
             entries = [line.strip() for line in block.splitlines() if line.strip() and not line.startswith(":")]
-            listed |= {(index.parent / f"{entry}.md").resolve() for entry in entries}
+            listed += [(index.parent / f"{entry}.md").resolve() for entry in entries]
     pages = {p.resolve() for p in PAGES if DOCS in p.parents} - {(DOCS / "index.md").resolve()}
-    assert listed == pages
+    assert sorted(listed) == sorted(pages)
+
+
+def test_each_group_of_the_front_page_has_a_heading_and_a_sentence() -> None:
+    groups = (DOCS / "index.md").read_text().split("\n## ")[1:]
+    for group in groups:
+        heading, sentence, contents = group.strip().split("\n\n", 2)
+        assert sentence.endswith("."), group
+        assert contents.startswith(f"```{{toctree}}\n:maxdepth: 1\n:caption: {heading}\n"), group
+    assert len(groups) == 9
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
