@@ -269,6 +269,11 @@ class CutRequest:
         kind = self.kinds[0] if self.kinds else Whole()
         if any(other != kind for other in self.kinds):
             got = ", ".join(map(str, self.kinds))
+            if all(isinstance(other, Parts) for other in self.kinds):
+                raise ConfigError(
+                    f"{self.path!r} {layer!r} reads {got} together, which must have as many cells: along each dim take "
+                    "a multiple of the product of the strides before it, such as 2**depth for a UNet"
+                )
             raise ConfigError(
                 f"{self.path!r} {layer!r} reads {got} together: close features that are cut with a Row first, or cut "
                 "both"

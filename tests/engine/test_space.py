@@ -194,6 +194,40 @@ def test_backward_by_hand_gives_the_gradient_of_each_part(ghosts: int) -> None:
         demand_close({"dx": total}, {"dx": dx}, 1e-11)
 
 
+def test_the_same_grid_gives_the_same_bits() -> None:
+    def run(comm: Communicator) -> tuple[list[float], str]:
+        cells = (7, 9)[comm.rank // 2], (5, 7)[comm.rank % 2]
+        grid = fsdpx.Grid(comm, cells, dims=(2, 2))
+        net = nn.UNet(1, 1, 2, 4, 2, ("reflect", "circular"), "batch", "gelu")
+        options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "clip_norm": 1.0}
+        trainer = net.as_distributed(space=grid, comm=comm, **options)
+        u = np.random.default_rng(comm.rank).standard_normal((*cells, 1)).astype(np.float32)
+        return [trainer.step(u, u) for _ in range(4)], trainer.inspect.fingerprint()
+
+    assert spawn(run, 4) == spawn(run, 4)
+
+
+def test_what_only_chooses_values_has_the_same_bits_on_all_grids() -> None:
+    """Maxima, nearest cells and functions of single cells; sums depend on who adds them, in their last bits."""
+    cells = (13, 17)
+    whole = np.random.default_rng(0).standard_normal((*cells, 2)).astype(np.float32)
+    net = nn.Chain(nn.MaxPool2d(3, 2, 1), nn.GELU(), nn.Upsample(size=(15, 11), mode="nearest"), nn.MaxPool2d(2, 1))
+
+    def run(comm: Communicator, dims: Sequence[int]) -> np.ndarray:
+        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+        cuts = random_cuts(cells, dims)
+        grid = fsdpx.Grid(comm, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)], dims=dims)
+        trainer = net.as_distributed(space=grid, comm=comm)
+        outputs = trainer.inspect.placement.field.outputs
+        found = fsdpx.Grid(comm, outputs.local(place), dims=dims).gather(trainer.predict(grid.local(whole)))
+        return np.asarray(found)
+
+    straight = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
+    for dims in ((2, 1), (1, 5), (3, 2)):
+        for found in spawn(lambda comm, d=dims: run(comm, d), int(np.prod(dims))):
+            assert found.tobytes() == straight.tobytes(), dims
+
+
 def test_cells_and_nothing_else_travel() -> None:
     """A convolution of 3 x 3 cells on a 2 x 2 grid: each rank gives a row in forward, then a column that is longer by
     the row it got and by the padding, and the gradients of as many cells back."""
@@ -303,6 +337,10 @@ def grid_of(comm: Communicator) -> Any:
         (
             lambda c: nn.Chain(nn.Flatten(), nn.Linear(3, 2)).as_distributed(comm=c, space=grid_of(c)),
             "'0' Flatten() reads a part of a field of 4 x 12 cells, but acts on each sample as a whole",
+        ),
+        (
+            lambda c: nn.UNet(1, 1, 2, 4, 3).as_distributed(comm=c, space=grid_of(c)),
+            "which must have as many cells: along each dim take a multiple of the product of the strides before it",
         ),
         (
             lambda c: nn.Conv3d(1, 1, 3).as_distributed(comm=c, space=grid_of(c)),
