@@ -1,0 +1,41 @@
+"""The tutorials run from start to end, as a reader would run them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from amount import in_full
+
+TUTORIAL = Path(__file__).parents[2] / "docs/tutorial"
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+pytestmark = pytest.mark.mpi_skip
+
+
+def printed(folder: Path, *command: str) -> list[str]:
+    """The lines that a command prints, but for what fsdpx says of itself."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
+    kept |= {"OMP_NUM_THREADS": "1", "FSDPX_TUNE": "0", "PYTHONPATH": str(TUTORIAL.parents[1])}
+    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+
+
+@in_full
+def test_a_script_for_torchrun_and_its_port_print_the_same_losses(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (shown,) = re.findall(r"^```text\n(epoch.*?)^```", (TUTORIAL / "torchrun.md").read_text(), re.S | re.M)
+    theirs = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(TUTORIAL / "ddp.py")]
+    assert printed(tmp_path, *theirs) == shown.splitlines()
+    for ranks in ("1", "2", "3"):
+        assert MPIEXEC is not None
+        ours = printed(tmp_path, MPIEXEC, "-n", ranks, sys.executable, str(TUTORIAL / "ported.py"))
+        assert ours == shown.splitlines(), ranks
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    net.load_state_dict(load_file(tmp_path / "net/model.safetensors"))
+    for name, value in torch.load(tmp_path / "net.pt").items():
+        assert (value - net.state_dict()[name]).abs().max() < 1e-5, name
