@@ -1,5 +1,7 @@
 """The tutorials run from start to end, as a reader would run them."""
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -39,3 +41,18 @@ def test_a_script_for_torchrun_and_its_port_print_the_same_losses(tmp_path: Path
     net.load_state_dict(load_file(tmp_path / "net/model.safetensors"))
     for name, value in torch.load(tmp_path / "net.pt").items():
         assert (value - net.state_dict()[name]).abs().max() < 1e-5, name
+
+
+def test_the_notebook_of_the_course_is_made_of_its_page() -> None:
+    """`python docs/tutorial/notebook.py` makes it; each program of the page is a cell."""
+    spec = importlib.util.spec_from_file_location("notebook", TUTORIAL / "notebook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    page = (TUTORIAL / "course.md").read_text()
+    kept = (TUTORIAL / "course.ipynb").read_text()
+    assert kept == made.notebook(page), "run python docs/tutorial/notebook.py"
+    cells = json.loads(kept)["cells"]
+    programs = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert programs == [code.strip("\n") for code in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)]

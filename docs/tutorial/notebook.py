@@ -1,0 +1,34 @@
+"""The course as a notebook: `python docs/tutorial/notebook.py` makes course.ipynb of course.md."""
+
+import json
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("course.md")
+
+
+def cells(text: str) -> list[dict[str, object]]:
+    """Text and programs of a page, in turns; what programs print is left out, the notebook prints it itself."""
+    found: list[dict[str, object]] = []
+    text = re.sub(r"\n```text\n.*?^```\n", "", text, flags=re.S | re.M)
+    for i, piece in enumerate(re.split(r"^```python\n(.*?)^```\n", text, flags=re.S | re.M)):
+        source = piece.strip("\n").splitlines(keepends=True)
+        if source and i % 2:
+            found.append(
+                {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": source}
+            )
+        elif source:
+            found.append({"cell_type": "markdown", "metadata": {}, "source": source})
+    return [{"id": f"cell-{i}", **cell} for i, cell in enumerate(found)]
+
+
+def notebook(text: str) -> str:
+    """The page as nbformat 4.5 has it."""
+    text = re.sub(r"The page is also a notebook, .*?\. ", "", text)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    made = {"cells": cells(text), "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.with_suffix(".ipynb").write_text(notebook(PAGE.read_text()))
