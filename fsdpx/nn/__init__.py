@@ -30,6 +30,7 @@ from fsdpx.nn.masks import FillNaN, Mask
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from fsdpx.nn.normalize import Denormalize, Normalize
+from fsdpx.nn.pad import Pad
 from fsdpx.nn.physics import Conserve, PhysicsLoss
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.pool import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
@@ -50,10 +51,10 @@ __all__ = [
     "Embedding", "Enter", "Env", "Features", "FillNaN", "First", "Flatten", "Framed", "Gate", "GatedMLP", "Gradient",
     "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Laplacian",
     "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "Mask", "MaxError", "MaxPool1d",
-    "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Normalize", "Own", "PartTokenEmbedding",
-    "Patches", "PhysicsLoss", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2", "Residual", "Rollout",
-    "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec",
-    "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample", "ViT", "Vocab",
-    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora", "models",
-    "parallelise", "shapes", "sort", "specs_of",
+    "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Normalize", "Own", "Pad",
+    "PartTokenEmbedding", "Patches", "PhysicsLoss", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2",
+    "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid",
+    "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample",
+    "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora",
+    "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

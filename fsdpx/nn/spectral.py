@@ -296,19 +296,31 @@ class FNO(Graph):
     n_modes : kept along each dim
     width : channels of the blocks
     layers : blocks
+    lifting, projection, hidden : channels inside the networks of these names and of the blocks; None: 2 width, 2 width
+        and width / 2
+    positions : whether the places of cells are given as channels
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, n_modes: int | tuple[int, ...], width: int = 32, layers: int = 4
+        self,
+        in_channels: int,
+        out_channels: int,
+        n_modes: int | tuple[int, ...],
+        width: int = 32,
+        layers: int = 4,
+        lifting: int | None = None,
+        projection: int | None = None,
+        hidden: int | None = None,
+        positions: bool = True,
     ) -> None:
         positive(self, in_channels=in_channels, out_channels=out_channels, width=width, layers=layers)
         self.in_channels, self.out_channels, self.n_modes = in_channels, out_channels, n_modes
-        self.width, self.layers = width, layers
+        self.width, self.layers, self.positions = width, layers, bool(positions)
+        self.lifting, self.projection, self.hidden = lifting, projection, hidden
         dims = 1 if hasattr(n_modes, "__index__") else len(tuple(n_modes))
-        nodes: dict[str, tuple[Any, ...]] = {
-            "embedding": (GridEmbedding(), "x"),
-            "lifting": (_mlp(in_channels + dims, 2 * width, width), "embedding"),
-        }
+        nodes: dict[str, tuple[Any, ...]] = {"embedding": (GridEmbedding(), "x")} if positions else {}
+        first = in_channels + dims * self.positions
+        nodes["lifting"] = _mlp(first, lifting or 2 * width, width), "embedding" if positions else "x"
         last = "lifting"
         for i in range(layers):
             nodes[f"conv{i}"] = SpectralConv(width, width, n_modes), last
@@ -318,14 +330,14 @@ class FNO(Graph):
             if i < layers - 1:
                 nodes[f"act{i}"] = GELU(), through
                 through = f"act{i}"
-            nodes[f"mlp{i}"] = _mlp(width, max(width // 2, 1), width), through
+            nodes[f"mlp{i}"] = _mlp(width, hidden or max(width // 2, 1), width), through
             nodes[f"gate{i}"] = ChannelScale(width, dims), last
             nodes[f"out{i}"] = Add(), f"mlp{i}", f"gate{i}"
             last = f"out{i}"
             if i < layers - 1:
                 nodes[f"end{i}"] = GELU(), last
                 last = f"end{i}"
-        nodes["projection"] = _mlp(width, 2 * width, out_channels), last
+        nodes["projection"] = _mlp(width, projection or 2 * width, out_channels), last
         super().__init__(nodes, outputs=("projection",))
 
     def __repr__(self) -> str:

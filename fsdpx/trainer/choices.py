@@ -355,8 +355,9 @@ def _text(choice: Any) -> str:
     if isinstance(choice, Sorted):
         return "\n".join(f"{node.path} = {_text(node.layer)}" for node in choice.nodes)
     if isinstance(choice, Layout):
-        shapes = [(p.index, f.name, choice.specs[f.source].shape) for p in choice.pages for f in p.fields]
-        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+        specs = ((p.index, f.name, choice.specs[f.source]) for p in choice.pages for f in p.fields)
+        facts = [(index, name, spec.shape, getattr(spec.init, "digest", 0)) for index, name, spec in specs]
+        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
     try:
         text = repr(choice)
     except RecursionError:  # a layer that holds itself

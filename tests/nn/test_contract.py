@@ -102,6 +102,8 @@ CASES = {
     "Curl": (nn.Curl, lambda: rows(3, 3, 4, 5, 4)),
     "Laplacian": (lambda: nn.Laplacian(2.0, True), lambda: rows(3, 2, 5, 3)),
     "Conserve": (nn.Conserve, lambda: (rows(3, 2, 5), rows(3, 2, 5) + 1.0)),
+    "Pad": (lambda: nn.Pad(((2, 0), (-1, 3)), "reflect"), lambda: rows(3, 2, 4, 5)),
+    "FNOPlain": (lambda: nn.FNO(2, 3, (2, 2), 4, 1, 5, 3, 2, False), lambda: rows(3, 2, 4, 4)),
     "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
     "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
     "Flatten": (nn.Flatten, lambda: rows(3, 2, 5)),

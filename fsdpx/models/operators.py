@@ -1,0 +1,238 @@
+"""Models of fields from the weights of other projects: the usual U-Net, neuraloperator's FNO and PDEBench's.
+
+What a model is follows from the names and shapes of its tensors; a table says which names are which parameters."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.checkpoint.read import elements, weights
+from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.models.tables import Architecture
+from fsdpx.nn.activation import GELU
+from fsdpx.nn.container import Container
+from fsdpx.nn.graph import Graph
+from fsdpx.nn.pad import Pad
+from fsdpx.nn.shape import Add
+from fsdpx.nn.sort import sort, specs_of
+from fsdpx.nn.spectral import FNO, ChannelLinear, SpectralConv
+from fsdpx.nn.unet import UNet
+
+__all__ = ["from_state_dict"]
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class KnownValues:
+    """How a parameter begins: as an array that the caller gave."""
+
+    array: np.ndarray = field(repr=False, compare=False)
+    digest: int = 0
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        return self.array.reshape(-1)[start:stop]
+
+
+@dataclass(frozen=True)
+class Project:
+    """One line of the table.
+
+    Parameters
+    ----------
+    mark : a name that tells it, of a tensor that all its models have
+    make : from the tensors, and the options of the caller, to the model
+    names : as in `Architecture`, from names here to names there
+    joined : from the tensors there to those that are parameters here
+    unused : patterns (fnmatch) of tensors that are needed for nothing
+    """
+
+    mark: str
+    make: Callable[..., Container]
+    names: Mapping[str, str] = field(default_factory=dict)
+    joined: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    unused: tuple[str, ...] = ()
+
+
+def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: Any) -> Container:
+    """The model whose weights these are, which begins with them. Every rank gives the same.
+
+    Known are the usual U-Net (Buda et al. 2019), also that of PDEBench and of The Well, `neuralop.models.FNO` of
+    neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have the places of cells as
+    their last channels.
+
+    Parameters
+    ----------
+    source : name -> array, as `module.state_dict()`; or a path of a safetensors file or of a folder with one
+    options : what weights do not tell: of a U-Net `activation="tanh"` (PDEBench, The Well), `padding`, and
+        `transposed=True` for a last layer that is a ConvTranspose (The Well) with as many channels in as out; of
+        neuraloperator's FNO `positions=False`; of PDEBench's `padding`, cells after the end of each dim
+
+    Returns
+    -------
+    Container : `nn.UNet`, `nn.FNO` or a graph
+
+    Raises
+    ------
+    CheckpointError : names that belong to none of these, tensors that are missing, left over or of another shape
+    """
+    tensors = _tensors(source)
+    for project in PROJECTS:
+        found = next((name for name in tensors if name.endswith(project.mark)), None)
+        if found is not None:
+            prefix = found.removesuffix(project.mark)
+            return _begun(project, {_without(name, prefix): a for name, a in tensors.items()}, options)
+    marks = ", ".join(project.mark for project in PROJECTS)
+    raise CheckpointError(f"from_state_dict: no model is known that has these tensors; known are those with {marks}")
+
+
+def _tensors(source: Any) -> Tensors:
+    if isinstance(source, Mapping):
+        return {name: _array(value) for name, value in source.items() if hasattr(value, "shape")}
+    if not isinstance(source, str | PathLike):
+        raise CheckpointError(f"from_state_dict: give module.state_dict() or a path, got a {type(source).__name__}")
+    files = weights(Path(source))
+    return {
+        name: elements(files, name, [(0, entry.elements)]).reshape(entry.shape)
+        for name, (_, entry) in files.places.items()
+    }
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+
+
+def _without(name: str, prefix: str) -> str:
+    if not name.startswith(prefix):
+        raise CheckpointError(f"from_state_dict: {name} does not begin with {prefix!r}, as others do")
+    return name.removeprefix(prefix)
+
+
+def _begun(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
+    """The model, with initial values from the tensors."""
+    kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
+    try:
+        model, kept = project.make(kept, **options), project.joined(kept)
+    except KeyError as error:
+        raise CheckpointError(f"from_state_dict: missing: {error.args[0]}") from None
+    table = Architecture(project.make, {**project.names, **{f"{n}.": f"{n}." for n in model.children()}})
+    specs = {name: spec.shape for name, spec in specs_of(sort(model)).items()}
+    theirs = {name: table.theirs(name, 1)[0] for name in specs}
+    missing = [other for other in theirs.values() if other not in kept]
+    extra = sorted(kept.keys() - set(theirs.values()))
+    texts = [f"{what}: {', '.join(n[:5])}" for what, n in (("missing", missing), ("not in the model", extra)) if n]
+    if texts:
+        raise CheckpointError(f"from_state_dict: {'; '.join(texts)}")
+    model.initial = {name: _values(other, kept[other], specs[name]) for name, other in theirs.items()}
+    return model
+
+
+def _values(name: str, array: np.ndarray, shape: tuple[int, ...]) -> KnownValues:
+    """A tensor in the shape that a parameter has here; complex numbers are pairs."""
+    pairs = np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
+    if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
+        raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
+    values = np.ascontiguousarray(pairs).reshape(shape)
+    return KnownValues(values, zlib.crc32(values.tobytes()))
+
+
+def _unet(tensors: Tensors, *, transposed: bool | None = None, **options: Any) -> Container:
+    first, last = tensors["encoder1.enc1conv1.weight"], tensors["conv.weight"]
+    width, outputs = first.shape[0], len(tensors["conv.bias"])
+    if transposed or (transposed is None and last.shape[:2] == (width, outputs) != (outputs, width)):
+        tensors["conv.weight"] = last.swapaxes(0, 1)
+    norm = None
+    if "encoder1.enc1norm1.weight" in tensors:
+        norm = "batch" if "encoder1.enc1norm1.running_mean" in tensors else "group"
+    depth = sum(name.startswith("encoder") and name.endswith("conv1.weight") for name in tensors)
+    given = {"dims": first.ndim - 2, "width": width, "depth": depth, "norm": norm, **options}
+    return UNet(first.shape[1], outputs, **given)
+
+
+def _fno(tensors: Tensors, *, positions: bool = True) -> Container:
+    spectral, lifting = tensors["fno_blocks.convs.0.weight.tensor"], tensors["lifting.fcs.0.weight"]
+    if not np.iscomplexobj(spectral):
+        raise CheckpointError("from_state_dict: weights of SpectralConv must be complex: read them by torch.load")
+    *modes, last = spectral.shape[2:]
+    projection, inside = tensors["projection.fcs.1.weight"], tensors["fno_blocks.channel_mlp.0.fcs.0.weight"]
+    layers = sum(name.startswith("fno_blocks.convs.") and name.endswith(".weight.tensor") for name in tensors)
+    inputs = lifting.shape[1] - (len(modes) + 1) * positions
+    return FNO(
+        inputs, projection.shape[0], (*modes, 2 * (last - 1)), spectral.shape[0], layers, lifting.shape[0],
+        projection.shape[1], inside.shape[0], positions,
+    )  # fmt: skip
+
+
+def _corners(tensors: Tensors) -> Tensors:
+    """Weights of the corners of the modes, joined in the order of frequencies."""
+    found = {name: a for name, a in tensors.items() if ".weights" not in name}
+    for conv in sorted({name.partition(".weights")[0] for name in tensors.keys() - found.keys()}):
+        count = sum(name.startswith(f"{conv}.weights") for name in tensors)
+        corners = [tensors[f"{conv}.weights{i + 1}"] for i in range(count)]
+        dim = 2
+        while len(corners) > 1:  # each second one has the negative frequencies of this dim
+            pairs = zip(corners[1::2], corners[::2], strict=True)
+            corners, dim = [np.concatenate(pair, axis=dim) for pair in pairs], dim + 1
+        found[f"{conv}.weight"] = corners[0]
+    return found
+
+
+def _pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None) -> Container:
+    first, spectral = tensors["fc0.weight"], tensors["conv0.weights1"]
+    width, *modes = spectral.shape[1:]
+    dims, layers = len(modes), sum(name.endswith(".weights1") for name in tensors)
+    if padding is None:  # that of PDEBench
+        padding = (0, 0, 6) if dims == 3 else 2
+    each = (padding,) * dims if isinstance(padding, int) else tuple(padding)
+    if len(each) != dims:
+        raise ConfigError(f"from_state_dict: padding={padding!r} must be of {dims} dims")
+    nodes: dict[str, tuple[Any, ...]] = {
+        "fc0": (ChannelLinear(first.shape[1], width), "x"),
+        "pad": (Pad(tuple((0, n) for n in each)), "fc0"),
+    }
+    last = "pad"
+    for i in range(layers):
+        nodes[f"conv{i}"] = SpectralConv(width, width, (*(2 * m for m in modes[:-1]), 2 * (modes[-1] - 1)), False), last
+        nodes[f"w{i}"] = ChannelLinear(width, width), last
+        nodes[f"sum{i}"] = Add(), f"conv{i}", f"w{i}"
+        last = f"sum{i}"
+        if i < layers - 1:
+            nodes[f"act{i}"] = GELU(), last
+            last = f"act{i}"
+    nodes["crop"] = Pad(tuple((0, -n) for n in each)), last
+    hidden, outputs = (tensors[f"fc{i}.weight"].shape[0] for i in (1, 2))
+    nodes["fc1"] = ChannelLinear(width, hidden), "crop"
+    nodes["act"] = GELU(), "fc1"
+    nodes["fc2"] = ChannelLinear(hidden, outputs), "act"
+    return Graph(nodes, outputs=("fc2",))
+
+
+PROJECTS = (
+    Project("encoder1.enc1conv1.weight", _unet, unused=("*.num_batches_tracked",)),
+    Project(
+        "fno_blocks.convs.0.weight.tensor",
+        _fno,
+        {
+            "conv*.weight": "fno_blocks.convs.*.weight.tensor",
+            "conv*.bias": "fno_blocks.convs.*.bias",
+            "skip*.weight": "fno_blocks.fno_skips.*.conv.weight",
+            "mlp*.0.": "fno_blocks.channel_mlp.*.fcs.0.",
+            "mlp*.2.": "fno_blocks.channel_mlp.*.fcs.1.",
+            "gate*.": "fno_blocks.channel_mlp_skips.*.",
+            "lifting.0.": "lifting.fcs.0.",
+            "lifting.2.": "lifting.fcs.1.",
+            "projection.0.": "projection.fcs.0.",
+            "projection.2.": "projection.fcs.1.",
+        },
+    ),
+    Project("conv0.weights1", _pdebench, joined=_corners, unused=("bn*",)),
+)
+"""Projects whose weights are known."""

@@ -1,0 +1,74 @@
+"""Cells that are put beyond the ends of a field, or taken off them, over fields that may be cut."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.cut import CutRequest, Parts
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
+from fsdpx.nn.parts import MODES, Reach, demand_dims, demand_fit, fold, over, widen
+
+__all__ = ["Pad"]
+
+Sides = tuple[tuple[int, int], ...]
+
+
+class Pad(Layer):
+    """(samples, channels, *cells) with more cells at its ends, or with fewer where numbers are below 0.
+
+    Over a grid of ranks each keeps its cells, and those at the ends get what comes beyond them.
+
+    Parameters
+    ----------
+    padding : (before, after) for each dim of cells
+    mode : what lies beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims
+    """
+
+    def __init__(self, padding: Sides, mode: str = "zeros") -> None:
+        self.padding, self.mode = tuple((int(a), int(b)) for a, b in padding), mode
+        if not 1 <= len(self.padding) <= 3:
+            raise ConfigError(f"Pad: padding={padding!r}: give (before, after) for each of 1 to 3 dims")
+        if mode not in MODES:
+            raise ConfigError(f"Pad: mode={mode!r}: choose one of {', '.join(MODES)}")
+        self.parts: Parts | None = None
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind = request.kinds[0]
+        if not isinstance(kind, Parts):
+            return super().cut(request)
+        request.refuse_mark(self)
+        if len(kind.cuts) != len(self.padding):
+            raise ConfigError(f"{request.path!r} {self!r} pads {len(self.padding)} dims and reads {kind}")
+        return Portion(over(self, kind), self._moves(kind)[0])
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        demand_dims(self, x, len(self.padding))
+        _, moves = self._moves(self.parts or Parts.whole(x.shape[2:]))
+        return widen(env, x, moves, what=env.random.path), moves
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return fold(env, dy, saved, what=env.random.path), ()
+
+    def _moves(self, parts: Parts) -> tuple[Parts, tuple[Reach, ...]]:
+        try:
+            return _padded(parts, self.padding, self.mode)
+        except ShapeError as error:
+            raise ShapeError(f"{self!r}: {error}") from None
+
+
+@lru_cache(1 << 10)
+def _padded(parts: Parts, padding: Sides, mode: str) -> tuple[Parts, tuple[Reach, ...]]:
+    """How the result is cut, and what each rank needs for its part of it."""
+    made, moves = [], []
+    for d, (cuts, (low, high)) in enumerate(zip(parts.cuts, padding, strict=True)):
+        total = cuts[-1] + low + high
+        if total < 1:
+            raise ShapeError(f"nothing is left of a field of shape {parts.shape}")
+        out = (0, *(min(max(cut + low, 0), total) for cut in cuts[1:-1]), total)
+        reach = Reach(d + 2, cuts, tuple((a - low, b - low) for a, b in zip(out, out[1:], strict=False)), mode)
+        demand_fit(reach)
+        made.append(out)
+        moves.append(reach)
+    return Parts(tuple(made)), tuple(moves)
