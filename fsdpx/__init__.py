@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpx.version import __version__
 
 if TYPE_CHECKING:
-    from fsdpx import data, errors, models, nn, optim, testing
+    from fsdpx import data, errors, models, nn, optim, plan, testing
     from fsdpx.checkpoint.weights import WeightsReport
     from fsdpx.codecs import Between, Cast, Codec, Int8, Plain, PowerSGD, TopK
     from fsdpx.comm.backend import FakeCommunicator
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fsdpx.trainer.trainer import Trainer
     from fsdpx.watch.preempt import Preempted, Preemption
 
-_FLOORS = ("data", "errors", "launch", "models", "nn", "optim", "testing")
+_FLOORS = ("data", "errors", "launch", "models", "nn", "optim", "plan", "testing")
 _NAMES = {
     "fsdpx.checkpoint.weights": ("WeightsReport",),
     "fsdpx.codecs": ("Between", "Cast", "Codec", "Int8", "Plain", "PowerSGD", "TopK"),

@@ -29,7 +29,7 @@ from fsdpx.comm.calls import (
 )
 from fsdpx.comm.communicator import VERBS, CallSpec, Communicator
 from fsdpx.comm.messages import COLLECTIVES, ROUNDED, Pairs, ring_steps
-from fsdpx.comm.plain import LIMIT
+from fsdpx.comm.plain import LIMIT, pack, unpack
 from fsdpx.comm.reduction import is_half, kind_of, objection
 from fsdpx.cuda.devices import gpu_of, on, where
 from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
@@ -344,6 +344,10 @@ class FakeCommunicator(Backend):
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         check_group(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
+
+    def all_gather_plain(self, value: Any) -> list[Any]:
+        """As if every rank had given `value`; all of a million ranks have the same one."""
+        return [unpack(pack(value))] * self.size
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """As if every rank had given `obj`."""

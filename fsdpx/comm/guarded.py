@@ -138,7 +138,8 @@ def compare(comm: Communicator, settings: Mapping[str, str], arguments: Mapping[
     arguments : of the call that this rank makes; those that some rank's call does not have are not compared"""
     everyone = comm.all_gather_plain((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
-    rows = {name: [one.get(name, "not given") for one in every_setting] for one in every_setting for name in one}
+    names = dict.fromkeys(name for one in every_setting for name in one)
+    rows = {name: [one.get(name, "not given") for one in every_setting] for name in names}
     shared = set.intersection(*map(set, every_argument))
     rows |= {name: [one[name] for one in every_argument] for name in every_argument[0] if name in shared}
     different = [f"{name} ({grouped(dict(enumerate(row)))})" for name, row in rows.items() if len({*row}) > 1]

@@ -153,15 +153,17 @@ class Engine:
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _issue(self, action: Action, transfer: Transfer) -> None:
-        """Look after a transfer that no slot holds until the end of the run."""
-        self._flying.append((action, transfer))
-        self._sends.append(transfer)
+        """Look after a transfer that no slot holds, until it is complete."""
+        if transfer.handle is not DONE:
+            self._flying.append((action, transfer))
+            self._sends.append(transfer)
 
     def _poke(self) -> None:
         """Move all transfers on; those that are complete are noted."""
-        flying = []
+        flying, landed = [], set[int]()
         for action, transfer in self._flying:
             if transfer.test():
+                landed.add(id(transfer))
                 lane = VERBS[action.op].lane
                 self.clock.landed(action.op, lane, transfer.landed - transfer.issued, transfer.busy)
                 if self.recording is not None:
@@ -169,6 +171,8 @@ class Engine:
             else:
                 flying.append((action, transfer))
         self._flying = flying
+        if landed and self._sends:  # what was sent is free before the program ends
+            self._sends = [transfer for transfer in self._sends if id(transfer) not in landed]
 
     def _result(self, slot: Slot) -> Any:
         try:

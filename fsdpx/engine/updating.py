@@ -10,6 +10,7 @@ from fsdpx.engine.run import ProgramRun, Values, number_of
 from fsdpx.optim import Segments
 from fsdpx.optim.optimizer import Kept, kept_of, places
 from fsdpx.program import Action
+from fsdpx.shapes.work import note
 
 __all__ = ["left_alone", "move", "update"]
 
@@ -19,6 +20,7 @@ def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
     if run.place.imaginary:
         for axis, call, nbytes in run.place.parts_moved(p):
             run.place.axes.counters.add(axis, call, nbytes)
+        note(master, taken[0], *slots.values(), master, *slots.values())  # all are read, and written but the gradient
     if not scale.skip:
         move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor)
     return (master, slots)

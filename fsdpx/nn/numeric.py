@@ -13,6 +13,7 @@ from fsdpx.array import blas, kernels
 from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.cuda.gemm import gemm, takes
 from fsdpx.shapes.array import as_one
+from fsdpx.shapes.work import one_product
 
 __all__ = [
     "BLANK", "WRITTEN", "Entries", "GradientEntry", "Gradients", "add_linear", "add_product", "add_sum", "affine",
@@ -170,7 +171,8 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         return out
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
-    return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+    with one_product(a, b):
+        return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
 
 
 def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
@@ -229,7 +231,8 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
     elif takes(a, b):
         gemm(out, a, b, add)
     else:
-        as_one(_matmul_into, xp, out, add, a, b)
+        with one_product(a, b):
+            as_one(_matmul_into, xp, out, add, a, b)
 
 
 def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:

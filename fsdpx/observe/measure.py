@@ -9,7 +9,7 @@ from time import perf_counter
 
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.recording import Recording
-from fsdpx.program import VERBS, Action, Costs, Event, Machine, Program, idle, simulate_programs
+from fsdpx.program import VERBS, Action, ActionTimes, Costs, Event, Program, idle, simulate_programs
 
 __all__ = ["Measured", "machine_of", "measure"]
 
@@ -25,7 +25,7 @@ class Measured:
 
     events: list[Event]
     programs: tuple[Program, ...]
-    machine: Machine
+    machine: ActionTimes
 
     @property
     def idle(self) -> float:
@@ -83,7 +83,7 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
     return Measured(events, tuple(program for _, program in rows), machine_of(lines))
 
 
-def machine_of(lines: list[Timeline]) -> Machine:
+def machine_of(lines: list[Timeline]) -> ActionTimes:
     """Of computing only: how long something moves cannot be seen from one rank's clock."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
     alike: dict[tuple[str, int | None], list[float]] = defaultdict(list)
@@ -96,4 +96,4 @@ def machine_of(lines: list[Timeline]) -> Machine:
         known = sorted(alike.get((action.op, action.unit), [0.0]))
         return exact.get((rank, action), known[len(known) // 2])
 
-    return Machine(seconds)
+    return ActionTimes(seconds)

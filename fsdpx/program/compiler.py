@@ -115,7 +115,7 @@ class Program:
         return tuple(expand(a, self.stage, self.microbatches) for a in self.actions)
 
 
-@lru_cache(maxsize=8)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
+@lru_cache(maxsize=128)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
 def compile(request: Request) -> Program:
     stage, kind = request.stage, KINDS[request.kind]
     actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())

@@ -18,8 +18,26 @@ from fsdpx.program.count import filled
 from fsdpx.program.verbs import SLOTS, VERBS, Action, Slot, marked, parse, partner
 
 __all__ = [
-    "Costs", "Event", "Machine", "Overlap", "PipelineSchedule", "Stuck", "Task", "Waits", "bubble", "by_rank",
-    "done_as", "idle", "memory", "needs", "overlap", "peak_memory", "run", "simulate", "simulate_programs", "walk",
+    "ActionTimes",
+    "Costs",
+    "Event",
+    "Overlap",
+    "PipelineSchedule",
+    "Stuck",
+    "Task",
+    "Waits",
+    "bubble",
+    "by_rank",
+    "done_as",
+    "idle",
+    "memory",
+    "needs",
+    "overlap",
+    "peak_memory",
+    "run",
+    "simulate",
+    "simulate_programs",
+    "walk",
     "walked",
 ]  # fmt: skip
 
@@ -269,7 +287,7 @@ Seconds = Callable[[int, Action], float]
 
 
 @dataclass(frozen=True)
-class Machine:
+class ActionTimes:
     """How long actions take. seconds: by (verb, unit), else by (verb, None), else 0; or a function of rank and action.
 
     A unit of SEND is an edge: its seconds are those of the message on the link."""
@@ -282,7 +300,7 @@ class Machine:
         return self.seconds.get((action.op, action.unit), self.seconds.get((action.op, None), 0.0))
 
 
-def simulate_programs(programs: Sequence[Program], machine: Machine) -> list[Event]:
+def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list[Event]:
     """One event per action, rank by rank in the order of the programs; programs: one per rank of the pipe.
 
     A rank issues its actions in order. It waits for the slots that an action takes, reads or adds to. What it computes
@@ -335,7 +353,7 @@ def _task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
     if verb.meets:
-        return Task(action, (action, time), waits, lane=(rank, verb.lane), until=(action, time))
+        return Task(action, (action, time), waits, seconds, (rank, verb.lane), (action, time))
     if verb.receives:
         return Task(action, key, waits, lane=(rank, verb.lane), until=replace(action, op=partner(action.op)))
     if verb.sends:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.shapes.work import note, note_copy, note_product
+
 __all__ = [
     "Meter", "ShapeArray", "ShapeUfunc", "as_one", "dtype_of_result", "elementwise", "metered", "reduced", "selected",
 ]  # fmt: skip
@@ -231,9 +233,14 @@ class ShapeArray:
         return ShapeArray([n for d, n in enumerate(self.shape) if d not in gone], self.dtype, self.root)
 
     def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
-        return self if not copy and np.dtype(dtype) == self.dtype else ShapeArray(self.shape, dtype)
+        if not copy and np.dtype(dtype) == self.dtype:
+            return self
+        made = ShapeArray(self.shape, dtype)
+        note(self, made)
+        return made
 
     def copy(self) -> ShapeArray:
+        note_copy(self)
         return ShapeArray(self.shape, self.dtype)
 
     def view(self, dtype: Any) -> ShapeArray:
@@ -244,7 +251,8 @@ class ShapeArray:
         return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
-        """Nothing: there are no elements."""
+        """There are no elements; it is work all the same."""
+        note(self)
 
     def item(self) -> Any:
         if self.size != 1:
@@ -270,6 +278,7 @@ class ShapeArray:
         more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
         if not _broadcasts(got[more:], want) or any(n != 1 for n in got[:more]):
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
+        note(value, ShapeArray(want, self.dtype, self.root))
 
     def __matmul__(self, other: Any) -> ShapeArray:
         return product(self, other)
@@ -303,6 +312,7 @@ class ShapeUfunc:
     def __call__(self, *operands: Any, out: Any = None, **options: Any) -> Any:
         shape = np.broadcast_shapes(*(np.shape(o) if not isinstance(o, ShapeArray) else o.shape for o in operands))
         result = ShapeArray(shape, dtype_of_result(self.function, *operands, **options))
+        note(*operands, result)
         return result if out is None else stored(out, result)
 
     def at(self, array: ShapeArray, index: Any, values: Any = None) -> None:
@@ -336,7 +346,9 @@ def product(a: Any, b: Any) -> ShapeArray:
     stack = np.broadcast_shapes(m[:-2], n[:-2])
     rows, columns = m[-2:-1] if len(left) > 1 else (), n[-1:] if len(right) > 1 else ()
     kinds = (x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in (a, b))
-    return ShapeArray((*stack, *rows, *columns), _dtype_of_product(*kinds))
+    made = ShapeArray((*stack, *rows, *columns), _dtype_of_product(*kinds))
+    note_product(m[-2], m[-1], n[-1], math.prod(stack), made.itemsize)
+    return made
 
 
 @functools.cache
@@ -359,6 +371,7 @@ def reduced(name: str) -> Callable[..., Any]:
             raise ValueError(f"{name} over a dim of size 0 has no identity: shape {x.shape}")
         shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdims or d not in gone]
         result = ShapeArray(shape, kind(x.dtype, dtype))
+        note(x, result)
         return result if out is None else stored(out, result)
 
     reduction.__name__ = name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fsdpx.shapes.array import Root, ShapeArray, as_one
+from fsdpx.shapes.work import Work, fused, repeat
 
 __all__ = ["known"]
 
@@ -26,16 +28,34 @@ def known(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) ->
         key = (call, xp, _key(arguments, arrays), _key(tuple(options.items()), arrays))
         result = _results.get(key)
     except TypeError:  # of something that can change
-        return as_one(call, xp, *arguments, **options)
+        return _worked(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
-        return _made(result, [a.root for a in arrays], arrays)
-    found = as_one(call, xp, *arguments, **options)
-    result = _plan(found, [a.root for a in arrays], arrays)
-    if result is not None:
+        plan, work = result
+        repeat(work)
+        return _made(plan, [a.root for a in arrays], arrays)
+    found, work = _worked(call, arrays, xp, *arguments, **options)
+    plan = _plan(found, [a.root for a in arrays], arrays)
+    if plan is not None:
         if len(_results) >= MOST:
             _results.clear()
-        _results[key] = result
+        _results[key] = plan, work
     return found
+
+
+def _worked(call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any, **options: Any) -> tuple[Any, Work]:
+    """One kernel: it reads the arrays that it is given and writes those that it gives."""
+    with fused() as work:
+        found = as_one(call, *arguments, **options)
+    itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
+    work.products = Counter({p._replace(itemsize=itemsize): times for p, times in work.products.items()})
+    work.kernels = 1
+    work.nbytes = sum(a.nbytes for a in (*arrays, *(found if isinstance(found, tuple) else (found,))) if _is_shape(a))
+    repeat(work)
+    return found, work
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, ShapeArray)
 
 
 def _key(value: Any, arrays: list[ShapeArray]) -> Any:

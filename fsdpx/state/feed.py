@@ -49,8 +49,9 @@ class ValueShapes:
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
             inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
-            self._found[key] = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
-        return self._found[key][value]
+            found = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
+            self._found[key] = [(one.shape, one.dtype) for one in found]  # arrays that stay would count as memory
+        return ShapeArray(*self._found[key][value])
 
     def imagined(self, tensor: int) -> Axes:
         """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""

@@ -6,7 +6,7 @@ import pytest
 from cases import PLACEMENTS, pipe, pipes, twins
 
 from fsdpx.errors import ProgramError
-from fsdpx.program import SCHEDULES, Action, Machine, Program, check, check_pipe, pipeline, simulate_programs
+from fsdpx.program import SCHEDULES, Action, ActionTimes, Program, check, check_pipe, pipeline, simulate_programs
 
 PIPES = pipes() | {f"{name}-again": pipe(name, 2, recompute=True) for name in SCHEDULES}
 
@@ -121,7 +121,7 @@ def test_a_message_behind_a_meeting_of_all_ranks_is_a_deadlock() -> None:
     late[3] = replace(late[3], actions=(*others[: mean + 1], last, *others[mean + 1 :]))
     with pytest.raises(ProgramError, match=rf"rank 3 of the pipe, at {last}, waits for rank 0, rank 1, rank 2\n"):
         check_pipe(late)
-    assert simulate_programs(late, Machine({}))
+    assert simulate_programs(late, ActionTimes({}))
 
 
 def test_all_ranks_meet_in_the_same_verbs() -> None:

@@ -10,7 +10,7 @@ from fsdpx.program import (
     SLOTS,
     VERBS,
     Action,
-    Machine,
+    ActionTimes,
     Move,
     Program,
     Request,
@@ -107,10 +107,10 @@ def test_a_verb_is_counted(copying: Program) -> None:
 
 def test_a_verb_is_simulated(copying: Program) -> None:
     seconds = {("COPY", None): 3.0, ("F", None): 1.0, ("B", None): 1.0}
-    events = {str(event.action): event for event in simulate_programs([copying], Machine(seconds))}
+    events = {str(event.action): event for event in simulate_programs([copying], ActionTimes(seconds))}
     assert (events["COPY0"].start, events["COPY0"].end) == (0, 3)
     assert (events["F0.0"].start, events["B0.0"].end) == (0, 8)  # it runs beside the computing
-    slow = simulate_programs([copying], Machine(seconds | {("COPY", None): 30.0}))
+    slow = simulate_programs([copying], ActionTimes(seconds | {("COPY", None): 30.0}))
     assert slow[-1].start == 30  # UPDATE stands behind DROP, which waits for the copy
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program import Action, Program, Request, compile, parse, pipeline
 from fsdpx.program.machine import (
+    ActionTimes,
     Costs,
     Event,
-    Machine,
     Overlap,
     PipelineSchedule,
     Stuck,
@@ -179,11 +179,11 @@ def compiled(plan: PipelineSchedule, keep_full: bool = True) -> list[Program]:
     ]
 
 
-def speeds(costs: Costs, **others: float) -> Machine:
+def speeds(costs: Costs, **others: float) -> ActionTimes:
     def seconds(rank: int, action: Action) -> float:
         return costs.of(action) if action.op in ("F", "B", "I", "W") else others.get(action.op, 0.0)
 
-    return Machine(seconds)
+    return ActionTimes(seconds)
 
 
 @PROPERTY
@@ -212,7 +212,7 @@ def test_saved_activations_peak_at_what_is_in_flight(name: str) -> None:
 def test_memory_over_time_begins_and_ends_empty() -> None:
     program = compile(requests("step", CHAIN, 1, "fsdp"))
     (curve,) = memory(
-        [program], simulate_programs([program], Machine({("F", None): 1, ("B", None): 2})), lambda slot: 1
+        [program], simulate_programs([program], ActionTimes({("F", None): 1, ("B", None): 2})), lambda slot: 1
     )
     times = [time for time, _ in curve]
     assert times == sorted(set(times))
@@ -225,7 +225,7 @@ def test_memory_that_goes_from_program_to_program() -> None:
     ends = []
     for kind in ("forward", "backward"):
         program = compile(requests(kind, CHAIN, 1, "fsdp"))
-        events = simulate_programs([program], Machine({("F", None): 1, ("B", None): 1}))
+        events = simulate_programs([program], ActionTimes({("F", None): 1, ("B", None): 1}))
         (curve,) = memory([program], events, lambda slot: 1, ("saved",))
         ends.append((curve[0], curve[-1]))
     assert ends == [((0, 1), (3, 4)), ((0, 4), (4, 0))]
@@ -236,7 +236,7 @@ def test_memory_that_goes_from_program_to_program() -> None:
 def test_one_program_without_moves_takes_the_sum(name: str, placement: str) -> None:
     program = compile(requests("step", STAGES[name], 2, placement))
     seconds = {("F", None): 1.0, ("F", 1): 3.0, ("B", None): 2.0, ("UPDATE", None): 0.5}
-    events = simulate_programs([program], Machine(seconds))
+    events = simulate_programs([program], ActionTimes(seconds))
     total = sum(seconds.get((a.op, a.unit), seconds.get((a.op, None), 0.0)) for a in program.actions)
     assert max(e.end for e in events) == pytest.approx(total)
 
@@ -245,10 +245,10 @@ def test_gathers_run_beside_the_computing() -> None:
     """Four units, pages one ahead: only the first gather has nothing to hide behind."""
     program = compile(requests("predict", CHAIN, 1, "fsdp"))
     assert [a.op + str(a.unit) for a in program.actions if a.op in "GATHER E"][:3] == ["GATHER0", "GATHER1", "E0"]
-    events = simulate_programs([program], Machine({("GATHER", None): 1, ("E", None): 1}))
+    events = simulate_programs([program], ActionTimes({("GATHER", None): 1, ("E", None): 1}))
     assert max(e.end for e in events) == 5
     assert overlap(events) == {0: Overlap(4, 3)}
-    slow = simulate_programs([program], Machine({("GATHER", None): 2, ("E", None): 1}))
+    slow = simulate_programs([program], ActionTimes({("GATHER", None): 2, ("E", None): 1}))
     assert max(e.end for e in slow) == 9  # one at a time on their lane
     assert overlap(slow)[0].share == 3 / 8
 
@@ -267,7 +267,7 @@ def test_who_adds_to_what_is_received_waits_for_it() -> None:
     """The gradient of value 1 goes from stage 3 to stage 1, which adds its own; the message takes long."""
     programs = pipe("1f1b", 1)
     (slow,) = [e.number for e in programs[0].stage.edges if e.gradient and (e.source, e.target) == (3, 1)]
-    events = simulate_programs(programs, Machine({("SEND", slow): 100, ("B", None): 1}))
+    events = simulate_programs(programs, ActionTimes({("SEND", slow): 100, ("B", None): 1}))
     starts = {str(event.action): event.start for event in events}
     assert (starts["B3.0"], starts["B2.0"], starts["B1.0"], starts["B0.0"]) == (0, 1, 101, 102)
 
@@ -286,7 +286,7 @@ def test_programs_that_wait_for_each_other_are_named() -> None:
     with pytest.raises(
         ProgramError, match=r"wait for each other\nrank 0 of .*, at B0\.0, waits for SEND1\.0 of rank 1\n"
     ):
-        simulate_programs([silent, second], Machine({}))
+        simulate_programs([silent, second], ActionTimes({}))
 
 
 def test_overlap_counts_no_second_twice() -> None:

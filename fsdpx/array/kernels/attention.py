@@ -10,6 +10,7 @@ import numpy as np
 from fsdpx.array.kernels.dispatch import kernel
 from fsdpx.array.namespace import joined
 from fsdpx.cuda.head_layout import merged, time_first
+from fsdpx.shapes.work import alike
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 
@@ -90,7 +91,9 @@ def attention_backward(
 
 def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
     """Every (sample, head); for arrays without data the first one only."""
-    return np.ndindex(*(min(n, 1) for n in q.shape[:2]) if getattr(xp, "holds_no_data", False) else q.shape[:2])
+    if getattr(xp, "holds_no_data", False):
+        return alike((0, 0), q.shape[0] * q.shape[1])
+    return np.ndindex(*q.shape[:2])
 
 
 def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:

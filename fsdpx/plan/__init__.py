@@ -1,0 +1,26 @@
+"""Foresight: bytes, memory and seconds of a step before a job is submitted, and which configuration to ask for.
+
+    fsdpx.plan.predict(model, batch, ranks=64, machine="a100-dgx-200g", strategy="fsdp").seconds
+    print(fsdpx.plan(model, batch=batch, ranks=64, machine="a100-dgx-200g", memory="40GiB"))
+
+The package is called itself: that is `fsdpx.plan.search`."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from fsdpx.plan.machine import Compute, Level, Machine
+from fsdpx.plan.prediction import Prediction, RankClass, predict
+from fsdpx.plan.searching import Candidate, Plan, search
+
+__all__ = ["Candidate", "Compute", "Level", "Machine", "Plan", "Prediction", "RankClass", "predict", "search"]
+
+
+class _Callable(ModuleType):
+    """The class of this module: a call searches."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Plan:
+        return search(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

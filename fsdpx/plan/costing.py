@@ -1,0 +1,253 @@
+"""What the actions of a dry run cost. Equal layers are followed once: what they gave then is made of new arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+from fsdpx.comm.communicator import Counters
+from fsdpx.engine.recording import Recording
+from fsdpx.layout.units import Unit
+from fsdpx.nn.container import Recomputed
+from fsdpx.nn.layer import Layer
+from fsdpx.program import Action, Program
+from fsdpx.shapes.array import Meter, Root, ShapeArray
+from fsdpx.shapes.work import Work, counting, repeat
+from fsdpx.trainer.trainer import Trainer
+
+__all__ = ["ActionCost", "Costing"]
+
+Call = tuple[str, str, int, int]
+"""Axis, collective, calls, bytes that this rank sends in all of them."""
+
+
+@dataclass
+class ActionCost:
+    """What one action computes and moves. calls: those inside of layers among them."""
+
+    work: Work
+    calls: tuple[Call, ...] = ()
+
+
+class _Made(NamedTuple):
+    """What a part of a layer did once. plan: how to make its result; inner: bytes that were alive in it at most beyond
+    those before; flags: which gradients are written after it."""
+
+    plan: Any
+    work: Work
+    calls: tuple[Call, ...]
+    inner: int
+    flags: tuple[int, ...]
+
+
+MOST = 4096
+"""Calls of layers that are remembered; when there are more, all are forgotten before the next step."""
+_KNOWN: dict[Any, _Made | None] = {}
+_ALIKE: dict[Any, tuple[Layer, list[Any]]] = {}
+"""By what tells a layer from others: the first such layer, and objects that must live as long as it is known."""
+
+
+class Costing(Recording):
+    """Notes the cost of each action of the next program, in its order. work: what is counted into."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.costs: list[tuple[Action, ActionCost]] = []
+        self.work, self.meter, self.counters = Work(), Meter(), Counters()
+        self._calls = Counters()
+        self._known = _KNOWN
+        if len(_KNOWN) > MOST:
+            _KNOWN.clear()
+            _ALIKE.clear()
+
+    def watch(self, trainer: Trainer, meter: Meter) -> None:
+        """From now on note what this trainer does. meter: of its arrays."""
+        self.meter, self.counters = meter, trainer.inspect.placement.axes.counters
+        trainer.inspect.engine.recording = self
+
+    def begin(self, program: Program, steps: int, arena: Any) -> None:
+        """The program begins: what came before it counts nothing."""
+        self.costs.clear()
+        self.meter.peak = self.meter.live
+        self._look()
+
+    def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """The same units, with layers that remember."""
+        if len(self._units) < len(units):
+            for unit in units:
+                nodes = (replace(n, layer=cast(Layer, _KnownLayer(n.layer, self))) for n in unit.nodes)
+                self._units.append(replace(unit, nodes=tuple(nodes)))
+        return self._units
+
+    def acted(self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]) -> None:
+        """An action came to its end."""
+        self.costs.append((planned.action, ActionCost(*self._look(nbytes > 0))))
+
+    def landed(self, action: Action, issued: float, landed: float) -> None:
+        """Nothing is under way in a dry run."""
+
+    def outside(self, what: str, begin: float, end: float) -> None:
+        """What is beside programs takes no time here."""
+
+    def _look(self, moved: bool = True) -> tuple[Work, tuple[Call, ...]]:
+        """Work and calls since the last look."""
+        work = Work(self.work.products.copy(), self.work.nbytes, self.work.kernels)
+        self.work.products.clear()
+        self.work.nbytes = self.work.kernels = 0
+        if not moved:
+            return work, ()
+        calls = tuple(self.counters.since(self._calls))
+        self._calls = self.counters.copy()
+        return work, calls
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    def call(self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags) -> Any:
+        """`run()`, or what it gave when it had the same key, of the arrays in `given`."""
+        arrays: list[ShapeArray] = []
+        key = (*key, _shape_of(given, arrays), flags.read())
+        made = self._known.get(key)
+        if made is None:
+            return self._first(key, run, arrays, flags) if key not in self._known else run()
+        repeat(made.work)
+        for axis, verb, calls, nbytes in made.calls:
+            self.counters.add(axis, verb, nbytes, calls)
+        meter = self.meter
+        meter.peak = max(meter.peak, meter.live + made.inner)
+        flags.write(made.flags)
+        return _made(made.plan, [a.root for a in arrays])
+
+    def _first(self, key: Any, run: Callable[[], Any], arrays: list[ShapeArray], flags: _Flags) -> Any:
+        meter, before = self.meter, self.counters.copy()
+        peak, meter.peak, live = meter.peak, meter.live, meter.live
+        with counting() as work:
+            found = run()
+        repeat(work)
+        inner, meter.peak = meter.peak - live, max(peak, meter.peak)
+        try:
+            plan = _plan(found, [a.root for a in arrays])
+        except TypeError:  # it gives something that is not known here
+            self._known[key] = None
+            return found
+        calls = tuple(self.counters.since(before))
+        self._known[key] = _Made(plan, work, calls, inner, flags.read())
+        return found
+
+
+class _Flags:
+    """Which gradients of a layer are written."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, g: Any = None) -> None:
+        self._entries = [] if g is None else list(g.entries.values())
+
+    def read(self) -> tuple[int, ...]:
+        return tuple([entry.flags[entry.at] for entry in self._entries])
+
+    def write(self, flags: tuple[int, ...]) -> None:
+        for entry, flag in zip(self._entries, flags, strict=True):
+            entry.flags[entry.at] = flag
+
+
+class _KnownLayer:
+    """The layer of a node, each part of which is followed once for arguments of the same shapes."""
+
+    def __init__(self, layer: Layer, costing: Costing) -> None:
+        self._layer, self._costing = _first_alike(layer), costing
+
+    def _call(self, what: str, env: Any, p: Any, g: Any, *given: Any) -> Any:
+        run = getattr(self._layer, what)
+        arguments = (env, *(() if p is None else (p,)), *(() if g is None else (g,)), *given)
+        tensor = env.mesh.tensor
+        key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, tensor.rank, tensor.size)
+        parameters = () if p is None else tuple(p.values())
+        return self._costing.call(key, lambda: run(*arguments), (given, parameters), _Flags(g))
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return self._call("forward", env, p, None, x)
+
+    def backward(self, env: Any, p: Any, g: Any, saved: Any, dy: Any) -> Any:
+        return self._call("backward", env, p, g, saved, dy)
+
+    def backward_leaf(self, env: Any, p: Any, g: Any, saved: Any, dy: Any) -> Any:
+        return self._call("backward_leaf", env, p, g, saved, dy)
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return self._call("backward_input", env, p, None, saved, dy)
+
+    def backward_params(self, env: Any, g: Any, kept: Any) -> Any:
+        return self._call("backward_params", env, None, g, kept)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._layer)
+
+
+def _first_alike(layer: Layer) -> Layer:
+    """The first layer that computes the same: what a container saved is known by the container."""
+    kept: list[Any] = [layer]
+    return _ALIKE.setdefault(_signature(layer, kept), (layer, kept))[0]
+
+
+def _signature(value: Any, kept: list[Any]) -> Any:
+    """What tells a layer, or a part of one, from others: its attributes. Objects that have none are added to `kept`,
+    and told apart by which they are."""
+    if value is None or isinstance(value, int | float | str | bytes | type):
+        return value
+    if isinstance(value, tuple | list):
+        return type(value), *[_signature(one, kept) for one in value]
+    if isinstance(value, dict):
+        return dict, *[(name, _signature(one, kept)) for name, one in value.items()]
+    if type(value).__module__.startswith("fsdpx.nn.") and hasattr(value, "__dict__"):
+        return type(value), *[(name, _signature(one, kept)) for name, one in vars(value).items()]
+    kept.append(value)
+    return type(value), id(value)
+
+
+def _shape_of(value: Any, arrays: list[ShapeArray]) -> Any:
+    """What tells the shapes in `value` from others; the arrays inside of it are added to `arrays`."""
+    kind = type(value)
+    if kind is ShapeArray:
+        arrays.append(value)
+        return value.shape, value.dtype
+    if isinstance(value, tuple | list):
+        return kind, *[_shape_of(one, arrays) for one in value]
+    if isinstance(value, dict):
+        return kind, *[(name, _shape_of(one, arrays)) for name, one in value.items()]
+    return value if isinstance(value, int | float | str | bool) else kind
+
+
+def _plan(value: Any, roots: list[Root]) -> Any:
+    """How to make such a value again: of an array its shape, dtype, number of the root and what the root takes; a new
+    root is added to `roots`. TypeError for what cannot be made again."""
+    if isinstance(value, ShapeArray):
+        place = next((n for n, root in enumerate(roots) if root is value.root), len(roots))
+        if place == len(roots):
+            roots.append(value.root)
+        return ShapeArray, value.shape, value.dtype, place, value.root.nbytes
+    if isinstance(value, tuple | list):
+        return type(value), [_plan(one, roots) for one in value]
+    if isinstance(value, dict):
+        return dict, list(value), [_plan(one, roots) for one in value.values()]
+    if value is None or isinstance(value, int | float | str | Recomputed):
+        return None, value
+    raise TypeError(f"{type(value)} is not known")
+
+
+def _made(plan: Any, roots: list[Root]) -> Any:
+    kind, value, *more = plan
+    if kind is ShapeArray:
+        dtype, place, nbytes = more
+        if place == len(roots):
+            roots.append(Root(nbytes))
+        return ShapeArray(value, dtype, roots[place])
+    if kind is None:
+        return value
+    if kind is dict:
+        return dict(zip(value, [_made(one, roots) for one in more[0]], strict=True))
+    parts = [_made(one, roots) for one in value]
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)

@@ -1,0 +1,139 @@
+"""Constants of a machine from measured steps: a few numbers of its file, so that predicted steps take as long."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from fsdpx import nn
+from fsdpx.comm.mesh import Mesh
+from fsdpx.errors import ConfigError
+from fsdpx.files import read, unreadable
+from fsdpx.plan.machine import Machine
+from fsdpx.plan.prediction import Dry, prepared
+
+__all__ = ["FITTED", "MeasuredStep", "errors", "fitted", "rows_of"]
+
+FITTED = {
+    "efficiency": 0.1, "half": 1.0, "memory_efficiency": 0.1, "launch": 1.0, "spill": 1.0, "overhead": 2.0,
+    "levels.0.latency": 0.5, "levels.0.bandwidth": 0.2,
+}  # fmt: skip
+"""The numbers of a machine that are fitted, and how far they may be from those of its file: a standard deviation of
+their logarithm. Steps of one size say little about others, so what is known beforehand counts as well."""
+NOISE = 0.08
+"""Standard deviation of the logarithm of a measured step from a predicted one."""
+COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tensor", "data", "pipe")
+SHARES = ("efficiency", "memory_efficiency")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A measured step of a GPT. numbers: by column of the file. seconds: measured."""
+
+    numbers: Mapping[str, int]
+    seconds: float
+
+    def options(self, vocab: int = 51200) -> dict[str, Any]:
+        """What `predict` takes: as Megatron trains, with all layers recomputed."""
+        n = self.numbers
+        x = ((n["global_batch"], n["seq"]), "int64")
+        return {
+            "model": nn.GPT(vocab, n["hidden"], n["layers"], n["heads"], max(n["seq"], 2048)),
+            "batch": (x, x),
+            "ranks": n["gpus"],
+            "mesh": Mesh(replica=n["data"], pipe=n["pipe"], tensor=n["tensor"]),
+            "microbatches": n["global_batch"] // n["data"] // n["micro_batch"],
+            "recompute": "all",
+            "precision": "fp16",
+        }
+
+    def dry(self) -> Dry:
+        """Dry runs of this step on GPUs."""
+        return prepared(gpu=True, **self.options())
+
+
+def rows_of(path: str | PathLike[str]) -> list[MeasuredStep]:
+    """The rows of a CSV file with columns gpus, global_batch, micro_batch, hidden, heads, layers, seq, tensor, data,
+    pipe and step_ms; lines that begin with # are left out. ConfigError where it is none."""
+    try:
+        text = read(path, ours=False).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"measured steps {path} cannot be read: {unreadable(error, path)}") from error
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    found = []
+    for at, line in enumerate(csv.DictReader(io.StringIO("\n".join(lines))), 1):
+        try:
+            found.append(MeasuredStep({name: int(line[name]) for name in COLUMNS}, float(line["step_ms"]) / 1e3))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"measured steps {path}, row {at}: {', '.join(COLUMNS)} and step_ms, not {line}"
+            ) from error
+    return found
+
+
+def errors(machine: Machine, dries: Sequence[Dry], seconds: Sequence[float]) -> np.ndarray:
+    """predicted / measured - 1 of each step."""
+    return np.array([dry.on(machine).seconds / one - 1 for dry, one in zip(dries, seconds, strict=True)])
+
+
+def fitted(
+    machine: Machine,
+    dries: Sequence[Dry],
+    seconds: Sequence[float],
+    names: Mapping[str, float] = FITTED,
+    rounds: int = 12,
+    say: Callable[[str], None] = lambda text: None,
+) -> Machine:
+    """The machine with the most likely numbers of these names, when the logarithm of predicted / measured has the
+    standard deviation `NOISE`, and that of each number the one in `names`.
+
+    Gauss-Newton on logarithms, damped as by Levenberg and Marquardt; derivatives are differences. Nothing is drawn by
+    chance."""
+    first = np.log([max(_get(machine, name), 1e-12) for name in names])
+    widths, damping = np.array(list(names.values())), 1e-2
+
+    def made(values: np.ndarray) -> Machine:
+        found = machine
+        for name, value in zip(names, np.exp(values), strict=True):
+            found = _put(found, name, float(value))
+        return found
+
+    def off(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.log1p(errors(made(values), dries, seconds)) / NOISE, (values - first) / widths])
+
+    values, now = first, off(first)
+    for _ in range(rounds):
+        slopes = np.stack([(off(values + step) - now) / 0.02 for step in 0.02 * np.eye(len(names))], axis=1)
+        curve, down = slopes.T @ slopes, -slopes.T @ now
+        gain = 0.0
+        while gain <= 0 and damping < 1e6:
+            step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), down)
+            then = off(values + step)
+            gain, damping = now @ now - then @ then, damping * 4
+        if gain <= 1e-3 * (now @ now):
+            break
+        values, now, damping = values + step, then, damping / 64
+        words = ", ".join(f"{name} {value:.4g}" for name, value in zip(names, np.exp(values), strict=True))
+        say(f"mean error {np.mean(np.abs(np.expm1(now[: len(dries)] * NOISE))):.2%}: {words}")
+    return made(values)
+
+
+def _get(machine: Machine, name: str) -> float:
+    head, *rest = name.split(".")
+    return float(getattr(machine.levels[int(rest[0])], rest[1]) if rest else getattr(machine.compute, head))
+
+
+def _put(machine: Machine, name: str, value: float) -> Machine:
+    head, *rest = name.split(".")
+    changed: dict[str, Any] = {(rest[1] if rest else head): min(value, 1.0) if head in SHARES else value}
+    if not rest:
+        return replace(machine, compute=replace(machine.compute, **changed))
+    levels = list(machine.levels)
+    levels[int(rest[0])] = replace(levels[int(rest[0])], **changed)
+    return replace(machine, levels=tuple(levels))

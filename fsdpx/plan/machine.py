@@ -1,0 +1,211 @@
+"""Machines as data: how fast a rank computes and how fast ranks speak, read from a machine.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from math import inf, isfinite
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.files import read, unreadable
+from fsdpx.words import demand_known
+
+__all__ = ["Compute", "Level", "Machine"]
+
+SHIPPED = Path(__file__).with_name("machines")
+FORMATS = {"float64": "float64", "float32": "float32", "bfloat16": "bf16", "bf16": "bf16", "float16": "float16"}
+
+
+@dataclass(frozen=True)
+class Level:
+    """Ranks that reach each other in the same way.
+
+    Parameters
+    ----------
+    name : "socket", "host", "rack", "system"
+    ranks : how many ranks one of them holds; the last level holds all
+    latency : seconds that a message of no bytes takes
+    bandwidth : bytes per second that one rank sends while no other does
+    contention : share of its speed that a rank loses to each other rank of its unit of the level below: 0 where every
+        rank has a link of its own, 1 where all of them have one together
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+    ranks: float = inf
+    contention: float = 0.0
+
+    def share(self, users: float) -> float:
+        """Bytes per second of one rank while as many ranks use the links of one unit."""
+        return self.bandwidth / (1.0 + (max(users, 1.0) - 1.0) * self.contention)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How fast one rank computes.
+
+    Parameters
+    ----------
+    flops : the most FLOP per second of matrix products, by format: float64, float32, bf16, float16
+    memory : the most bytes per second from and to memory
+    efficiency : share of `flops` that large products reach
+    half : FLOP of a product that reaches half of that: a product of F FLOP reaches efficiency F / (F + half)
+    memory_efficiency : the same of `memory`
+    launch : seconds that each kernel takes beside
+    spill : how often the inner arrays of fused kernels, such as the scores of attention, go to memory; 0 if they stay
+    overhead : seconds of each step beside
+    gpu : whether it is a GPU: 16-bit formats are then computed in 16 bits
+    watts : of one rank with its share of the host
+    capacity : bytes of memory of one rank
+    """
+
+    flops: Mapping[str, float]
+    memory: float
+    efficiency: float = 1.0
+    half: float = 0.0
+    memory_efficiency: float = 1.0
+    launch: float = 0.0
+    spill: float = 0.0
+    overhead: float = 0.0
+    gpu: bool = False
+    watts: float | None = None
+    capacity: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: its name, the levels from the closest ranks to all, and how fast a rank computes.
+
+    A rank is what computes: a GPU, or the cores of one process."""
+
+    name: str
+    levels: tuple[Level, ...]
+    compute: Compute
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The machines that come with fsdpx."""
+        return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+    @classmethod
+    def load(cls, name_or_path: str | PathLike[str] | Machine) -> Machine:
+        """The machine of a name in `names()`, or of a file.
+
+        Raises
+        ------
+        ConfigError : no such machine; or what its file says is no machine: file, line, key, and what is wanted
+        """
+        if isinstance(name_or_path, Machine):
+            return name_or_path
+        path = Path(name_or_path)
+        if str(name_or_path) in cls.names():
+            path = SHIPPED / f"{name_or_path}.toml"
+        elif path.suffix != ".toml" and not path.exists():
+            names = ", ".join(cls.names())
+            raise ConfigError(f"machine={str(name_or_path)!r} is none of {names}, and no file of that name exists")
+        try:
+            text = read(path, ours=False).decode()
+            found = tomllib.loads(text)
+        except FileNotFoundError:
+            raise ConfigError(f"machine file {path}: there is no such file") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"machine file {path}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"machine file {path} cannot be read: {unreadable(error, path)}") from error
+        return _File(path, text).machine(found)
+
+    @property
+    def host(self) -> float:
+        """Ranks of one host."""
+        return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
+
+
+class _File:
+    """The text of a machine file, in which errors are found by line."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.lines = path, text.splitlines()
+
+    def machine(self, found: dict[str, Any]) -> Machine:
+        levels, compute = found.get("levels"), found.get("compute")
+        if not isinstance(levels, list) or not levels:
+            raise self._error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
+        if not isinstance(compute, dict):
+            raise self._error("[compute]", "missing", "say flops and memory")
+        for key in found:
+            demand_known(f"machine file {self.path}", [key], ["name", "about", "levels", "compute"])
+        made = tuple(self._record(Level, level, "[[levels]]", n) for n, level in enumerate(levels))
+        for one, two in zip(made, made[1:], strict=False):
+            if not one.ranks < two.ranks:
+                wanted = f"more than the {one.ranks:g} of the level before"
+                raise self._error("[[levels]]", f"{two.name} holds {two.ranks:g} ranks", wanted, "ranks", two.name)
+        return Machine(str(found.get("name", self.path.stem)), made, self._record(Compute, compute, "[compute]"))
+
+    def _record(self, kind: Any, given: dict[str, Any], section: str, number: int = 0) -> Any:
+        known = {field.name: field for field in fields(kind)}
+        for key, value in given.items():
+            if key not in known:
+                names = ", ".join(known)
+                raise self._error(section, f"{key} is not known", f"the keys here are {names}", key, number=number)
+            self._check(section, key, value, number)
+        for key, field in known.items():
+            if key not in given and field.default is MISSING:
+                raise self._error(section, f"{key} is missing", "say it", number=number)
+        return kind(**given)
+
+    def _check(self, section: str, key: str, value: Any, number: int) -> None:
+        if key in ("name", "gpu"):
+            kind = str if key == "name" else bool
+            if not isinstance(value, kind):
+                raise self._error(section, f"{key} = {value!r}", f"a {kind.__name__} is needed", key, number=number)
+            return
+        if key == "flops":
+            if not isinstance(value, dict) or not value:
+                wanted = "a table by format is needed, such as {float32 = 19.5e12}"
+                raise self._error(section, f"flops = {value!r}", wanted, key, number=number)
+            for name, one in value.items():
+                if name not in FORMATS.values():
+                    wanted = f"the formats are {', '.join(dict.fromkeys(FORMATS.values()))}"
+                    raise self._error(section, f"flops of {name}", wanted, key, number=number)
+                self._number(section, f"flops of {name}", one, key, number, least=True)
+            return
+        self._number(section, key, value, key, number, key in ("ranks", "bandwidth", "memory", "capacity"))
+        most = key in ("efficiency", "memory_efficiency", "contention")
+        if most and value > 1:
+            raise self._error(section, f"{key} = {value!r}", "at most 1 is needed", key, number=number)
+
+    def _number(self, section: str, what: str, value: Any, key: str, number: int, least: bool) -> None:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not good or value < 0 or (least and value == 0):
+            wanted = f"a number {'above' if least else 'of at least'} 0 is needed"
+            raise self._error(section, f"{what} = {value!r}", wanted, key, number=number)
+
+    def _error(
+        self, section: str, what: str, wanted: str, key: str = "", name: str = "", number: int = 0
+    ) -> ConfigError:
+        line = next(self._lines(section, key, name, number), 1)
+        return ConfigError(f"machine file {self.path}, line {line}, {section}: {what}; {wanted}")
+
+    def _lines(self, section: str, key: str, name: str, number: int) -> Iterator[int]:
+        """Where a key stands, of the section of this number or with this name; else where the section begins."""
+        starts = [n for n, line in enumerate(self.lines, 1) if line.split("#")[0].strip() == section]
+        if name:
+            starts = [s for s in starts if any(re.match(rf'\s*name\s*=\s*"{name}"', t) for t in self._body(s))]
+        for start in starts[number : number + 1] or starts:
+            for n, line in enumerate(self._body(start), start + 1):
+                if key and re.match(rf"\s*{re.escape(key)}\s*[.=]", line):
+                    yield n
+            yield start
+
+    def _body(self, start: int) -> Iterator[str]:
+        """The lines of the section that begins in this line."""
+        for line in self.lines[start:]:
+            if line.lstrip().startswith("["):
+                return
+            yield line

@@ -1,0 +1,413 @@
+"""predict: bytes, memory and seconds of a step on any ranks of any machine, from the programs that these would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf, prod
+from os import PathLike
+from typing import Any, NamedTuple
+
+from fsdpx import nn, optim
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.comm.backend import FakeCommunicator
+from fsdpx.comm.mesh import Coordinates, Mesh
+from fsdpx.config import Precision, half_name
+from fsdpx.config import precision as formats_of
+from fsdpx.errors import ConfigError
+from fsdpx.facade.dryrun import stepped
+from fsdpx.plan.costing import ActionCost, Costing
+from fsdpx.plan.machine import Machine
+from fsdpx.plan.seconds import Lines, StepTimes
+from fsdpx.program import VERBS, Action, Event, Program, compile
+from fsdpx.program.machine import run
+from fsdpx.program.verbs import partner
+from fsdpx.shapes.work import counting
+from fsdpx.state.accumulation import microbatches_of
+from fsdpx.trainer.fit import passing
+
+__all__ = ["Dry", "Prediction", "RankClass", "predict", "prepared"]
+
+ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
+"""Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
+CONTROL = "world"
+"""Messages of a few numbers about losses go over this axis; they are not counted, their latency is."""
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks that do the same. rank: one of them. memory: kind -> bytes at the step's peak. traffic: (axis, call) ->
+    (calls, bytes) of a step."""
+
+    rank: int
+    place: Coordinates
+    memory: Mapping[str, int]
+    traffic: Mapping[tuple[str, str], tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in all."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes.
+
+    Parameters
+    ----------
+    seconds : of a step
+    parts : what they consist of, in the mean of the ranks of a pipe: "compute"; by axis what communication is not
+        hidden behind computing, "tensor", "shard", "replica", "pipe"; "optimiser"; "bubble", waiting for other ranks of
+        the pipe; "overhead". Their sum is `seconds`
+    classes : of equal ranks
+    mesh, microbatches : as they are filled in
+    events : when each action of each rank of the pipe runs, of as many microbatches as were simulated
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    classes: tuple[RankClass, ...]
+    mesh: Mesh
+    microbatches: int
+    machine: Machine
+    events: tuple[Event, ...] = field(repr=False, default=())
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a rank of the class with most."""
+        return self.worst.nbytes
+
+    @property
+    def worst(self) -> RankClass:
+        """The class with most memory."""
+        return max(self.classes, key=lambda one: one.nbytes)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Axis -> bytes that a rank sends in a step, of the class that sends most."""
+        found: dict[str, int] = {}
+        for one in self.classes:
+            sent: dict[str, int] = {}
+            for (axis, call), (_, nbytes) in one.traffic.items():
+                if call not in ("recv", "read", "write"):
+                    sent[axis] = sent.get(axis, 0) + nbytes
+            found |= {axis: max(nbytes, found.get(axis, 0)) for axis, nbytes in sent.items()}
+        return found
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the ranks of a pipe wait for each other."""
+        return self.parts.get("bubble", 0.0) / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in self.parts.items() if seconds)
+        return f"{self.seconds:.4g} s ({parts}), {self.memory / 2**30:.2f} GiB of a rank at most"
+
+
+def predict(
+    model: nn.Layer,
+    batch: tuple[Any, Any],
+    *,
+    ranks: int,
+    machine: str | PathLike[str] | Machine,
+    mesh: Mesh | None = None,
+    strategy: Any = "ddp",
+    microbatches: int | None = None,
+    schedule: Any = "1f1b",
+    recompute: Any = None,
+    precision: str | Precision | None = None,
+    **options: Any,
+) -> Prediction:
+    """How long a step takes, what it moves and what memory it needs. No MPI, no data; in a fraction of a second.
+
+    One rank of each class of equal ranks compiles and runs its program on shapes, as `fsdpx.dry_run` does. A simulator
+    then runs the programs of all ranks of a pipe on the machine. Of many equal microbatches as many run as it takes
+    until each one more takes the same.
+
+    Parameters
+    ----------
+    model : the model
+    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch
+    ranks : of the world
+    machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
+    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; by default the
+        loss is CrossEntropy for targets of whole numbers, else MSE, and the optimiser AdamW. "fp16" on a GPU computes
+        in 16 bits
+
+    Returns
+    -------
+    Prediction : seconds and their parts, bytes by axis, memory
+
+    Raises
+    ------
+    ConfigError : what `fsdpx.distribute` would refuse; a mesh that the machine has no level for
+    """
+    where, steps = Machine.load(machine), {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
+    options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
+    return prepared(model, batch, ranks, where.compute.gpu, **options).on(where)
+
+
+def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **options: Any) -> Dry:
+    """The dry runs of a step, for `Dry.on`. gpu: of machines that are GPUs. options: those of `predict`."""
+    chosen = _options(batch, gpu, options)
+    mesh, chunks = (chosen["mesh"] or Mesh()).filled(chosen["strategy"], ranks), chosen.get("chunks")
+    return Dry.of(WorldStep(model, batch, mesh, microbatches_of(chosen["microbatches"], chunks, mesh), chosen))
+
+
+def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """All options of the dry runs."""
+    for name in ("comm", "device", "backend"):
+        if name in options:
+            raise ConfigError(f"predict decides {name} itself")
+    try:
+        whole = dtype_of(batch[1][1]).kind in "iu"
+    except (TypeError, IndexError, ValueError):
+        raise ConfigError(
+            f"batch={batch!r}: the shape and dtype of inputs and targets of the global batch are needed, such as "
+            "(((64, 1024), 'int64'), ((64, 1024), 'int64'))"
+        ) from None
+    defaults = {
+        "loss": nn.CrossEntropy() if whole else nn.MSE(), "optimizer": optim.AdamW(), "tune": False, "strategy": "ddp",
+        "mesh": None, "microbatches": None, "schedule": "1f1b", "recompute": None, "precision": None,
+    }  # fmt: skip
+    chosen = defaults | options
+    if gpu and half_name(chosen["precision"]) == "float16":
+        chosen["precision"] = Precision("float16", loss_scale="dynamic")
+    return chosen
+
+
+def _compute(choice: Any) -> str:
+    return formats_of(choice).compute
+
+
+class _Run(NamedTuple):
+    """One rank's dry run: its class, its costs by action, and its programs of other numbers of microbatches."""
+
+    found: RankClass
+    costs: dict[Action, ActionCost]
+    session: Any
+    programs: dict[int, Program]
+
+    def program(self, microbatches: int) -> Program:
+        """The program of this rank for another number of equal microbatches."""
+        if microbatches not in self.programs:
+            request = self.session.request("step", microbatches, fresh=True)
+            self.programs[microbatches] = compile(request)
+        return self.programs[microbatches]
+
+
+@dataclass(frozen=True)
+class WorldStep:
+    """A step of the whole world."""
+
+    model: nn.Layer
+    batch: tuple[Any, Any]
+    mesh: Mesh
+    microbatches: int
+    options: dict[str, Any]
+
+    @property
+    def samples(self) -> int:
+        return int(self.batch[0][0][0])
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample, inputs and targets."""
+        return sum(dtype_of(dtype).itemsize * prod(shape[1:]) for shape, dtype in self.batch)
+
+    def rows(self, data_rank: int) -> int:
+        """Samples of a data rank."""
+        size = self.mesh.width("data")
+        return self.samples * (data_rank + 1) // size - self.samples * data_rank // size
+
+    def simulated(self) -> tuple[int, int]:
+        """How many microbatches run, and how many more take the same time once more: as many as the pipe has ranks, the
+        longest way around which a rank waits for itself. All of them, and 0, where they differ or are few."""
+        m, pipe, data, schedule = (
+            self.microbatches,
+            self.mesh.width("pipe"),
+            self.mesh.width("data"),
+            self.options["schedule"],
+        )
+        equal = self.samples % data == 0 and self.samples // data % m == 0 and self.options.get("chunks") is None
+        known = pipe == 1 or (isinstance(schedule, str) and schedule in ENOUGH)
+        enough = ENOUGH[schedule] * pipe + 1 if pipe > 1 and known else 2
+        if not equal or not known or m <= enough + pipe:
+            return m, 0
+        return enough + (m - enough) % pipe, pipe
+
+    def runs(self, data_rank: int, microbatches: int) -> list[_Run]:
+        """The dry runs of one data rank, by rank of the pipe."""
+        shard, mesh = self.mesh.width("shard"), self.mesh
+        rows = self.rows(data_rank)
+        if microbatches < self.microbatches:
+            rows = rows // self.microbatches * microbatches
+        found = []
+        for pipe in range(mesh.width("pipe")):
+            place = Coordinates(pipe, data_rank // shard, data_rank % shard, 0)
+            found.append(self._run(mesh.rank(place), place, rows, microbatches))
+        return found
+
+    def _run(self, rank: int, place: Coordinates, rows: int, microbatches: int) -> _Run:
+        x, y = (((rows, *shape[1:]), dtype) for shape, dtype in self.batch)
+        options = self.options | {"microbatches": microbatches}
+        comm, made = FakeCommunicator(rank, self.mesh.size), Costing()
+        with counting() as made.work:
+            trainer, meter = stepped(self.model, x, y, comm, made.watch, options)
+        report = trainer.report()
+        state = trainer.inspect.engine.state
+        memory = {**report.memory, "activations": passing(state, meter)}
+        traffic = {key: (one.calls, one.bytes) for key, one in report.traffic.items() if key[0] != CONTROL}
+        program = trainer.inspect.engine.ran
+        assert program is not None
+        return _Run(
+            RankClass(rank, place, memory, traffic), dict(made.costs), trainer._session, {microbatches: program}
+        )
+
+
+@dataclass(frozen=True)
+class Dry:
+    """The dry runs of a step, which any machine can be asked about. runs: of the data rank with most samples, by rank
+    of the pipe; others: of the one with fewest. few, each: see `WorldStep.simulated`."""
+
+    step: WorldStep
+    runs: list[_Run]
+    others: list[_Run]
+    few: int
+    each: int
+
+    @classmethod
+    def of(cls, step: WorldStep) -> Dry:
+        few, each = step.simulated()
+        last = step.mesh.width("data") - 1
+        others = step.runs(0, few) if last and step.samples % (last + 1) else []
+        return cls(step, step.runs(last, few), others, few, each)
+
+    def on(self, machine: Machine) -> Prediction:
+        """The same step on a machine."""
+        step, few, each, runs = self.step, self.few, self.each, self.runs
+        timing = StepTimes(Lines(step.mesh, machine), half_name(_compute(step.options["precision"])))
+        seconds, parts, events = _timed(runs, timing, few)
+        classes = [run.found for run in (*self.others, *runs)]
+        if each:
+            times = (step.microbatches - few) // each
+            more, bigger, _ = _timed(runs, timing, few + each)
+            seconds += (more - seconds) * times
+            parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
+            rows = step.samples // step.mesh.width("data") // step.microbatches * (step.microbatches - few)
+            classes = [_grown(run, few, each, times, rows * step.sample_bytes) for run in runs]
+        overhead = machine.compute.overhead
+        parts = {"overhead": overhead, **parts}
+        found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, tuple(events)
+        return Prediction(*found)
+
+
+def _grown(run: _Run, few: int, each: int, times: int, nbytes: int) -> RankClass:
+    """The class of a run with more microbatches, each of which moves the same. nbytes: of the batch that is added."""
+    traffic = {key: list(both) for key, both in run.found.traffic.items()}
+    least, most = (_actions(run.program(n), few) for n in (few, few + each))
+    for action, count in most.items():
+        more = count - least.get(action, 0)
+        for axis, call, calls, moved in run.costs[action].calls if more else ():
+            if axis != CONTROL:
+                traffic[axis, call][0] += calls * more * times
+                traffic[axis, call][1] += moved * more * times
+    memory = {**run.found.memory, "activations": run.found.memory["activations"] + nbytes}
+    return replace(run.found, memory=memory, traffic={key: (both[0], both[1]) for key, both in traffic.items()})
+
+
+def _actions(program: Program, few: int) -> dict[Action, int]:
+    """How often each action is there, later microbatches as the last of the first few."""
+    found: dict[Action, int] = {}
+    for action in program.actions:
+        known = _known(action, few)
+        found[known] = found.get(known, 0) + 1
+    return found
+
+
+def _known(action: Action, few: int) -> Action:
+    return action if action.mb is None or action.mb < few else Action(action.op, action.unit, few - 1)
+
+
+Price = tuple[float, dict[str, float]]
+"""Seconds of computing, and of moving by axis."""
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _timed(runs: list[_Run], timing: StepTimes, microbatches: int) -> tuple[float, dict[str, float], list[Event]]:
+    """Seconds of a step, their parts in the mean of the ranks of the pipe, and what happens when."""
+    programs = [run.program(microbatches) for run in runs]
+    few = min(min(run.programs) for run in runs)
+    places = [run.found.rank for run in runs]
+    prices: list[dict[Action, Price]] = [{} for _ in runs]
+
+    def price(rank: int, action: Action) -> Price:
+        known = prices[rank]
+        if action not in known:
+            found = _known(action, few)
+            known[action] = _price(runs[rank], found, places, timing) if found is action else price(rank, found)
+        return known[action]
+
+    def seconds(rank: int, action: Action) -> float:
+        own, moving = price(rank, action)
+        return own + sum(moving.values())
+
+    def way(rank: int, action: Action) -> float:
+        verb = VERBS[action.op]
+        if not verb.receives:
+            return seconds(rank, action) if verb.meets else inf
+        sent = Action(partner(action.op), action.unit, action.mb)
+        return seconds(programs[0].stage.edge(sent).sender, sent)
+
+    rows = run(programs, seconds)
+    end = max(event.end for row in rows for event in row)
+    shares = [_parts(row, end, partial(price, rank), partial(way, rank)) for rank, row in enumerate(rows)]
+    names = dict.fromkeys(name for share in shares for name in share)
+    parts = {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
+    return end, parts, [event for row in rows for event in row]
+
+
+def _price(run: _Run, action: Action, places: list[int], timing: StepTimes) -> Price:
+    cost, verb = run.costs[action], VERBS[action.op]
+    if verb.receives:
+        return 0.0, {}
+    if verb.sends:
+        edge = next(iter(run.programs.values())).stage.edge(action)
+        nbytes = sum(nbytes for _, _, _, nbytes in cost.calls)
+        return 0.0, {"pipe": timing.message(places[edge.sender], places[edge.receiver], nbytes)}
+    return timing.price(cost)
+
+
+def _parts(
+    row: list[Event], end: float, price: Callable[[Action], Price], way: Callable[[Action], float]
+) -> dict[str, float]:
+    """The seconds of one rank by what it did or waited for. way: how long what an action moves is under way, without
+    waiting for other ranks of the pipe."""
+    parts = {"compute": 0.0, "optimiser": 0.0}
+
+    def add(name: str, seconds: float) -> None:
+        parts[name] = parts.get(name, 0.0) + seconds
+
+    free, moving = 0.0, dict[float, Action]()
+    for event in row:
+        action, verb = event.action, VERBS[event.action.op]
+        if verb.moves:
+            moving[event.end] = action
+            continue
+        gap, cause = event.start - free, moving.get(event.start)
+        if gap > 0 and cause is not None:
+            travel = min(way(cause), gap)
+            add(VERBS[cause.op].moves[0].axis, travel)
+            gap -= travel
+        add("bubble", max(gap, 0.0))
+        own, moved = price(action)
+        add("optimiser" if action.op == "UPDATE" else "compute", own)
+        for axis, seconds in moved.items():
+            add(axis, seconds)
+        free = event.end
+    add("bubble", end - free)
+    return parts

@@ -1,0 +1,365 @@
+"""search: which strategy, mesh, microbatches, schedule, recomputing and precision to ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from fsdpx import nn
+from fsdpx.comm.mesh import AXES, Mesh
+from fsdpx.config import byte_count
+from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.plan.machine import Machine
+from fsdpx.plan.prediction import Prediction, predict
+from fsdpx.state.tuning import bytes_text, table
+
+__all__ = ["Candidate", "Plan", "search"]
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+"""From most memory to least."""
+SHOWN = 5
+MOST = 400
+"""Configurations that are tried."""
+CLOSE = 1.3
+"""What is tried further: whatever takes at most so many times as long as the quickest."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration. options: of `distribute`. kind: which means it combines, "fsdp + tensor"."""
+
+    kind: str
+    options: Mapping[str, Any]
+    prediction: Prediction
+
+    @property
+    def words(self) -> str:
+        """The options as they are written in Python."""
+        return ", ".join(f"{name}={_text(value)}" for name, value in self.options.items())
+
+    def row(self) -> tuple[str, ...]:
+        """For a table: kind, time, samples per second, bubble, memory, bytes, options."""
+        found, sent = self.prediction, sum(self.prediction.bytes.values())
+        return (
+            self.kind, f"{found.seconds:.4g} s", f"{found.bubble:.0%}", bytes_text(found.memory), bytes_text(sent),
+            self.words,
+        )  # fmt: skip
+
+
+HEAD = ("kind", "step", "bubble", "memory of a rank", "it sends", "options")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search has found.
+
+    Parameters
+    ----------
+    found : configurations that fit, the quickest first
+    refused : options of those that do not, and why
+    searched : what was tried, in words
+    largest : samples of the largest global batch at which the quickest one fits, found by doubling
+    """
+
+    found: tuple[Candidate, ...]
+    refused: tuple[tuple[str, str], ...]
+    searched: str
+    largest: int
+    machine: Machine
+    memory: int | None
+    ranks: int
+    samples: int
+    loss: str = field(default="nn.CrossEntropy()")
+
+    @property
+    def best(self) -> Candidate:
+        """The quickest."""
+        return self.found[0]
+
+    @property
+    def kinds(self) -> dict[str, Candidate]:
+        """Kind -> the quickest of it: what each means buys."""
+        return {one.kind: one for one in reversed(self.found)}
+
+    @property
+    def line(self) -> str:
+        """The line of Python that asks for the quickest."""
+        return f"trainer = model.as_distributed(loss={self.loss}, optimizer=optim.AdamW(), {self.best.words})"
+
+    def __str__(self) -> str:
+        limit = "" if self.memory is None else f", {bytes_text(self.memory)} of memory per rank"
+        head = f"{self.ranks} ranks of {self.machine.name}, batch {self.samples}{limit}\nsearched {self.searched}"
+        kinds = sorted(self.kinds.values(), key=lambda one: one.prediction.seconds)
+        reasons: dict[str, list[str]] = {}
+        for words, why in self.refused:
+            reasons.setdefault(why.splitlines()[0], []).append(words)
+        refused = [f"  {len(words)}: {why}; such as {words[0]}" for why, words in reasons.items()]
+        parts = [
+            head,
+            "the quickest\n" + table([HEAD, *(one.row() for one in self.found[:SHOWN])]),
+            "the quickest of each kind\n" + table([HEAD, *(one.row() for one in kinds)]),
+            *(["refused\n" + "\n".join(refused[:SHOWN])] if refused else []),
+            f"where the time goes: {self.best.prediction}",
+            f"with these options a global batch of {self.largest} samples still fits",
+            self.line,
+        ]
+        return "\n\n".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "machine": self.machine.name,
+            "ranks": self.ranks,
+            "samples": self.samples,
+            "searched": self.searched,
+            "largest_batch": self.largest,
+            "line": self.line,
+            "found": [_row(one) for one in self.found],
+            "refused": [list(one) for one in self.refused],
+        }
+
+
+def _row(one: Candidate) -> dict[str, Any]:
+    found = one.prediction
+    return {
+        "kind": one.kind, "options": {name: _text(value) for name, value in one.options.items()},
+        "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "bytes": found.bytes,
+        "bubble": found.bubble,
+    }  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mesh):
+        default = Mesh()
+        widths = (f"{a}={getattr(value, a)}" for a in AXES if getattr(value, a) != getattr(default, a))
+        return f"fsdpx.Mesh({', '.join(widths)})"
+    return repr(value)
+
+
+def search(
+    model: nn.Layer,
+    *,
+    batch: tuple[Any, Any],
+    ranks: int | None = None,
+    hosts: int | None = None,
+    machine: str | PathLike[str] | Machine,
+    memory: int | str | None = None,
+    most: int = MOST,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Plan:
+    """The quickest configurations that fit, by `predict`.
+
+    First each strategy on each mesh, with the microbatches and recomputing that fit; then, of those that are close to
+    the quickest, other schedules and microbatches.
+
+    Parameters
+    ----------
+    model : the model
+    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch
+    ranks, hosts : one of them: how many ranks, or how many hosts full of them
+    machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
+    memory : bytes that a rank may take, "16GiB"; by default what the machine says
+    most : configurations that are tried at most
+    say : called with a line now and then
+    options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`
+
+    Raises
+    ------
+    ConfigError : nothing fits, with the least that would; no mesh for these ranks; a layer that dry runs do not know
+    """
+    where = Machine.load(machine)
+    if (ranks is None) == (hosts is None):
+        raise ConfigError(f"ranks={ranks}, hosts={hosts}: say one of them")
+    size = int(ranks if ranks is not None else (hosts or 0) * where.host)
+    limit = where.compute.capacity if memory is None else byte_count(memory, "memory")
+    if size < 1:
+        raise ConfigError(f"ranks={ranks}, hosts={hosts}: at least one rank is needed")
+    tried = _Search(model, batch, size, where, None if limit is None else int(limit), most, say, options)
+    tried.run()
+    return tried.plan()
+
+
+@dataclass
+class _Search:
+    model: nn.Layer
+    batch: tuple[Any, Any]
+    ranks: int
+    machine: Machine
+    limit: int | None
+    most: int
+    say: Callable[[str], None] | None
+    fixed: dict[str, Any]
+    found: list[Candidate] = field(default_factory=list)
+    large: list[Candidate] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    @property
+    def samples(self) -> int:
+        return int(self.batch[0][0][0])
+
+    def run(self) -> None:
+        """Fill `found` and `refused`."""
+        for strategy, mesh in self._placements():
+            for precision in self._choices("precision", "bf16" if self.machine.compute.gpu else None):
+                for recompute in self._choices("recompute", None, "all"):
+                    if self._fits_somehow(strategy, mesh, precision, recompute):
+                        break
+        for one in sorted(self.found, key=_seconds):
+            if one.prediction.seconds > CLOSE * self._least():
+                break
+            self._vary(one)
+
+    def _least(self) -> float:
+        return min(map(_seconds, self.found))
+
+    def _choices(self, name: str, *values: Any) -> tuple[Any, ...]:
+        return (self.fixed[name],) if name in self.fixed else values
+
+    def _placements(self) -> Iterator[tuple[str, Mesh | None]]:
+        """Strategies and meshes, the simplest first."""
+        if "mesh" in self.fixed:
+            for strategy in self._choices("strategy", *STRATEGIES):
+                yield strategy, self.fixed["mesh"]
+            return
+        host, strategies = int(min(self.machine.host, self.ranks)), self._choices("strategy", *STRATEGIES)
+        for tensor in _widths(self.ranks, host):
+            for pipe in _widths(self.ranks // tensor, self.ranks):
+                data = self.ranks // tensor // pipe
+                if data > self.samples:
+                    why = f"more data ranks than the {self.samples} samples of the batch"
+                    self.refused[f"tensor={tensor}, pipe={pipe}, data={data}"] = why
+                    continue
+                for strategy in strategies if data > 1 else strategies[:1]:
+                    inner = host // tensor
+                    yield strategy, _mesh(data, strategy, pipe, tensor)
+                    if strategy == "fsdp" and pipe == 1 and 1 < inner < data and data % inner == 0:
+                        yield strategy, Mesh(replica=data // inner, shard=inner, tensor=tensor)
+
+    def _fits_somehow(self, strategy: str, mesh: Any, precision: Any, recompute: Any) -> bool:
+        """Try few microbatches, then more until it fits. Whether it does."""
+        pipe = 1 if mesh is None else mesh.pipe or 1
+        data = self.ranks // pipe // (1 if mesh is None else mesh.tensor or 1)
+        rows = -(-self.samples // data)
+        first = min(4 * pipe if pipe > 1 else 1, rows)
+        for microbatches in self._choices("microbatches", *_doubled(first, rows)):
+            options = {"strategy": strategy, "mesh": mesh, "microbatches": microbatches}
+            options |= {"recompute": recompute, "precision": precision}
+            before = len(self.large)
+            if self.attempt(options) is not None:
+                return True
+            if len(self.large) == before or _floor(self.large[-1].prediction) > (self.limit or 0):
+                return False  # refused for another reason, or more microbatches would not help
+        return False
+
+    def _vary(self, one: Candidate) -> None:
+        """Other schedules and microbatches."""
+        options = dict(one.options)
+        pipe = one.prediction.mesh.width("pipe")
+        now = one.prediction.microbatches
+        for microbatches in self._choices("microbatches", *{max(now // 2, 1), now * 2, now * 4}):
+            self.attempt(options | {"microbatches": microbatches})
+        for schedule in self._choices("schedule", "interleaved", "zb-h1") if pipe > 1 else ():
+            for microbatches in self._choices("microbatches", now, now * 2):
+                self.attempt(options | {"microbatches": microbatches, "schedule": schedule})
+
+    def attempt(self, options: dict[str, Any]) -> Candidate | None:
+        """The candidate, if it can run and fits."""
+        shown = {name: value for name, value in options.items() if value is not None}
+        words = ", ".join(f"{name}={_text(value)}" for name, value in shown.items())
+        if words in self.seen or len(self.seen) >= self.most:
+            return None
+        self.seen.add(words)
+        if self.say is not None and len(self.seen) % 20 == 0:
+            self.say(f"{len(self.seen)} configurations, {len(self.found)} fit")
+        try:
+            made = predict(self.model, self.batch, ranks=self.ranks, machine=self.machine, **{**self.fixed, **options})
+        except FsdpxError as error:
+            self.refused[words] = str(error)
+            return None
+        one = Candidate(_kind(made.mesh, options), shown, made)
+        if self.limit is not None and made.memory > self.limit:
+            self.refused[words] = f"more memory than {bytes_text(self.limit)} of a rank"
+            self.large.append(one)
+            return None
+        self.found.append(one)
+        return one
+
+    def plan(self) -> Plan:
+        """What was found; ConfigError if that is nothing."""
+        if not self.found:
+            raise ConfigError(self._nothing())
+        found = tuple(sorted(self.found, key=_seconds))
+        what = "strategies, meshes, microbatches, recomputing and schedules"
+        fixed = "".join(f", {name}={_text(value)} as asked for" for name, value in self.fixed.items())
+        searched = f"{len(self.seen)} configurations: {what}{fixed}; {len(self.refused)} refused"
+        loss = "nn.CrossEntropy()" if "int" in str(self.batch[1][1]) else "nn.MSE()"
+        largest = self._largest(found[0])
+        rest = self.machine, self.limit, self.ranks, self.samples, loss
+        return Plan(found, tuple(self.refused.items()), searched, largest, *rest)
+
+    def _largest(self, one: Candidate) -> int:
+        """By doubling, at most 64 times the batch."""
+        samples, times = self.samples, 2
+        while self.limit is not None and times <= 64:
+            batch = tuple(((shape[0] * times, *shape[1:]), dtype) for shape, dtype in self.batch)
+            options = {**self.fixed, **one.options}
+            made = predict(self.model, (batch[0], batch[1]), ranks=self.ranks, machine=self.machine, **options)
+            if made.memory > self.limit:
+                break
+            samples, times = self.samples * times, times * 2
+        return samples
+
+    def _nothing(self) -> str:
+        if self.large:
+            least = min(self.large, key=lambda one: one.prediction.memory)
+            parts = sorted(least.prediction.worst.memory.items(), key=lambda item: -item[1])
+            needs = ", ".join(f"{kind} {bytes_text(n)}" for kind, n in parts)
+            return (
+                f"nothing fits into {bytes_text(self.limit or 0)} per rank: the least of {len(self.seen)} "
+                f"configurations takes {bytes_text(least.prediction.memory)} ({needs}), with {least.words}; take more "
+                "ranks, a smaller model or batch, or offload="
+            )
+        whys = list(dict.fromkeys(why.splitlines()[0] for why in self.refused.values()))
+        return f"no configuration of {self.ranks} ranks can run: " + "; ".join(whys[:3])
+
+
+def _seconds(one: Candidate) -> float:
+    return one.prediction.seconds
+
+
+def _floor(found: Prediction) -> int:
+    """Bytes that more microbatches do not lower."""
+    return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
+
+
+def _widths(ranks: int, most: int) -> list[int]:
+    """Divisors of a number of ranks that are powers of two, and the number itself."""
+    found = [width for width in (2**n for n in range(20)) if width <= most and ranks % width == 0]
+    return found
+
+
+def _doubled(first: int, most: int) -> list[int]:
+    found = [first]
+    while found[-1] * 2 <= most:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _mesh(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
+    """None where the strategy alone says it."""
+    if pipe == tensor == 1:
+        return None
+    return (
+        Mesh(replica=data, shard=1, pipe=pipe, tensor=tensor) if strategy == "ddp" else Mesh(pipe=pipe, tensor=tensor)
+    )
+
+
+def _kind(mesh: Mesh, options: Mapping[str, Any]) -> str:
+    name = options["strategy"] if mesh.width("data") > 1 else ""
+    name = "hybrid" if name == "fsdp" and mesh.width("replica") > 1 else name
+    means = [name, *(axis for axis in ("tensor", "pipe") if mesh.width(axis) > 1)]
+    return " + ".join(filter(None, means)) or "one rank"

@@ -1,0 +1,172 @@
+"""How long computing and communication take on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, inf, log2
+from typing import NamedTuple
+
+from fsdpx.comm.mesh import AXES, Mesh
+from fsdpx.errors import ConfigError
+from fsdpx.plan.costing import ActionCost
+from fsdpx.plan.machine import Compute, Level, Machine
+from fsdpx.shapes.work import Product, Work
+
+__all__ = ["Lines", "StepTimes", "work_seconds"]
+
+DOUBLE = ("all_reduce",)
+"""Collectives that are a reduce-scatter and an all-gather, of which each sends the bytes once."""
+NAMES = {8: "float64", 4: "float32"}
+
+
+def work_seconds(work: Work, compute: Compute, half: str) -> float:
+    """Seconds of products and of all else. half: the 16-bit format of the step.
+
+    A product takes the longer of FLOP / flops and bytes / memory; `half` makes small ones slower. All else takes its
+    bytes / memory."""
+    products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
+    return products + work.nbytes / (compute.memory * compute.memory_efficiency)
+
+
+def _kernels(work: Work) -> int:
+    return work.kernels + sum(times for p, times in work.products.items() if not p.fused)
+
+
+def _product_seconds(product: Product, compute: Compute, half: str) -> float:
+    name = NAMES.get(product.itemsize, half)
+    widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # as processors do it
+    flops = compute.flops.get(name, widened)
+    if flops is None:
+        have = ", ".join(compute.flops)
+        raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
+    rate = flops * compute.efficiency
+    seconds = (product.flops + compute.half) / rate
+    if not product.fused:
+        return max(seconds, product.nbytes / (compute.memory * compute.memory_efficiency))
+    inner = product.stack * product.itemsize * product.rows * max(product.columns, product.inner)
+    return seconds + compute.spill * inner / (compute.memory * compute.memory_efficiency)
+
+
+class Crossing(NamedTuple):
+    """What ranks of a line cross at one level. width: units of the level below that they are in. members: ranks of the
+    line in each such unit. users: all ranks of such a unit."""
+
+    level: Level
+    width: float
+    members: float
+    users: float
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where the ranks of each axis of a mesh are on a machine, when ranks are numbered host by host."""
+
+    mesh: Mesh
+    machine: Machine
+
+    @cached_property
+    def strides(self) -> Mapping[str, int]:
+        """How far apart in rank order neighbours of each axis are."""
+        found, stride = {}, 1
+        for axis in reversed(self.mesh.order):
+            found[axis] = stride
+            stride *= self.mesh.width(axis)
+        return found
+
+    def reaches(self, axes: tuple[str, ...]) -> list[Crossing]:
+        """The levels that a line along these axes crosses, the closest first."""
+        found, before, unit, size = list[Crossing](), 1.0, 1.0, self.mesh.size
+        for level in self.machine.levels:
+            inside = 1.0
+            for axis in axes:
+                inside *= max(1.0, min(self.mesh.width(axis), level.ranks // self.strides[axis]))
+            if inside > before:
+                found.append(Crossing(level, inside / before, before, min(unit if unit > 1 else level.ranks, size)))
+            before, unit = inside, level.ranks
+        width = 1
+        for axis in axes:
+            width *= self.mesh.width(axis)
+        if width > before:
+            last = self.machine.levels[-1]
+            raise ConfigError(
+                f"machine {self.machine.name!r}: its last level, {last.name}, holds {last.ranks:g} ranks, and the mesh "
+                f"{self.mesh} has {size}: add a level, or leave out its ranks"
+            )
+        return found
+
+    @cached_property
+    def known(self) -> dict[str, list[Crossing]]:
+        """By the name that the counters use."""
+        groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
+        groups |= {"peers": ("pipe",), "space": ("replica", "shard")}
+        return {name: self.reaches(axes) for name, axes in groups.items()}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of calls and actions. half: the 16-bit format of the step."""
+
+    lines: Lines
+    half: str
+
+    def call(self, axis: str, verb: str, nbytes: float) -> float:
+        """Seconds of a call in which this rank sends as many bytes: the quickest of a ring, a tree and a hierarchy.
+
+        ring          steps of the largest latency, bytes at the speed of the slowest link
+        tree          log2(ranks) steps, the whole array each way
+        hierarchy     level by level, each with what the levels inside of it have left
+        """
+        reaches = self.lines.known.get(axis, [])
+        if not reaches:
+            return 0.0
+        times = 2 if verb in DOUBLE else 1
+        ranks = 1.0
+        for reach in reaches:
+            ranks *= reach.width
+        whole = nbytes / times * ranks / (ranks - 1)
+        slowest = min(r.members * r.level.share(r.users) for r in reaches)
+        latest = max(r.level.latency for r in reaches)
+        ring = times * (ranks - 1) * latest + nbytes / slowest
+        levels = sum(
+            times * ((r.width - 1) * r.level.latency + whole / r.members * (r.width - 1) / r.width / _own(r))
+            for r in reaches
+        )
+        tree = inf
+        if verb == "all_reduce":
+            tree = 2 * sum(ceil(log2(r.width)) * r.level.latency for r in reaches) + 2 * whole / slowest
+        return min(ring, tree, levels)
+
+    def message(self, sender: int, receiver: int, nbytes: float) -> float:
+        """Seconds of a message from one rank of the world to another."""
+        users = 1.0
+        for level in self.lines.machine.levels:
+            if sender // level.ranks == receiver // level.ranks:
+                return level.latency + nbytes / level.share(min(users if users > 1 else level.ranks, self.ranks))
+            users = level.ranks
+        return 0.0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the world."""
+        return self.lines.mesh.size
+
+    def price(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
+        """Seconds of computing, and of the calls by axis.
+
+        A GPU computes while the host launches what is next: the longer of the two counts. Elsewhere `launch` is what a
+        kernel and the Python around it take before it runs."""
+        moving: dict[str, float] = {}
+        launches = _kernels(cost.work)
+        for axis, verb, calls, nbytes in cost.calls:
+            moving[axis] = moving.get(axis, 0.0) + calls * self.call(axis, verb, nbytes / calls)
+            launches += calls
+        compute = self.lines.machine.compute
+        seconds, host = work_seconds(cost.work, compute, self.half), launches * compute.launch
+        return (max(seconds, host - sum(moving.values())) if compute.gpu else seconds + host), moving
+
+
+def _own(reach: Crossing) -> float:
+    """Bytes per second of one rank at a level."""
+    return reach.level.share(reach.users)

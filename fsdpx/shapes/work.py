@@ -1,0 +1,150 @@
+"""What a computation on arrays without data would cost: its matrix products by shape, and the bytes that all else reads
+and writes. Every product and every pass over an array is noted where its shape is found, so no layer says its FLOPs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+__all__ = [
+    "Product", "Work", "alike", "counting", "fused", "note", "note_copy", "note_product", "one_product", "repeat",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+
+class Product(NamedTuple):
+    """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes. fused: a part of a kernel,
+    whose operands or result need not lie in memory."""
+
+    rows: int
+    inner: int
+    columns: int
+    stack: int
+    itemsize: int
+    fused: bool
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.stack * self.rows * self.inner * self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both operands and the result."""
+        r, i, c = self.rows, self.inner, self.columns
+        return self.stack * self.itemsize * (r * i + i * c + r * c)
+
+
+@dataclass
+class Work:
+    """products: how often each. nbytes: that other kernels read and write. kernels: how many of these there are."""
+
+    products: Counter[Product] = field(default_factory=Counter)
+    nbytes: int = 0
+    kernels: int = 0
+
+    @property
+    def flops(self) -> int:
+        """FLOP of all products."""
+        return sum(product.flops * times for product, times in self.products.items())
+
+    def add(self, other: Work) -> None:
+        """Count other work as well."""
+        self.products.update(other.products)
+        self.nbytes += other.nbytes
+        self.kernels += other.kernels
+
+
+class _Counting(threading.local):
+    """The counts of a thread. open: what is counted into, or None. silent: levels in which only products are counted, as
+    parts of a kernel; deaf: not even these. times: how often what is computed now is computed."""
+
+    def __init__(self) -> None:
+        self.open: Work | None = None
+        self.silent = self.deaf = 0
+        self.times = 1
+
+
+_now = _Counting()
+
+
+@contextmanager
+def counting() -> Iterator[Work]:
+    """Count what is computed on shapes inside the block, by this thread, in place of what counted before."""
+    before, _now.open = _now.open, Work()
+    try:
+        yield _now.open
+    finally:
+        _now.open = before
+
+
+def note(*arrays: Any) -> None:
+    """One kernel reads or writes these arrays once; what is no array without data counts nothing."""
+    work = _now.open
+    if work is not None and not _now.silent:
+        work.kernels += 1
+        work.nbytes += sum(a.nbytes for a in arrays if getattr(a, "holds_no_data", False))
+
+
+def note_copy(array: Any) -> None:
+    """One kernel reads this array and writes as many bytes."""
+    note(array, array)
+
+
+def note_product(rows: int, inner: int, columns: int, stack: int, itemsize: int) -> None:
+    """A matrix product is computed."""
+    work = _now.open
+    if work is not None and not _now.deaf:
+        work.products[Product(rows, inner, columns, stack * _now.times, itemsize, _now.silent > 0)] += 1
+
+
+def alike(first: T, times: int) -> Iterator[T]:
+    """The first round of a loop whose rounds do the same on arrays without data; its products count for all of them."""
+    before, _now.times = _now.times, _now.times * times
+    try:
+        if times:
+            yield first
+    finally:
+        _now.times = before
+
+
+@contextmanager
+def one_product(a: Any, b: Any) -> Iterator[None]:
+    """Inside is one product of two matrices, or of stacks of them, in their own format, however it is written."""
+    if _now.open is None or not getattr(a, "holds_no_data", False):
+        yield
+        return
+    note_product(a.shape[-2], a.shape[-1], b.shape[-1], prod(a.shape[:-2]), a.itemsize)
+    _now.deaf += 1
+    _now.silent += 1
+    try:
+        yield
+    finally:
+        _now.deaf -= 1
+        _now.silent -= 1
+
+
+@contextmanager
+def fused() -> Iterator[Work]:
+    """Inside is one kernel: only its products are counted. What it reads and writes is `note`d by the caller."""
+    with counting() as work:
+        _now.silent += 1
+        try:
+            yield work
+        finally:
+            _now.silent -= 1
+
+
+def repeat(work: Work) -> None:
+    """What was counted before is computed once more."""
+    if _now.open is not None and not _now.deaf:
+        if _now.silent:
+            _now.open.products.update(work.products)
+        else:
+            _now.open.add(work)

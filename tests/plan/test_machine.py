@@ -1,0 +1,92 @@
+"""Machines: those that come with fsdpx, and files with mistakes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdpx.errors import ConfigError
+from fsdpx.plan import Machine
+
+GOOD = """\
+name = "mine"
+
+[compute]
+flops = {float32 = 1e12}
+memory = 1e11
+
+[[levels]]
+name = "host"
+ranks = 4
+latency = 1e-6
+bandwidth = 1e10
+
+[[levels]]
+name = "system"
+latency = 1e-5
+bandwidth = 1e9
+"""
+
+
+def test_those_that_come_with_fsdpx() -> None:
+    names = Machine.names()
+    assert {"a100-dgx-200g", "h100-dgx-400g", "epyc-100g", "xeon-200g", "ethernet-10g", "ethernet-25g", "laptop"} == {
+        *names
+    }
+    for name in names:
+        machine = Machine.load(name)
+        assert machine.name == name
+        assert Machine.load(machine) is machine
+        assert machine.compute.flops["float32"] > 0
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(GOOD)
+    machine = Machine.load(path)
+    assert (machine.name, machine.host, len(machine.levels)) == ("mine", 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("memory = 1e11\n", "", "line 3, [compute]: memory is missing; say it"),
+        ("memory = 1e11", "memory = -1", "line 5, [compute]: memory = -1; a number above 0 is needed"),
+        ("memory = 1e11", "memory = true", "line 5, [compute]: memory = True; a number above 0 is needed"),
+        ("latency = 1e-5", "latency = nan", "line 15, [[levels]]: latency = nan; a number of at least 0 is needed"),
+        ("bandwidth = 1e9", "bandwith = 1e9", "line 16, [[levels]]: bandwith is not known; the keys here are name,"),
+        ("ranks = 4", "ranks = 0", "line 9, [[levels]]: ranks = 0; a number above 0 is needed"),
+        ('"system"\n', '"system"\nranks = 2\n', "line 15, [[levels]]: system holds 2 ranks; more than the 4 of"),
+        ("{float32 = 1e12}", "1e12", "line 4, [compute]: flops = 1000000000000.0; a table by format is needed"),
+        ("{float32 = 1e12}", "{int8 = 1e12}", "line 4, [compute]: flops of int8; the formats are float64,"),
+        ("{float32 = 1e12}", "{float32 = 0}", "line 4, [compute]: flops of float32 = 0; a number above 0 is needed"),
+        (
+            "memory = 1e11",
+            "memory = 1e11\nefficiency = 1.5",
+            "line 6, [compute]: efficiency = 1.5; at most 1 is needed",
+        ),
+        ("[compute]", "[computes]", "line 1, [compute]: missing; say flops and memory"),
+        ('"host"', "3", "line 8, [[levels]]: name = 3; a str is needed"),
+    ],
+)
+def test_mistakes_are_named_with_their_line(old: str, new: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=re.escape(f"machine file {path}, {says}")):
+        Machine.load(path)
+
+
+def test_no_machine(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^machine='a10' is none of a100-dgx-200g, .*, and no file of that name exists"
+    ):
+        Machine.load("a10")
+    with pytest.raises(ConfigError, match=r"machine file gone\.toml: there is no such file"):
+        Machine.load("gone.toml")
+    path = tmp_path / "odd.toml"
+    path.write_text("x = = 1")
+    with pytest.raises(ConfigError, match=r"machine file .*odd\.toml: Invalid value \(at line 1"):
+        Machine.load(path)
+    path.write_text("[compute]\nflops = {float32 = 1}\nmemory = 1\n")
+    with pytest.raises(ConfigError, match=r"line 1, \[\[levels\]\]: no level; say at least one"):
+        Machine.load(path)

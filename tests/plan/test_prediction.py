@@ -1,0 +1,200 @@
+"""What is predicted: the bytes, calls and memory of ranks that run, and times whose answers are known."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.plan import Compute, Level, Machine, predict
+from fsdpx.shapes.work import counting
+
+TOKENS = "int64"
+FLAT = Machine("flat", (Level("host", 0.0, 1e9),), Compute({"float32": 1e12, "bf16": 1e12}, 1e30))
+"""A TFLOP/s, a GB/s between any two ranks, and nothing else takes time."""
+
+
+def gpt(layers: int = 4) -> nn.Layer:
+    return nn.GPT(32, 16, layers, 2, 8)
+
+
+def batch(samples: int) -> Any:
+    return ((samples, 8), TOKENS), ((samples, 8), TOKENS)
+
+
+def mlp(width: int = 64, layers: int = 4) -> nn.Layer:
+    return nn.Chain(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def rows(samples: int, width: int = 64) -> Any:
+    return ((samples, width), "float32"), ((samples, width), "float32")
+
+
+def configurations(number: int) -> list[tuple[int, int, dict[str, Any]]]:
+    """Ranks, samples and options, drawn with a seed."""
+    draw, found = random.Random(5), list[tuple[int, int, dict[str, Any]]]()
+    while len(found) < number:
+        pipe, tensor, data = draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 2)), draw.choice((1, 2, 3, 4))
+        if pipe * tensor * data > 8:
+            continue
+        strategy = draw.choice(("ddp", "zero1", "zero2", "fsdp"))
+        microbatches = draw.choice((1, 2, 4)) * (pipe if pipe > 1 else 1)
+        shard = 1 if strategy == "ddp" else data
+        options = {
+            "strategy": strategy,
+            "mesh": fsdpx.Mesh(replica=data // shard, shard=shard, pipe=pipe, tensor=tensor),
+            "microbatches": microbatches,
+            "recompute": draw.choice((None, None, "all")),
+            "precision": draw.choice((None, "bf16")),
+            "schedule": draw.choice(("1f1b", "gpipe", "zb-h1")) if pipe > 1 else "1f1b",
+        }
+        found.append((pipe * tensor * data, data * microbatches + draw.choice((0, 0, 1)), options))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "samples", "options"), configurations(24))
+def test_predicted_bytes_calls_and_memory_are_those_of_ranks(ranks: int, samples: int, options: dict[str, Any]) -> None:
+    found = predict(gpt(), batch(samples), ranks=ranks, machine="epyc-100g", **options)
+
+    def run(comm: Communicator) -> Any:
+        made = gpt().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, **options)
+        mesh = found.mesh
+        place = mesh.coordinates(comm.rank)
+        data, size = place.replica * mesh.width("shard") + place.shard, mesh.width("data")
+        own = samples * (data + 1) // size - samples * data // size
+        made.inspect.reset()
+        made.step(np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
+        report = made.report()
+        return {k: (v.calls, v.bytes) for k, v in report.traffic.items() if k[0] != "world"}, report.memory
+
+    real = fsdpx.spawn(run, ranks)
+    for one in found.classes:
+        traffic, memory = real[one.rank]
+        assert dict(one.traffic) == traffic
+        assert {kind: n for kind, n in one.memory.items() if kind != "activations"} == memory
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("recompute", [None, "all"])
+def test_of_many_microbatches_few_run(schedule: str, recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest follow from these exactly, time included."""
+    from fsdpx.plan import prediction
+
+    options = {"mesh": fsdpx.Mesh(replica=1, pipe=2), "microbatches": 24, "schedule": schedule, "recompute": recompute}
+    machine = replace(FLAT, levels=(Level("host", 1e-9, 1e9),))
+    few = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
+    monkeypatch.setattr(prediction.WorldStep, "simulated", lambda step: (step.microbatches, 0))
+    every = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+    assert few.parts == pytest.approx(every.parts, rel=1e-6, abs=1e-15)
+    assert few.bytes == every.bytes
+    assert few.memory == every.memory
+    assert few.classes[0].traffic == every.classes[0].traffic
+
+
+def test_equal_layers_are_followed_once_and_memory_stays_exact() -> None:
+    """As `dry_run` counts it, which follows each."""
+    options: dict[str, Any] = {"strategy": "fsdp", "recompute": "all", "precision": "bf16", "microbatches": 2}
+    found = predict(gpt(6), batch(8), ranks=4, machine="laptop", **options)
+    x, y = batch(2)
+    dry = fsdpx.dry_run(gpt(6), x, y, ranks=4, loss=nn.CrossEntropy(), optimizer=optim.AdamW(), **options)
+    assert found.worst.memory["activations"] == dry.passing
+
+
+def test_products_take_their_flops() -> None:
+    """A step of a Linear is three products, but the first needs no gradient of its input: 4 n^2 b and 2 n^2 b."""
+    found = predict(mlp(layers=2), rows(32), ranks=1, machine=FLAT)
+    assert found.seconds == pytest.approx((3 + 2) * 2 * 32 * 64 * 64 / 1e12)
+    assert found.parts["compute"] == pytest.approx(found.seconds)
+    assert found.bytes == {}
+
+
+def test_a_bubble_is_that_of_its_schedule() -> None:
+    """(P - 1) / (m + P - 1) of a step, where stages are equal; the first layer's backward is a half shorter."""
+    for pipe, m in ((2, 4), (4, 8)):
+        machine = replace(FLAT, levels=(Level("host", 0.0, 1e30),))
+        mesh = fsdpx.Mesh(replica=1, pipe=pipe)
+        found = predict(mlp(layers=32), rows(m), ranks=pipe, machine=machine, mesh=mesh, microbatches=m)
+        assert found.bubble == pytest.approx((pipe - 1) / (m + pipe - 1), abs=0.02)
+
+
+def test_communication_is_hidden_behind_backward_or_shown() -> None:
+    """The gradient of the last layer that is found has nothing to hide behind: 2 (N - 1) / N of its bytes."""
+    model = nn.Chain(nn.Linear(64, 64, bias=False))
+    found = predict(model, rows(2), ranks=2, machine=FLAT, group_bytes=0)
+    assert found.bytes == {"replica": 64 * 64 * 4}
+    assert found.parts["replica"] == pytest.approx(64 * 64 * 4 / 1e9, rel=1e-3)
+
+
+def test_an_axis_takes_the_level_that_it_crosses() -> None:
+    levels = (Level("host", 1e-6, 1e11, ranks=4), Level("system", 1e-3, 1e9))
+    machine = replace(FLAT, levels=levels)
+    inside = predict(mlp(), rows(8), ranks=4, machine=machine).parts["replica"]
+    across = predict(mlp(), rows(8), ranks=8, machine=machine).parts["replica"]
+    assert inside < 1e-4 < 1e-3 < across
+
+
+def test_ranks_that_share_a_link_take_longer() -> None:
+    """Two lines of replicas, each with two ranks on each host: all four share its link."""
+    alone = (Level("host", 0.0, 1e12, ranks=4), Level("system", 0.0, 1e9))
+    shared = (alone[0], replace(alone[1], contention=1.0))
+    quick, slow = (
+        predict(
+            gpt(),
+            batch(8),
+            ranks=8,
+            machine=replace(FLAT, levels=levels),
+            mesh=fsdpx.Mesh(replica=4, shard=1, tensor=2),
+        )
+        for levels in (alone, shared)
+    )
+    assert slow.parts["replica"] == pytest.approx(4 * quick.parts["replica"], rel=0.01)
+
+
+def test_a_level_too_few() -> None:
+    machine = replace(FLAT, levels=(Level("host", 0.0, 1e9, ranks=4),))
+    with pytest.raises(
+        ConfigError, match=r"machine 'flat': its last level, host, holds 4 ranks, and the mesh .* has 8"
+    ):
+        predict(mlp(), rows(8), ranks=8, machine=machine)
+
+
+def test_a_format_that_the_machine_does_not_say() -> None:
+    with pytest.raises(ConfigError, match="does not say how fast it computes in float64, only in float32, bf16"):
+        predict(mlp(), rows(8), ranks=1, machine=FLAT, precision="float64")
+
+
+def test_a_batch_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"^batch=3: the shape and dtype of inputs and targets"):
+        predict(mlp(), 3, ranks=1, machine=FLAT)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="predict decides comm itself"):
+        predict(mlp(), rows(2), ranks=1, machine=FLAT, comm=None)
+
+
+def test_flops_of_attention_count_all_heads() -> None:
+    """Of one block: 24 b s h^2 of its layers forward, and 4 b s^2 h of attention (Narayanan et al. 2021)."""
+    b, s, h = 3, 8, 16
+    found = predict(nn.GPT(32, h, 1, 2, s), batch(b), ranks=1, machine=FLAT)
+    head = 2 * b * s * h * 32
+    layers, attention = 24 * b * s * h * h, 4 * b * s * s * h
+    assert found.seconds * 1e12 == pytest.approx(3 * (layers + head) + attention * 3.5)  # scores are made once more
+
+
+def test_nothing_is_counted_outside() -> None:
+    with counting() as work:
+        pass
+    fsdpx.dry_run(mlp(), *rows(2), ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    assert work.flops == 0
+
+
+def test_many_ranks() -> None:
+    """16,384 of them: a class for each rank of the pipe."""
+    mesh = fsdpx.Mesh(pipe=4, tensor=2)
+    found = predict(gpt(8), batch(2048 * 8), ranks=16384, machine="a100-dgx-200g", strategy="fsdp", mesh=mesh)
+    assert len(found.classes) == 4
+    assert found.mesh.width("shard") == 2048
