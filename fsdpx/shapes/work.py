@@ -62,7 +62,7 @@ class Work:
 
 
 class _Counting(threading.local):
-    """The counts of a thread. open: what is counted into, or None. silent: levels in which only products are counted, as
+    """The counts of a thread. open: what is counted into, or None. silent: levels in which only products count, as
     parts of a kernel; deaf: not even these. times: how often what is computed now is computed."""
 
     def __init__(self) -> None:
