@@ -108,7 +108,7 @@ class Program:
     results: tuple[Slot, ...] = field(default=())  # those of `ends` that the caller collects
 
     def __str__(self) -> str:
-        return textwrap.fill(" ".join(map(str, self.actions)), 110, break_long_words=False)
+        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # a page is 88 wide
 
     @cached_property
     def slots(self) -> tuple[Slots, ...]:

@@ -36,8 +36,8 @@ def name(path: Path) -> str:
 
 
 def shell(page: Path) -> list[str]:
-    """The commands of a page's ```sh blocks, without comments."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.S | re.M)
+    """The commands of a page's ```sh blocks, without comments; those that go on in the next line as one."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", re.sub(r" *\\\n *", " ", page.read_text()), re.S | re.M)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line]
 

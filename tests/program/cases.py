@@ -1,5 +1,6 @@
 """Small stages and requests that the program tests share."""
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
@@ -111,3 +112,8 @@ def everything() -> dict[str, Program]:
     """All programs whose text is kept in tests/golden."""
     ranks = {f"pipe-{name}-rank{r}": program for name, found in pipes().items() for r, program in enumerate(found)}
     return golden() | ranks
+
+
+def kept(program: Program) -> str:
+    """The text of a golden file: longer lines than a page has, so that a change shows in fewer of them."""
+    return textwrap.fill(" ".join(map(str, program.actions)), 110, break_long_words=False) + "\n"

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from cases import everything
+from cases import everything, kept
 
 folder = Path(__file__).parents[1] / "golden"
 for stale in folder.glob("*.txt"):
     stale.unlink()
 for name, program in everything().items():
-    (folder / f"{name}.txt").write_text(f"{program}\n")
+    (folder / f"{name}.txt").write_text(kept(program))
 print(f"{len(everything())} programs in {folder}")

@@ -1,0 +1,75 @@
+"""The pages are read with ease: code fits the page, and sentences are short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LATER = {"docs/fields.md", "docs/solver.md", "docs/planning.md", "docs/data.md", "docs/tutorial/surrogate.md"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/tutorial").glob("*.md"))]
+PAGES = [page for page in PAGES if str(page.relative_to(ROOT)) not in LATER]
+WIDTH = 88
+LONGEST, MEAN = 40, 20  # words of a sentence, and of a page's sentences in the mean
+FENCE = re.compile(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1`*\s*$", re.S | re.M)
+WORD = re.compile(r"[\w'./-]+")
+END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`\"(X])|(?<=[.!?])\s+")
+WIDE = {
+    "docs/benchmarks.md": "tables that `make bench` writes, and some of them on other machines",
+    "docs/launching.md": "tables and one long error, as commands print them",
+    "docs/parallelism.md": "tables with a column for each axis",
+    "docs/schedules.md": "a line of a schedule is a rank, and must not be broken",
+}
+"""Pages whose `text` blocks may be wider -> why. Tables that `make bench` writes may be wide on every page."""
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def wide(page: Path) -> list[str]:
+    """Lines of code above the width, with their number in the page."""
+    text = page.read_text()
+    found = []
+    for block in FENCE.finditer(text):
+        first = text[: block.start(3)].count("\n") + 1
+        measured = text[: block.start()].endswith(" -->\n")  # the mark of a table that `make bench` writes
+        if not (block[2] == "text" and (name(page) in WIDE or measured)):
+            found += [f"{first + i}: {line}" for i, line in enumerate(block[3].splitlines()) if len(line) > WIDTH]
+    return found
+
+
+def sentences(page: Path) -> list[tuple[int, str]]:
+    """Words and beginning of each sentence outside of code, tables and headings; a span of code is one word."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())):
+        if paragraph.lstrip().startswith(("|", "<", "#")):
+            continue
+        for item in re.split(r"^\s*(?:[-*]|\d+\.)\s+", paragraph, flags=re.M):
+            plain = re.sub(r"`[^`]*`", "X", re.sub(r"^#.*$", "", item, flags=re.M))
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
+            found += [(len(WORD.findall(one)), one[:60]) for one in END.split(" ".join(plain.split())) if one]
+    return [(words, begin) for words, begin in found if words]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_fits_the_page(page: Path) -> None:
+    assert wide(page) == []
+
+
+def test_pages_that_may_be_wide_are() -> None:
+    for page, why in WIDE.items():
+        blocks = [block[3] for block in FENCE.finditer((ROOT / page).read_text()) if block[2] == "text"]
+        assert any(len(line) > WIDTH for block in blocks for line in block.splitlines()), (page, why)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_sentence_is_too_long(page: Path) -> None:
+    assert sorted((one for one in sentences(page) if one[0] > LONGEST), reverse=True) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_sentences_are_short_in_the_mean(page: Path) -> None:
+    counts = [words for words, _ in sentences(page)]
+    worst = sorted(sentences(page), reverse=True)[:5]
+    assert sum(counts) <= MEAN * len(counts), worst
