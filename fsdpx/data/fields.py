@@ -26,6 +26,8 @@ class Cuttable(Protocol):
 
     layout: str
     place: tuple[int, ...]
+    ghosts: tuple[int, ...]
+    periods: tuple[bool, ...]
     parts: Any
 
     def everyone(self, value: Any) -> list[Any]: ...
@@ -36,7 +38,9 @@ class FieldDataset:
     the `targets` states after them, each as the grid has arrays: this rank's part. Collective, if there is a grid.
 
     A read takes one block of a field: the cells of this rank, at all steps of the window. Nothing else is read, and
-    files stay open. Fields without time, such as a mask, come once, behind the states of `x`, and are not in `y`.
+    files stay open. A grid with ghost cells gets them with the part; their dims must be periodic. Fields without time,
+    such as a mask, come once, behind the states of `x`, and are not in `y`.
+
     Files: HDF5 (The Well's groups; datasets of PDEBench, beside each other or in a group for each trajectory) and
     NetCDF-4 by h5py, a folder as Zarr, and `.npy`. What an HDF5 file has in other files, by links or as a virtual
     dataset, is refused.
@@ -100,6 +104,11 @@ class FieldDataset:
     def _begin(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
         if not paths:
             raise DataError("FieldDataset: no files are given")
+        if self.grid is not None and any(g and not p for g, p in zip(self.grid.ghosts, self.grid.periods, strict=True)):
+            raise ConfigError(
+                f"FieldDataset: the grid has ghost cells {self.grid.ghosts} and periods {self.grid.periods}: files do "
+                "not have what lies beyond walls; take ghost cells along periodic dims alone"
+            )
         letters = None if self.grid is None else self.grid.layout.replace("c", "")
         shape = None if self.grid is None else self.grid.parts.shape
         self.sources: list[Trajectories] = []
@@ -171,11 +180,11 @@ class FieldDataset:
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _bounds(self) -> dict[str, tuple[int, int]]:
-        """Where this rank's part lies, by letter."""
+        """Where this rank's part lies, by letter, with its ghost cells."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
-        cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, strict=True)
-        return {letter: (edges[r], edges[r + 1]) for letter, edges, r in cuts}
+        cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, self.grid.ghosts, strict=True)
+        return {letter: (edges[r] - ghosts, edges[r + 1] + ghosts) for letter, edges, r, ghosts in cuts}
 
     def _fill(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
         """Read sample i into x and y, (channels, *cells)."""
@@ -204,14 +213,13 @@ class FieldDataset:
 
     def _read(self, source: Trajectories, variable: Variable, trajectory: int, steps: slice) -> np.ndarray:
         """This rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not have."""
-        bounds, index = self._bounds(), []
+        known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
+        bounds, runs = self._bounds(), []
         for letter, n in zip(variable.dims, variable.shape, strict=True):
-            where = bounds.get(letter, (0, n))
-            known = {"n": trajectory, "t": steps}
-            index.append(known.get(letter, slice(0, 1) if n == 1 and letter in bounds else slice(*where)))
+            runs.append(known.get(letter) or ([slice(n)] if n == 1 else _runs(*bounds.get(letter, (0, n)), n)))
         what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
         with reading(source.file, f"{what}, cannot be read: "):
-            block = np.asarray(self._open(source.file)[variable.path][tuple(index)])
+            block = _block(self._open(source.file)[variable.path], (), runs)
         if variable.packed is not None:
             scale, offset, none = variable.packed
             block = np.where(block == none, np.nan, block * scale + offset)
@@ -220,3 +228,21 @@ class FieldDataset:
         block = block.transpose(order)
         cells = block.shape[block.ndim - len(self._letters) :]
         return block.reshape(block.shape[0] if "t" in letters else 1, variable.channels, *cells)
+
+
+def _runs(start: int, stop: int, n: int) -> list[slice]:
+    """The cells from start to stop of a periodic dim of n cells, as slices of it, one after the other."""
+    found, at = [], start
+    while at < stop:
+        end = min(at + n - at % n, stop)
+        found.append(slice(at % n, at % n + end - at))
+        at = end
+    return found or [slice(0)]
+
+
+def _block(array: Any, chosen: tuple[Any, ...], runs: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The elements of an array in any of the runs along each dim; chosen: what is taken along the dims before."""
+    if not runs:
+        return np.asarray(array[chosen])
+    found = [_block(array, (*chosen, one), runs[1:]) for one in runs[0]]
+    return found[0] if len(found) == 1 else np.concatenate(found, sum(isinstance(one, slice) for one in chosen))

@@ -76,6 +76,30 @@ def test_parts_of_a_memory_map_are_those_of_the_whole(tmp_path: Path) -> None:
     demand(whole[:1, ..., :1], lambda grid, **more: FieldDataset(tmp_path / "t.npy", grid, dims="xty", **more))
 
 
+def test_ghost_cells_come_with_the_part(tmp_path: Path) -> None:
+    """Also more of them than cells along a dim; what lies beyond walls is in no file."""
+    whole = values(T, Y, X, 2)
+    np.save(tmp_path / "u.npy", whole)
+
+    def run(comm: Communicator) -> None:
+        shape = (ROWS[comm.rank + 1] - ROWS[comm.rank], X)
+        grid = fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=(3, 11), periods=(True, True))
+        x, y = FieldDataset(tmp_path / "u.npy", grid, dims="tyxc")[2]
+        rows, columns = np.arange(ROWS[comm.rank] - 3, ROWS[comm.rank + 1] + 3) % Y, np.arange(-11, X + 11) % X
+        np.testing.assert_array_equal(x, whole[2][rows][:, columns])
+        np.testing.assert_array_equal(y, whole[3][rows][:, columns])
+        net = nn.Conv2d(2, 2, 3, padding=1)
+        trainer = net.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid)
+        assert np.isfinite(trainer.step(x, y))
+        grid = fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=(1, 0))
+        with pytest.raises(
+            ConfigError, match=r"ghost cells \(1, 0\) and periods \(False, False\): files do not have w"
+        ):
+            FieldDataset(tmp_path / "u.npy", grid, dims="tyxc")
+
+    spawn(run, 2)
+
+
 def test_without_a_grid_samples_are_whole(tmp_path: Path) -> None:
     whole = values(T, Y, X)
     np.save(tmp_path / "u.npy", whole)
@@ -155,7 +179,8 @@ SIDE, PART = 256, 64  # cells of the field, rows of a rank
 def quarter() -> Any:
     """Stands for the grid of the second of four ranks."""
     parts = Parts((tuple(range(0, SIDE + 1, PART)), (0, SIDE)))
-    return SimpleNamespace(layout="yxc", place=(1, 0), parts=parts, everyone=lambda value: [value])
+    around: dict[str, Any] = {"ghosts": (0, 0), "periods": (False, False)}
+    return SimpleNamespace(layout="yxc", place=(1, 0), parts=parts, everyone=lambda value: [value], **around)
 
 
 def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
