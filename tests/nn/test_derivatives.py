@@ -116,14 +116,16 @@ def test_a_loss_from_physics_is_its_formula() -> None:
         assert total / weight == pytest.approx(plain[0] / plain[1] + 0.3 * float((residual**2).mean()), rel=1e-12)
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5)], ids=str)
+@pytest.mark.parametrize("dims", GRIDS, ids=str)
 def test_a_loss_from_physics_over_parts(dims: tuple[int, ...]) -> None:
-    y, target = noise(3, 2, 7, 8), noise(3, 2, 7, 8, seed=1)
-    for loss in (PHYSICS, nn.PhysicsLoss(nn.MSE(), nn.Laplacian(), 2.0)):
+    sizes = (7, 8) if len(dims) == 2 else (6, 7, 8)
+    y, target = noise(3, len(dims), *sizes), noise(3, len(dims), *sizes, seed=1)
+    divergence = nn.Divergence(0.5, (False, True, False)[: len(dims)], 4)
+    for loss in (nn.PhysicsLoss(nn.RelativeL2(), divergence, 0.3), nn.PhysicsLoss(nn.MSE(), nn.Laplacian(), 2.0)):
         total, weight, saved = loss.forward(env_of(None), y, target)
         dy = loss.backward(env_of(None), saved, 0.5)
         for seed in range(2):
-            found = loss_over(loss, y, target, dims, cuts_of((7, 8), dims, seed))
+            found = loss_over(loss, y, target, dims, cuts_of(sizes, dims, seed))
             assert found[:2] == pytest.approx((total, weight), rel=1e-12)
             np.testing.assert_allclose(found[2], dy, rtol=1e-9, atol=1e-13)
 

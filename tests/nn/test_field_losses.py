@@ -283,3 +283,18 @@ def test_what_is_not_there_does_not_spread() -> None:
 def test_a_mask_of_another_shape() -> None:
     with pytest.raises(ShapeError, match=r"Mask\(0.0\): the mask has \(2, 3\) cells, and this rank's part \(2, 4\)"):
         nn.Mask(np.ones((2, 3))).forward(env_of(None), {}, noise(1, 1, 2, 4))
+
+
+def test_sums_and_nothing_else_travel() -> None:
+    """24 bytes for each sample of RelativeL2; of a band the modes below its end, whatever the field."""
+
+    def run(comm: Communicator, loss: nn.Loss, n: int) -> int:
+        env, y = env_of(comm, (2, 2)), noise(3, 2, n // 2, n // 2)
+        loss.over(cuts_of((n, n), (2, 2), 0)).forward(env, y, 2 * y)
+        return sum(count.bytes for (axis, _), count in env.mesh.counters.table.items() if axis == "space")
+
+    def sent(loss: nn.Loss, n: int) -> int:
+        return sum(spawn(lambda comm: run(comm, loss, n), 4))
+
+    assert sent(nn.RelativeL2(), 8) == 2 * 3 * 24 * 3  # an all-reduce over N ranks sends 2 (N - 1) n bytes
+    assert sent(nn.BandRMSE(0, 3), 8) == sent(nn.BandRMSE(0, 3), 64)

@@ -1,0 +1,105 @@
+"""All of it in one job: masks, dropout, derivatives, losses and metrics, on parts, in ensembles and under MPI."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.comm import Communicator
+
+from .grids import cuts_of
+
+SHAPE = (7, 10)
+ROWS = 5
+MASK = np.arange(70).reshape(SHAPE) % 6 > 0
+RNG = np.random.default_rng(0)
+FIELDS = np.where(MASK[..., None], RNG.standard_normal((ROWS, *SHAPE, 2)), np.nan)
+
+
+def trained(comm: Communicator, grid: Any = None, mesh: Mesh | None = None, samples: slice = slice(None)) -> Any:
+    """Losses, metrics and parameters of three steps on this rank's parts, or on whole fields. grid: with the place of
+    its cells in the field."""
+    here = (slice(None),) * 2 if grid is None else tuple(slice(a, a + n) for a, n in zip(*grid[1:], strict=True))
+    mask, u = MASK[here], FIELDS[(samples, *here)]
+    net = nn.Chain(
+        nn.FillNaN(), nn.Normalize((0.1, -0.1), (1.0, 2.0)), nn.Conv2d(2, 6, 3, padding=1), nn.Dropout(0.2), nn.Tanh(),
+        nn.Mask(mask), nn.Gradient(periodic=(False, True)), nn.Conv2d(12, 2, 1), nn.Pad(((1, 0), (0, 1))),
+        nn.Pad(((-1, 0), (0, -1))), nn.Denormalize((0.1, -0.1), (1.0, 2.0)),
+    )  # fmt: skip
+    filled = nn.Graph(
+        {"filled": (nn.FillNaN(), "x"), "net": (net, "x"), "kept": (nn.Conserve(), "net", "filled")}, outputs=("kept",)
+    )
+    loss = nn.PhysicsLoss(nn.VRMSE(weights=mask), nn.Divergence(0.5, (False, True), 4, (1, 0)), 0.1)
+    options: dict[str, Any] = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "comm": comm}
+    if grid is not None:
+        options |= {"space": grid[0], "mesh": mesh, "strategy": "fsdp", "microbatches": 2}
+    else:
+        u = np.moveaxis(u, -1, 1)
+    trainer = filled.as_distributed(**options)
+    clean = np.nan_to_num(u)
+    metrics = {"nan": nn.RMSE(skipna=True), "low": nn.BandRMSE(0, 2), "high": nn.BandRMSE(2)}
+    batches = [(u, clean)] * 3
+    found = []
+    for name, y in {"clean": clean, "nan": u}.items():
+        wanted = {k: m for k, m in metrics.items() if (k == "nan") == (name == "nan")}
+        wanted |= (
+            {"edge": nn.BoundaryRMSE(), "most": nn.MaxError(), "mean": nn.ConservedRMSE()} if name == "clean" else {}
+        )
+        history = trainer.fit(batches, validation=[(u, y)], metrics=wanted, progress=False)
+        found.append((history.losses, {k: v[-1][1] for k, v in history.metrics.items()}))
+    return found, trainer.parameters()
+
+
+@lru_cache
+def alone() -> Any:
+    return spawn(lambda comm: trained(comm), 1)[0]
+
+
+def compare(found: Any) -> None:
+    (histories, parameters), (wanted, values) = found, alone()
+    for (losses, metrics), (first, second) in zip(histories, wanted, strict=True):
+        np.testing.assert_allclose(losses, first, rtol=1e-9)
+        assert metrics == pytest.approx(second, rel=1e-8)
+    for name, value in values.items():
+        np.testing.assert_allclose(parameters[name], value, rtol=1e-7, atol=1e-10)
+
+
+def placed(comm: Communicator, dims: tuple[int, int], rank: int, seed: int) -> Any:
+    """(grid, offsets, cells) of this rank."""
+    place = [int(i) for i in np.unravel_index(rank, dims)]
+    cells = cuts_of(SHAPE, dims, seed).local(place)
+    grid = fsdpx.Grid(comm, cells, dims=dims)
+    return grid, grid.offsets, cells
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 5), (2, 2)], ids=str)
+def test_a_job_on_parts(dims: tuple[int, int]) -> None:
+    for seed in (0, 2):
+        for found in spawn(lambda comm, s=seed: trained(comm, placed(comm, dims, comm.rank, s)), dims[0] * dims[1]):
+            compare(found)
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (4, 1)])
+def test_a_job_of_two_members(rows: tuple[int, int]) -> None:
+    """Several fields at once, each on a grid of its own."""
+
+    def run(comm: Communicator) -> Any:
+        member = comm.rank // 2
+        samples = slice(sum(rows[:member]), sum(rows[: member + 1]))
+        return trained(comm, placed(comm, (1, 2), comm.rank % 2, 1), Mesh(replica=2, space=(1, 2)), samples)
+
+    for found in spawn(run, 4):
+        compare(found)
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+def test_a_job_under_mpi(world: Communicator) -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    height, width = MPI.Compute_dims(world.size, 2)
+    compare(trained(world, placed(world, (height, width), world.rank, 1)))
