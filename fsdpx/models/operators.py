@@ -26,7 +26,7 @@ from fsdpx.nn.sort import sort, specs_of
 from fsdpx.nn.spectral import FNO, ChannelLinear, SpectralConv
 from fsdpx.nn.unet import UNet
 
-__all__ = ["from_state_dict"]
+__all__ = ["from_state_dict", "to_state_dict"]
 
 Tensors = dict[str, np.ndarray]
 
@@ -84,7 +84,50 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     ------
     CheckpointError : names that belong to none of these, tensors that are missing, left over or of another shape
     """
-    tensors = _tensors(source)
+    return _model(_tensors(source), options)
+
+
+def to_state_dict(
+    parameters: Mapping[str, Any], like: Mapping[str, Any] | str | PathLike[str], **options: Any
+) -> Tensors:
+    """Parameters under the names, shapes and formats of another project: the way back of `from_state_dict`.
+
+    Parameters
+    ----------
+    parameters : name -> whole array, as `trainer.parameters()`
+    like : the weights that the other module has now, as `module.state_dict()`
+    options : as of `from_state_dict`
+
+    Returns
+    -------
+    dict : name -> array, for `module.load_state_dict` as tensors; what is no parameter here is as it was
+
+    Raises
+    ------
+    CheckpointError : as `from_state_dict`, and for parameters that are missing or of another shape
+    """
+    tensors = _tensors(like)
+    ends = np.cumsum([0, *(_reals(a).size for a in tensors.values())]).tolist()
+    places = {}  # instead of each number where it lies, so that the model says what of its own lies there
+    for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
+        numbers = np.arange(first, end, dtype=np.float64)
+        places[name] = (numbers.view(np.complex128) if np.iscomplexobj(array) else numbers).reshape(array.shape)
+    flat = np.concatenate([_reals(a).reshape(-1).astype(np.float64) for a in tensors.values()])
+    for name, value in _model(places, options).initial.items():
+        assert isinstance(value, KnownValues)
+        at, ours = value.array.astype(np.int64), _array(parameters[name]) if name in parameters else np.empty(0)
+        if ours.shape != at.shape:
+            raise CheckpointError(f"to_state_dict: {name} is {ours.shape}, and {at.shape} is needed")
+        flat[at] = ours
+    found = {}
+    for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
+        part = flat[first:end].view(np.complex128) if np.iscomplexobj(array) else flat[first:end]
+        found[name] = part.astype(array.dtype).reshape(array.shape)
+    return found
+
+
+def _model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
+    """The model of the first project that has a tensor of these names, which begins with them."""
     for project in PROJECTS:
         found = next((name for name in tensors if name.endswith(project.mark)), None)
         if found is not None:
@@ -92,6 +135,11 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
             return _begun(project, {_without(name, prefix): a for name, a in tensors.items()}, options)
     marks = ", ".join(project.mark for project in PROJECTS)
     raise CheckpointError(f"from_state_dict: no model is known that has these tensors; known are those with {marks}")
+
+
+def _reals(array: np.ndarray) -> np.ndarray:
+    """Complex numbers are pairs."""
+    return np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
 
 
 def _tensors(source: Any) -> Tensors:
@@ -137,7 +185,7 @@ def _begun(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Co
 
 def _values(name: str, array: np.ndarray, shape: tuple[int, ...]) -> KnownValues:
     """A tensor in the shape that a parameter has here; complex numbers are pairs."""
-    pairs = np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
+    pairs = _reals(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
     values = np.ascontiguousarray(pairs).reshape(shape)

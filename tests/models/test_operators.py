@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx import models, nn, spawn
+from fsdpx import models, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.testing import demand_close
@@ -221,6 +221,38 @@ def test_pdebench(dims: int) -> None:
     state, forward = pdebench(torch, dims)
     x = noise(2, 2 + dims, *SIZES[dims])
     demand_close({"y": predicted(models.from_state_dict(state), x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
+
+
+def test_weights_go_back_where_they_came_from() -> None:
+    """To the bit, and what was trained here is what the other project computes with it."""
+    torch = pytest.importorskip("torch")
+    unet = usual_unet(torch, 2, 4, 2, "tanh", True, 2)
+    cases = [(*pdebench(torch, d), 2 + d, d) for d in (1, 2, 3)] + [(*neuraloperator(torch, 2, 4, True), 2, 2)]
+    cases += [({f"net.{n}": v for n, v in unet.state_dict().items()}, None, 3, 2)]
+    for state, forward, channels, dims in cases:
+        trainer = models.from_state_dict(state).as_distributed(
+            precision="float64", loss=nn.MSE(), optimizer=optim.SGD(0.1)
+        )
+        back = models.to_state_dict(trainer.parameters(), state)
+        for name, value in state.items():
+            if hasattr(value, "shape"):
+                np.testing.assert_array_equal(back[name], value.numpy(), err_msg=name)
+                assert back[name].dtype == value.numpy().dtype
+        if forward is None:
+            continue
+        x = noise(2, channels, *SIZES[dims])
+        trainer.step(x, noise(2, 3, *SIZES[dims], seed=1))
+        for name, array in models.to_state_dict(trainer.parameters(), state).items():
+            state[name].copy_(torch.tensor(array))
+        demand_close({"y": trainer.predict(x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
+
+
+def test_parameters_that_do_not_go_back() -> None:
+    values = plain()
+    short = {name: a for name, a in values.items() if name != "conv.bias"}
+    for given, shape in ((short, r"\(0,\)"), (short | {"conv.bias": np.ones(2)}, r"\(2,\)")):
+        with pytest.raises(CheckpointError, match=rf"to_state_dict: conv.bias is {shape}, and \(1,\) is needed"):
+            models.to_state_dict(given, values)
 
 
 def test_weights_over_a_grid() -> None:
