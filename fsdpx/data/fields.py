@@ -13,7 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.data.dataset import OPEN_FILES
-from fsdpx.data.stored import Trajectories, Variable, cells_of, groups, opened, reading, sizes_of, variables_of, wrong
+from fsdpx.data.stored import (
+    Trajectories,
+    Variable,
+    array_of,
+    cells_of,
+    groups,
+    opened,
+    reading,
+    sizes_of,
+    variables_of,
+    wrong,
+)
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 
 __all__ = ["FieldDataset"]
@@ -219,7 +230,7 @@ class FieldDataset:
             runs.append(known.get(letter) or ([slice(n)] if n == 1 else _runs(*bounds.get(letter, (0, n)), n)))
         what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
         with reading(source.file, f"{what}, cannot be read: "):
-            block = _block(self._open(source.file)[variable.path], (), runs)
+            block = _block(array_of(source.file, self._open(source.file), variable.path), (), runs)
         if variable.packed is not None:
             scale, offset, none = variable.packed
             block = np.where(block == none, np.nan, block * scale + offset)

@@ -17,7 +17,18 @@ from fsdpx.data.dataset import mapped
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.files import open_file, unreadable
 
-__all__ = ["Trajectories", "Variable", "cells_of", "groups", "opened", "reading", "sizes_of", "variables_of", "wrong"]
+__all__ = [
+    "Trajectories",
+    "Variable",
+    "array_of",
+    "cells_of",
+    "groups",
+    "opened",
+    "reading",
+    "sizes_of",
+    "variables_of",
+    "wrong",
+]
 
 WELL = ("t0_fields", "t1_fields", "t2_fields")
 """Groups of The Well's files, by the order of their tensors (github.com/PolymathicAI/the_well, data specification)."""
@@ -68,6 +79,18 @@ def opened(path: Path) -> Any:
         raise
     weakref.finalize(root, file.close)
     return root
+
+
+def array_of(path: Path, root: Any, inside: str) -> Any:
+    """A dataset to be read by its index. What lies in an HDF5 file in one piece is mapped: a part whose rows are short
+    would be as many calls of Python as it has rows."""
+    array = root[inside]
+    if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
+        offset = array.id.get_offset()
+        if offset is not None and array.id.get_create_plist().get_layout() == _library("h5py", path).h5d.CONTIGUOUS:
+            with open_file(path, ours=False) as file:
+                return np.memmap(file, array.dtype, "r", offset, array.shape)
+    return array
 
 
 def _library(name: str, path: Path) -> Any:
