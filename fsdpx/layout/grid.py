@@ -124,10 +124,36 @@ class Grid:
         width = prod(self.dims)
         return tuple(int(r) for r in _gathered(self.comm, rank)[self.member * width : (self.member + 1) * width])
 
-    def local(self, array: Any) -> Any:
+    def local(self, what: Any) -> Any:
         """This rank's part of an array of the whole field in the grid's layout, without ghost cells, a view; or of a
-        mask, which has no channels."""
-        return array[self._index(self.place, array.ndim)]
+        mask, which has no channels.
+
+        Or, for a tuple of whole numbers and slices, which are cells of the whole field along each dim, where the same
+        cells lie in this rank's arrays, ghost cells counted; None: none of them is here."""
+        if isinstance(what, tuple):
+            return self._here(what)
+        return what[self._index(self.place, what.ndim)]
+
+    def _here(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if len(index) != len(self.dims):
+            raise DataError(f"Grid.local{index}: give a number or a slice for each of the {len(self.dims)} dims")
+        found: list[Any] = []
+        for d, (cuts, r, g, one) in enumerate(zip(self.parts.cuts, self.place, self.ghosts, index, strict=True)):
+            (a, b), n = cuts[r : r + 2], cuts[-1]
+            if isinstance(one, slice):
+                start, stop, step = one.indices(n)
+                if step < 1:
+                    raise DataError(f"Grid.local: dim {d}: {one} goes backwards")
+                first = start + -(-max(a - start, 0) // step) * step
+                here, place = first < min(stop, b), slice(first - a + g, min(stop, b) - a + g, step)
+            else:
+                if not -n <= one < n:
+                    raise DataError(f"Grid.local: dim {d} has {n} cells, and no cell {one}")
+                here, place = a <= one % n < b, one % n - a + g
+            if not here:
+                return None
+            found.append(place)
+        return tuple(found)
 
     def everyone(self, value: Any) -> list[Any]:
         """The plain values of all ranks, by rank, on every rank. Collective."""
