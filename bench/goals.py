@@ -16,6 +16,7 @@ AGAINST = {
     "fsdpx zero2 1x2": "torch single 1x2",
     "fsdpx fsdp 1x2": "torch single 1x2",
     "fsdpx ddp 2x1": "torch ddp 2x1",
+    "fsdpx-parts ddp 2x1": "torch single 1x2",
     "fsdpx zero1 2x1": "torch zero1 2x1",
     "fsdpx zero2 2x1": "torch zero1 2x1",  # nearest: PyTorch has no ZeRO-2 of its own
     "fsdpx fsdp 2x1": "torch fsdp 2x1",
@@ -53,6 +54,7 @@ GOALS = [
     *_rates("fsdpx ddp 1x1", tiny=1.0, small=1.0, mlp=1.0, many=6.0, cnn=1.0),
     *_rates("fsdpx fsdp 2x1", tiny=2.0, small=1.7, mlp=5.0, many=400.0),
     *_rates("fsdpx ddp 2x1", tiny=1.3, small=1.3, mlp=1.3, many=12.0),
+    *_rates("fsdpx-parts ddp 2x1", unet3d=1.0, unet2d=1.0, fno2d=1.2),
     *_rates("fsdpx-module fsdp 2x1", small=1.3),
     *_rates("fsdpx-module ddp 2x1", small=1.1),
     Goal("small", "pss", "fsdpx-module fsdp 2x1", most=0.7),

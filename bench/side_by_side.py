@@ -46,7 +46,7 @@ JOBS = [
 DUELS = (
     "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1", "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1",
     "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1", "fsdpx-module ddp 2x1",
-    "fsdpx-module fsdp 2x1",
+    "fsdpx-module fsdp 2x1", "fsdpx-parts ddp 2x1",
 )  # fmt: skip
 """Who takes turns with whom it is compared with."""
 
@@ -167,7 +167,7 @@ def main() -> int:
 
 def compare(
     doc: str, name: str, jobs: Sequence[Job], also: Callable[[dict[str, Any]], str] | None = None,
-    models: Sequence[str] = tuple(MODELS),
+    models: Sequence[str] = tuple(name for name, model in MODELS.items() if not model.dims),
 ) -> int:  # fmt: skip
     """Run these jobs as the options of the command line say. name: of the results. also: a text to print at the end.
     models: unless others are asked for."""
@@ -192,6 +192,7 @@ def compare(
     print(f"\n{dict(tables(found))['promised']}")
     if also is not None:
         print(f"\n{also(found)}")
+        save(name, options, found)
     return 0
 
 

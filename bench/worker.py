@@ -23,7 +23,9 @@ from typing import Any
 from memory import PeakPss, peak_rss
 from workloads import MODELS, batch, in_fsdpx, in_torch
 
-LIBRARIES = ("fsdpx", "torch", "fsdpx-module", "fsdpx-bf16", "torch-bf16", "fsdpx-bf16-sums", "torch-bf16-sums")
+LIBRARIES = (
+    "fsdpx", "torch", "fsdpx-parts", "fsdpx-module", "fsdpx-bf16", "torch-bf16", "fsdpx-bf16-sums", "torch-bf16-sums",
+)  # fmt: skip
 
 START = float(os.environ.get("BENCH_START", time.time()))  # when the driver started this job
 TURN = 1.0  # seconds of whole steps, at least
@@ -48,8 +50,12 @@ def by_fsdpx(args: argparse.Namespace) -> Training:
     sums = "bf16" if args.library.endswith("-sums") else "float32"
     precision = fsdpx.Precision("bf16", reduce=sums) if half(args) else "float32"
     adamw = optim.AdamW(lr=3e-4)
-    trainer = model.as_distributed(loss=loss, optimizer=adamw, strategy=args.strategy, precision=precision)
     x, y = batch(args.model, comm.rank, comm.size)
+    more = {}
+    if cells := args.model.dims:
+        layout = "cyx" if cells == 2 else "czyx"
+        more["space"] = fsdpx.Grid(comm, x.shape[2:], dims=(comm.size, 1, 1)[:cells], layout=layout)
+    trainer = model.as_distributed(loss=loss, optimizer=adamw, strategy=args.strategy, precision=precision, **more)
     return Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank)
 
 
