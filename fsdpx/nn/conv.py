@@ -177,13 +177,8 @@ def here(env: Env, parts: Parts) -> tuple[int, ...]:
 
 
 def image_window(window: ConvWindow, padding: tuple[int, ...]) -> SlidingWindow:
-    """A window of two dims, as the kernels of images have it."""
-    return SlidingWindow(_pair(window.kernel), _pair(window.stride), _pair(padding))
-
-
-def _pair(each: tuple[int, ...]) -> tuple[int, int]:
-    height, width = each
-    return height, width
+    """A window as the kernels of images and pools have it."""
+    return SlidingWindow(window.kernel, window.stride, padding)
 
 
 def cut_window(layer: Any, request: CutRequest) -> Portion | None:

@@ -43,10 +43,13 @@ class Pool(Layer):
         return cut_window(self, request) or super().cut(request)
 
     def image(self, parts: Parts) -> SlidingWindow | None:
-        """For the kernels of images, of fields that are not cut; None: these do not take it."""
-        window = self.window
-        plain = self.dims == 2 and parts.uncut and set(window.dilation) == {1} and not self.ceil_mode
-        return image_window(window, window.low) if plain else None
+        """For the kernels, of fields that are not cut; None: these do not take it."""
+        plain = parts.uncut and set(self.window.dilation) == {1} and not self.ceil_mode
+        return image_window(self.window, self.window.low) if plain else None
+
+    def all_here(self) -> SlidingWindow | None:
+        """For the kernels, of all cells under windows; None: these do not take it."""
+        return image_window(self.window, (0,) * self.dims) if set(self.window.dilation) == {1} else None
 
     def reached(self, env: Env, x: Array) -> tuple[Array, Any, Parts, tuple[int, ...]]:
         """The cells under all windows of this rank, and the moves that brought them."""
@@ -76,6 +79,7 @@ class MaxPool(Pool):
     """
 
     beyond = -math.inf
+    runs = ("max_pool", "max_pool_backward")
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
@@ -88,9 +92,12 @@ class MaxPool(Pool):
         demand_dims(self, x, self.dims)
         image = self.image(self.parts or Parts.whole(x.shape[2:]))
         if image is not None and min(image.out(x.shape)) > 0:
-            y, winner = kernels.max_pool2d(env.xp, x, image)
+            y, winner = kernels.max_pool(env.xp, x, image)
             return y, (tuple(x.shape), winner, None)
         xp, (wide, moves, _, sizes) = env.xp, self.reached(env, x)
+        if (image := self.all_here()) is not None and min(sizes) > 0:
+            y, winner = kernels.max_pool(xp, wide, image)
+            return y, (tuple(wide.shape), winner, moves)
         y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
         winner = xp.zeros(y.shape, dtype=np.int16)
         for number, cells in self.places(sizes, wide.shape[2:]) if y.size else ():
@@ -104,7 +111,10 @@ class MaxPool(Pool):
         shape, winner, moves = saved
         if moves is None:
             image = self.image(Parts.whole(shape[2:]))
-            return kernels.max_pool2d_backward(env.xp, dy, winner, image, shape), ()
+            return kernels.max_pool_backward(env.xp, dy, winner, image, shape), ()
+        if (image := self.all_here()) is not None and min(dy.shape[2:]) > 0:
+            dwide = kernels.max_pool_backward(env.xp, dy, winner, image, shape)
+            return fold(env, dwide, moves, what=env.random.path), ()
         dwide = env.xp.zeros(shape, dtype=dy.dtype)
         for number, cells in self.places(dy.shape[2:], shape[2:]) if dy.size else ():
             into = dwide[cells]
@@ -122,6 +132,8 @@ class AvgPool(Pool):
     divisor_override : what sums are divided by instead
     """
 
+    runs = ("avg_pool", "avg_pool_backward")
+
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False,
         count_include_pad: bool = True, divisor_override: int | None = None,
@@ -135,7 +147,7 @@ class AvgPool(Pool):
         demand_dims(self, x, self.dims)
         image = self._image(self.parts or Parts.whole(x.shape[2:]))
         if image is not None and min(image.out(x.shape)) > 0:
-            return kernels.avg_pool2d(env.xp, x, image), (tuple(x.shape), None, None)
+            return kernels.avg_pool(env.xp, x, image), (tuple(x.shape), None, None)
         xp, (wide, moves, parts, sizes) = env.xp, self.reached(env, x)
         y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
         for _, cells in self.places(sizes, wide.shape[2:]) if y.size else ():
@@ -146,7 +158,7 @@ class AvgPool(Pool):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         shape, moves, shares = saved
         if moves is None:
-            return kernels.avg_pool2d_backward(env.xp, dy, self._image(Parts.whole(shape[2:])), shape), ()
+            return kernels.avg_pool_backward(env.xp, dy, self._image(Parts.whole(shape[2:])), shape), ()
         dwide, each = env.xp.zeros(shape, dtype=dy.dtype), dy * shares
         for _, cells in self.places(dy.shape[2:], shape[2:]) if dy.size else ():
             into = dwide[cells]
@@ -186,7 +198,6 @@ class MaxPool2d(MaxPool):
     """`MaxPool` of (samples, channels, height, width)."""
 
     dims = 2
-    runs = ("max_pool2d", "max_pool2d_backward")
 
 
 class MaxPool3d(MaxPool):
@@ -205,7 +216,6 @@ class AvgPool2d(AvgPool):
     """`AvgPool` of (samples, channels, height, width)."""
 
     dims = 2
-    runs = ("avg_pool2d", "avg_pool2d_backward")
 
 
 class AvgPool3d(AvgPool):

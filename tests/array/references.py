@@ -420,16 +420,16 @@ def images(x, dy, dtype) -> Cases:
         size[place] += np.abs(slope)
 
     def backward(xp, a):
-        return kernels.max_pool2d_backward(xp, a, winner, WINDOW, shape)
+        return kernels.max_pool_backward(xp, a, winner, WINDOW, shape)
 
     return {
-        "max_pool2d": [Case(lambda xp, a: kernels.max_pool2d(xp, a, WINDOW)[0], (image,), largest, 0 * largest)],
-        "max_pool2d_backward": [Case(backward, (slope,), to_largest, size)],
-        "avg_pool2d": [
-            Case(lambda xp, a: kernels.avg_pool2d(xp, a, WINDOW), (image,), seen.mean(axis=0), np.abs(seen).sum(axis=0))
+        "max_pool": [Case(lambda xp, a: kernels.max_pool(xp, a, WINDOW)[0], (image,), largest, 0 * largest)],
+        "max_pool_backward": [Case(backward, (slope,), to_largest, size)],
+        "avg_pool": [
+            Case(lambda xp, a: kernels.avg_pool(xp, a, WINDOW), (image,), seen.mean(axis=0), np.abs(seen).sum(axis=0))
         ],
-        "avg_pool2d_backward": [
-            Case(lambda xp, a: kernels.avg_pool2d_backward(xp, a, WINDOW, shape), (slope,), to_all, size)
+        "avg_pool_backward": [
+            Case(lambda xp, a: kernels.avg_pool_backward(xp, a, WINDOW, shape), (slope,), to_all, size)
         ],
     }
 

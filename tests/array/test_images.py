@@ -129,10 +129,10 @@ def test_pools_equal_the_plain_ones(window: Any, order: Any) -> None:
 
     def run() -> list[np.ndarray]:
         given, slope = order(x), order(dy)
-        y, winner = kernels.max_pool2d(np, given, window)
-        back = kernels.max_pool2d_backward(np, slope, winner, window, x.shape)
-        return [y, winner, back, kernels.avg_pool2d(np, np.nan_to_num(given, neginf=0), window),
-                kernels.avg_pool2d_backward(np, slope, window, x.shape)]  # fmt: skip
+        y, winner = kernels.max_pool(np, given, window)
+        back = kernels.max_pool_backward(np, slope, winner, window, x.shape)
+        return [y, winner, back, kernels.avg_pool(np, np.nan_to_num(given, neginf=0), window),
+                kernels.avg_pool_backward(np, slope, window, x.shape)]  # fmt: skip
 
     with use("plain"):
         want = run()

@@ -270,12 +270,12 @@ CALLS = {
     "correlate_backward_params": lambda k, xp, x, w, t, r: k.correlate_backward_params(
         xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), STRIDES, (xp.empty_like(windows(x)), True), (w[:3], False)
     ),
-    "max_pool2d": lambda k, xp, x, w, t, r: k.max_pool2d(xp, image(x), WINDOW),
-    "max_pool2d_backward": lambda k, xp, x, w, t, r: k.max_pool2d_backward(
+    "max_pool": lambda k, xp, x, w, t, r: k.max_pool(xp, image(x), WINDOW),
+    "max_pool_backward": lambda k, xp, x, w, t, r: k.max_pool_backward(
         xp, x[:5, :3].reshape(1, 5, 1, 3), xp.zeros((1, 5, 1, 3), dtype="int32"), WINDOW, (1, 5, 2, 3)
     ),
-    "avg_pool2d": lambda k, xp, x, w, t, r: k.avg_pool2d(xp, image(x), WINDOW),
-    "avg_pool2d_backward": lambda k, xp, x, w, t, r: k.avg_pool2d_backward(
+    "avg_pool": lambda k, xp, x, w, t, r: k.avg_pool(xp, image(x), WINDOW),
+    "avg_pool_backward": lambda k, xp, x, w, t, r: k.avg_pool_backward(
         xp, x[:5, :3].reshape(1, 5, 1, 3), WINDOW, (1, 5, 2, 3)
     ),
     "channel_sums": lambda k, xp, x, w, t, r: k.channel_sums(xp, image(x)),

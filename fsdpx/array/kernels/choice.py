@@ -16,12 +16,12 @@ __all__ = ["NUMBA", "Mode", "chosen", "compiled", "installed", "on_device", "use
 Mode = Literal["default", "plain", "numba"]
 
 NUMBA = frozenset({
-    "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",
+    "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool", "avg_pool_backward",
     "bias_gelu", "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with",
     "conv2d", "conv2d_backward_input", "conv2d_backward_params", "correlate", "correlate_backward_input",
     "correlate_backward_params", "cross_entropy", "cross_entropy_backward", "drop",
     "drop_backward", "embedding_backward", "gated", "gated_backward", "gelu", "gelu_backward", "gelu_recompute",
-    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward",
+    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "max_pool", "max_pool_backward",
     "normal", "relu", "relu_backward", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "rotate",
     "round_randomly", "sigmoid", "silu", "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums",
     "squared_error", "squared_error_backward", "store", "sum_rows",

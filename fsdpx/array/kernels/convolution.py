@@ -1,54 +1,48 @@
-"""Windows over images: convolution and pooling."""
+"""Windows over images, and pooling of fields."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = [
-    "SlidingWindow", "Sum", "avg_pool2d", "avg_pool2d_backward", "conv2d", "conv2d_backward_input",
-    "conv2d_backward_params", "max_pool2d", "max_pool2d_backward", "put",
+    "SlidingWindow", "Sum", "avg_pool", "avg_pool_backward", "conv2d", "conv2d_backward_input",
+    "conv2d_backward_params", "max_pool", "max_pool_backward", "put",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """A window of `kernel` (height, width) that moves by `stride` over an image with `padding` around it."""
+    """A window of `kernel` cells along each dim, as (height, width), that moves by `stride` over a field with `padding`
+    around it."""
 
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """Places of the window."""
         return math.prod(self.kernel)
 
-    @property
-    def dot(self) -> bool:
-        """Whether the window is one pixel, moved by one pixel at a time."""
-        return (self.kernel, self.stride, self.padding) == ((1, 1), (1, 1), (0, 0))
-
-    def out(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Height and width of the result for an image of (samples, channels, height, width)."""
+    def out(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Cells of the result for a field of (samples, channels, *cells)."""
         sides = zip(shape[2:], self.kernel, self.stride, self.padding, strict=True)
-        height, width = ((size + 2 * p - k) // s + 1 for size, k, s, p in sides)
-        return height, width
+        return tuple((size + 2 * p - k) // s + 1 for size, k, s, p in sides)
 
-    def places(self, out: tuple[int, int]) -> Iterator[tuple[slice, ...]]:
-        """For each place of the window, the pixels of the padded image under it, as a strided slice."""
-        (height, width), (down, right) = out, self.stride
-        for i in range(self.kernel[0]):
-            for j in range(self.kernel[1]):
-                rows = slice(i, i + down * (height - 1) + 1, down)
-                yield slice(None), slice(None), rows, slice(j, j + right * (width - 1) + 1, right)
+    def places(self, out: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+        """For each place of the window, the cells of the padded field under it, as a strided slice."""
+        for place in product(*map(range, self.kernel)):
+            cells = (slice(i, i + s * (n - 1) + 1, s) for i, s, n in zip(place, self.stride, out, strict=True))
+            yield slice(None), slice(None), *cells
 
     def padded(self, xp: Any, x: Any, value: float) -> Any:
-        if self.padding == (0, 0):
+        if not any(self.padding):
             return x
         image = xp.full(self._padded_shape(x.shape), value, dtype=x.dtype)
         image[self._inside(x.shape)] = x
@@ -59,20 +53,20 @@ class SlidingWindow:
         return image[self._inside(shape)]
 
     def empty_gradient(self, xp: Any, shape: Sequence[int], dtype: Any) -> Any:
-        """Zeros in the shape of the padded image."""
+        """Zeros in the shape of the padded field."""
         return xp.zeros(self._padded_shape(shape), dtype=dtype)
 
     def _padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (*shape[:2], shape[2] + 2 * self.padding[0], shape[3] + 2 * self.padding[1])
+        return (*shape[:2], *(n + 2 * p for n, p in zip(shape[2:], self.padding, strict=True)))
 
     def _inside(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        (top, left), (height, width) = self.padding, shape[2:]
-        return slice(None), slice(None), slice(top, top + height), slice(left, left + width)
+        cells = (slice(p, p + n) for n, p in zip(shape[2:], self.padding, strict=True))
+        return slice(None), slice(None), *cells
 
 
 @kernel(bits=False)
-def max_pool2d(xp: Any, x: Any, window: SlidingWindow) -> tuple[Any, Any]:
-    """The largest value of each window of x (samples, channels, height, width), NaN before all others, and its place
+def max_pool(xp: Any, x: Any, window: SlidingWindow) -> tuple[Any, Any]:
+    """The largest value of each window of x (samples, channels, *cells), NaN before all others, and its place
     in the window, int32: the first of equals."""
     out = window.out(x.shape)
     image = window.padded(xp, x, -math.inf)
@@ -87,7 +81,7 @@ def max_pool2d(xp: Any, x: Any, window: SlidingWindow) -> tuple[Any, Any]:
 
 
 @kernel(bits=False)
-def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> Any:
+def max_pool_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> Any:
     """dy to the pixel that won, in an image of this shape."""
     image, nothing = window.empty_gradient(xp, shape, dy.dtype), xp.zeros((), dtype=dy.dtype)
     for n, place in enumerate(window.places(tuple(dy.shape[2:]))):
@@ -96,8 +90,8 @@ def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, sh
 
 
 @kernel(bits=False)
-def avg_pool2d(xp: Any, x: Any, window: SlidingWindow) -> Any:
-    """The mean of each window of x (samples, channels, height, width); padding counts as zeros."""
+def avg_pool(xp: Any, x: Any, window: SlidingWindow) -> Any:
+    """The mean of each window of x (samples, channels, *cells); padding counts as zeros."""
     out = window.out(x.shape)
     image = window.padded(xp, x, 0.0)
     y = xp.zeros((*x.shape[:2], *out), dtype=x.dtype)
@@ -108,7 +102,7 @@ def avg_pool2d(xp: Any, x: Any, window: SlidingWindow) -> Any:
 
 
 @kernel(bits=False)
-def avg_pool2d_backward(xp: Any, dy: Any, window: SlidingWindow, shape: tuple[int, ...]) -> Any:
+def avg_pool_backward(xp: Any, dy: Any, window: SlidingWindow, shape: tuple[int, ...]) -> Any:
     """dy to all pixels of its window in equal parts, in an image of this shape."""
     image = window.empty_gradient(xp, shape, dy.dtype)
     share = dy / window.size
@@ -169,7 +163,7 @@ def _columns(xp: Any, x: Any, window: SlidingWindow, out: tuple[int, ...]) -> An
     """`(in kh kw, samples height width)`: one column per place of the result."""
     image = window.padded(xp, x, 0.0)
     columns = xp.empty((x.shape[1], window.size, x.shape[0], *out), dtype=x.dtype)
-    for n, place in enumerate(window.places((out[0], out[1]))):
+    for n, place in enumerate(window.places(out)):
         columns[:, n] = image[place].swapaxes(0, 1)
     return columns.reshape(x.shape[1] * window.size, x.shape[0] * math.prod(out))
 

@@ -27,8 +27,8 @@ SAMPLES: dict[str, Sample] = {
     "attention_backward": lambda x, w, s: kernels.attention_backward(np, *_heads(x), True, 1.0),
     "bias_gelu": lambda x, w, s: kernels.bias_gelu(np, x, w),
     "bias_gelu tanh": lambda x, w, s: kernels.bias_gelu(np, x, w, "tanh"),
-    "avg_pool2d": lambda x, w, s: kernels.avg_pool2d(np, _image(x), WINDOW),
-    "avg_pool2d_backward": lambda x, w, s: kernels.avg_pool2d_backward(np, _image(x), WINDOW, (2, 3, 4, 4)),
+    "avg_pool": lambda x, w, s: kernels.avg_pool(np, _image(x), WINDOW),
+    "avg_pool_backward": lambda x, w, s: kernels.avg_pool_backward(np, _image(x), WINDOW, (2, 3, 4, 4)),
     "channel_affine": lambda x, w, s: kernels.channel_affine(np, x, s, s, s),
     "channel_norm_backward": lambda x, w, s: kernels.channel_norm_backward(np, x, x, s, s, s, s),
     "channel_squares": lambda x, w, s: kernels.channel_squares(np, x, s),
@@ -72,8 +72,8 @@ SAMPLES: dict[str, Sample] = {
         np, x, s[:2], s[:2], x, s, s.copy()
     ),
     "linear": lambda x, w, s: _linear(x, w, s),
-    "max_pool2d": lambda x, w, s: kernels.max_pool2d(np, _image(x), WINDOW),
-    "max_pool2d_backward": lambda x, w, s: _max_pool(x),
+    "max_pool": lambda x, w, s: kernels.max_pool(np, _image(x), WINDOW),
+    "max_pool_backward": lambda x, w, s: _max_pool(x),
     "normal": lambda x, w, s: normal(0, "", 0, 6),
     "relu": lambda x, w, s: kernels.relu(np, x),
     "relu_backward": lambda x, w, s: kernels.relu_backward(np, x, x),
@@ -131,8 +131,8 @@ def _field(x: Any) -> tuple[Any, Any]:
 
 
 def _max_pool(x: Any) -> None:
-    y, winner = kernels.max_pool2d(np, _image(x), WINDOW)
-    kernels.max_pool2d_backward(np, y, winner, WINDOW, (2, 3, 2, 2))
+    y, winner = kernels.max_pool(np, _image(x), WINDOW)
+    kernels.max_pool_backward(np, y, winner, WINDOW, (2, 3, 2, 2))
 
 
 def _windows(x: Any) -> list[Any]:

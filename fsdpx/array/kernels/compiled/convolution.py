@@ -328,13 +328,18 @@ def correlate_backward_params(
     if at and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
         put_channels_first(weight, winograd_backward_weight(at, channels_last(x), owned(slope), -strides.first[0]))
         return
-    image, dw = _cells(x), np.empty(shape, x.dtype)
+    image, (out, add) = _cells(x), weight
+    here = out.dtype == x.dtype and out.flags.c_contiguous and out.flags.aligned
+    dw = out if here else np.zeros(shape, x.dtype)
+    if here and not add:
+        out[...] = 0
     if at and _dot(strides, image.shape[1:-1], slope.shape[1:-1]):
-        blas.gemm(_matrix(dw), _flat(owned(slope)).T, _flat(owned(image)))
+        blas.gemm(_matrix(dw), _flat(owned(slope)).T, _flat(owned(image)), True)
     else:
         for a, b, c in _groups(strides, image, slope, dw):
             direct.sums_backward_weight(image[..., a], slope[..., b], strides, dw[c])
-    plain.put(weight, dw)
+    if not here:
+        plain.put(weight, dw)
 
 
 def _dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool:

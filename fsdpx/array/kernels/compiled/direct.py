@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -159,7 +159,7 @@ _wide_outer, _narrow_outer = outer_of(WIDE, 6), outer_of(NARROW, 12)
 @jit
 def _pack(weight, packed, places, turned, back):
     """packed[block, places, c, lane] = weight[o, c, places]; places (3 dims, 3): how many, the first, and the step to
-    the next. turned: of channels in place of outputs. back: the other way."""
+    the next. turned: of channels in place of outputs. back: the other way, added."""
     outer, inner = (weight.shape[1], weight.shape[0]) if turned else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
@@ -174,7 +174,7 @@ def _pack(weight, packed, places, turned, back):
                         for lane in range(min(lanes, outer - first)):
                             o, n = (c, first + lane) if turned else (first + lane, c)
                             if back:
-                                weight[o, n, p, q, r] = row[lane]
+                                weight[o, n, p, q, r] += row[lane]
                             else:
                                 row[lane] = weight[o, n, p, q, r]
                         at += inner * lanes
@@ -353,19 +353,22 @@ def sums(
         return
     turned, kernel = places is not None, _in_three(weight)
     if places is None:
-        places = np.array([(k, 0, 1) for k in kernel.shape[2:]])
-    strides = strides._replace(kernel=tuple(places[:, 0].tolist())[3 - len(strides.kernel) :])
+        places = tuple((k, 0, 1) for k in kernel.shape[2:])
+    strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
     runs = _runs(strides, y.shape[1:-1], x.shape[1:-1], add)
     if runs is None:
         return
-    table, bounds, lines = runs
-    packed = np.zeros(_packed(y.shape[-1], x.dtype) * x.shape[-1] * int(np.prod(places[:, 0])), x.dtype)
-    _pack(kernel, packed, places, turned, False)
+    met = zip(runs.met, places, strict=True)
+    found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
+    lanes, sizes = _packed(y.shape[-1], x.dtype), found[:, 0].copy()
+    make = np.empty if lanes == y.shape[-1] else np.zeros
+    packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
+    _pack(kernel, packed, found, turned, False)
     begin = np.zeros(y.shape[-1], x.dtype) if start is None else owned(start, x.dtype)
     (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(y)
-    total, count = x.shape[0] * lines, parallel.threads()
+    total, count = x.shape[0] * runs.lines, parallel.threads()
     cuts = np.array([total * i // count for i in range(count + 1)])
-    rest = (x_at, y_at, x_steps, y_steps, _moves(strides, x_steps), table, bounds, x.shape[-1], places[:, 0].copy())
+    rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
     pieces = [(cuts[i : i + 2].copy(), *rest, packed, begin, add) for i in range(count) if cuts[i] < cuts[i + 1]]
     parallel.run(_strips, pieces)
 
@@ -388,30 +391,31 @@ def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: Strides, dx
             continue
         ones = (1,) * len(phase)
         reverse = Strides(ones, ones, strides.dilation, tuple(firsts), 1)
-        sums(dy, weight, start, reverse, part, False, np.array(places))
+        sums(dy, weight, start, reverse, part, False, tuple(places))
 
 
 def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: Strides, dw: np.ndarray) -> None:
-    """dw (outputs, channels, *kernel) = the gradient of the weights."""
+    """dw (outputs, channels, *kernel) += the gradient of the weights."""
     runs = _runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
-        dw[...] = 0
         return
-    table, bounds, _ = runs
     outputs, channels, lanes = dy.shape[-1], x.shape[-1], _packed(dy.shape[-1], x.dtype)
     if outputs < lanes:
         dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
         dy[..., :outputs] = narrow
-    kernel = _in_three(dw)
-    sizes = np.array(kernel.shape[2:])
-    packed = np.zeros(lanes * channels * math.prod(kernel.shape[2:]), x.dtype)
+    places = np.array([(b - a, a, 1) for a, b in runs.met])
+    sizes = places[:, 0].copy()
+    packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
     (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(dy)
-    planes, count = kernel.shape[2] * kernel.shape[3], parallel.threads()
+    planes, count = int(sizes[0] * sizes[1]), parallel.threads()
     cuts = np.array([planes * i // count for i in range(count + 1)])
-    rest = (x_at, y_at, x_steps, y_steps, _moves(strides, x_steps), table, bounds, channels, sizes, packed, lanes)
-    pieces = [(cuts[i : i + 2].copy(), *rest, x.shape[0]) for i in range(count) if cuts[i] < cuts[i + 1]]
-    parallel.run(_products, pieces)
-    _pack(kernel, packed, np.array([(k, 0, 1) for k in kernel.shape[2:]]), False, True)
+    moves = runs.moves * x_steps[1:, None]
+    rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
+    parallel.run(_products, [(cuts[i : i + 2].copy(), *rest) for i in range(count) if cuts[i] < cuts[i + 1]])
+    kernel = _in_three(dw)
+    _pack(kernel, packed, places, False, True)
+    if not np.may_share_memory(kernel, dw):
+        dw[...] = kernel.reshape(dw.shape)
 
 
 def _packed(outputs: int, dtype: Any) -> int:
@@ -431,28 +435,40 @@ def _placed(x: np.ndarray) -> tuple[int, np.ndarray]:
     return x.__array_interface__["data"][0], np.array(steps)
 
 
-def _moves(strides: Strides, steps: np.ndarray) -> np.ndarray:
-    """`moves` of `_strips`."""
-    rows = list(zip(strides.stride, strides.dilation, strides.first, strict=True))
-    return np.array([(1, 1, 0)] * (3 - len(rows)) + rows) * steps[1:, None]
+class _Runs(NamedTuple):
+    """Outputs with the same places of the window inside of the field, see `_strips`. met: the places that count, of
+    which the first is 0 in `table` and `moves`, which are in cells. lines: outputs of the first dim."""
+
+    table: np.ndarray
+    bounds: np.ndarray
+    moves: np.ndarray
+    met: tuple[tuple[int, int], ...]
+    lines: int
 
 
 @lru_cache(1 << 10)
-def _runs(strides: Strides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool) -> Any:
-    """Outputs with the same places of the window inside of the field, as (3 dims, most, 4), how many for each dim, and
-    the lines of the first dim; None: there are none. add: without those that no place counts for."""
-    found = []
+def _runs(strides: Strides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool) -> _Runs | None:
+    """None: there are no outputs. add: without those that no place counts for."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
-    for k, s, d, first, size, n in [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows:
+    rows = [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows
+    found, met, moves = [], [], []
+    for k, s, d, first, size, n in rows:
         begin = first + s * np.arange(size)
         low = np.clip(-(begin // d), 0, k)
         high = np.maximum(np.clip(-((begin - n) // d), 0, k), low)
         edges = [0, *(np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1).tolist(), size]
         runs = [(a, b, int(low[a]), int(high[a])) for a, b in zip(edges, edges[1:], strict=False) if b > a]
-        found.append([run for run in runs if run[3] > run[2] or not add])
+        runs = [run for run in runs if run[3] > run[2] or not add]
+        some = [run for run in runs if run[3] > run[2]]
+        least = min((run[2] for run in some), default=0)
+        most = max((run[3] for run in some), default=least)
+        met.append((least, most))
+        found.append([(a, b, low - least, high - least) if high > low else (a, b, 0, 0) for a, b, low, high in runs])
+        moves.append((s, d, first + least * d))
     if not all(found):
         return None
     table = np.zeros((3, max(map(len, found)), 4), np.int64)
-    for d, runs in enumerate(found):
-        table[d, : len(runs)] = runs
-    return table, np.array([len(runs) for runs in found]), sum(b - a for a, b, *_ in found[0])
+    for dim, runs in enumerate(found):
+        table[dim, : len(runs)] = runs
+    lines = sum(b - a for a, b, *_ in found[0])
+    return _Runs(table, np.array([len(runs) for runs in found]), np.array(moves), tuple(met), lines)

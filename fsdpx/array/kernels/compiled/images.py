@@ -1,5 +1,5 @@
 """Images with the channels of a pixel next to each other in memory, (samples, height, width, channels), and max and
-mean of their windows, sample by sample."""
+mean of the windows of fields of one to three dims, sample by sample."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fsdpx.array.kernels.compiled.half import owned
 from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.parallel import over
 from fsdpx.native.compiled import jit
+from fsdpx.native.late import register_jitable
 
 __all__ = [
-    "avg_pool2d", "avg_pool2d_backward", "channels_first", "channels_last", "max_pool2d", "max_pool2d_backward",
+    "avg_pool", "avg_pool_backward", "cells_last", "channels_first", "channels_last", "max_pool", "max_pool_backward",
     "put_channels_first", "rows_first", "rows_of",
 ]  # fmt: skip
 
@@ -73,100 +74,143 @@ def rows_of(x: np.ndarray) -> np.ndarray:
     return channels_last(flat).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
 
+def cells_last(x: np.ndarray) -> np.ndarray:
+    """(samples, channels, *cells) as (samples, *cells, channels), contiguous; copied where needed."""
+    return rows_of(x).reshape(x.shape[0], *x.shape[2:], x.shape[1])
+
+
 def rows_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Rows of channels as (samples, channels, ...): a view."""
     return np.moveaxis(rows.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
 
 
+@register_jitable
+def _under(window, d, at, size):
+    """The first cell under the window of output `at` along dim d of `size` cells, and those inside, from it on."""
+    first = at * window[d, 1] - window[d, 2]
+    return first, max(first, 0), min(first + window[d, 0], size)
+
+
 @jit
-def _largest(image, y, winner, kh, kw, down, right, top, left):
-    for n in range(image.shape[0]):
-        for r in range(y.shape[1]):
+def _largest(field, y, winner, window):
+    for n in range(field.shape[0]):
+        for p in range(y.shape[1]):
+            front, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(y.shape[2]):
-                best, place = y[n, r, q], winner[n, r, q]
-                best[:] = -np.inf
-                place[:] = 0
-                for i in range(max(r * down - top, 0), min(r * down - top + kh, image.shape[1])):
-                    for j in range(max(q * right - left, 0), min(q * right - left + kw, image.shape[2])):
-                        pixel, number = image[n, i, j], np.int32((i - r * down + top) * kw + j - q * right + left)
-                        for c in range(best.size):
-                            better = pixel[c] > best[c] or pixel[c] != pixel[c]
-                            best[c] = pixel[c] if better else best[c]
-                            place[c] = number if better else place[c]
+                top, j0, j1 = _under(window, 1, q, field.shape[2])
+                for r in range(y.shape[3]):
+                    left, k0, k1 = _under(window, 2, r, field.shape[3])
+                    best, place = y[n, p, q, r], winner[n, p, q, r]
+                    best[:] = -np.inf
+                    place[:] = 0
+                    for i in range(i0, i1):
+                        for j in range(j0, j1):
+                            for k in range(k0, k1):
+                                number = np.int32(((i - front) * window[1, 0] + j - top) * window[2, 0] + k - left)
+                                cell = field[n, i, j, k]
+                                for c in range(best.size):
+                                    better = cell[c] > best[c] or cell[c] != cell[c]
+                                    best[c] = cell[c] if better else best[c]
+                                    place[c] = number if better else place[c]
 
 
 @jit
-def _to_largest(image, dy, winner, kh, kw, down, right, top, left):
-    for n in range(image.shape[0]):
-        for r in range(dy.shape[1]):
+def _to_largest(field, dy, winner, window):
+    for n in range(field.shape[0]):
+        for p in range(dy.shape[1]):
+            front, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(dy.shape[2]):
-                slope, place = dy[n, r, q], winner[n, r, q]
-                for i in range(max(r * down - top, 0), min(r * down - top + kh, image.shape[1])):
-                    for j in range(max(q * right - left, 0), min(q * right - left + kw, image.shape[2])):
-                        pixel, number = image[n, i, j], np.int32((i - r * down + top) * kw + j - q * right + left)
-                        for c in range(slope.size):
-                            pixel[c] += slope[c] if place[c] == number else slope.dtype.type(0)
+                top, j0, j1 = _under(window, 1, q, field.shape[2])
+                for r in range(dy.shape[3]):
+                    left, k0, k1 = _under(window, 2, r, field.shape[3])
+                    slope, place = dy[n, p, q, r], winner[n, p, q, r]
+                    for i in range(i0, i1):
+                        for j in range(j0, j1):
+                            for k in range(k0, k1):
+                                number = np.int32(((i - front) * window[1, 0] + j - top) * window[2, 0] + k - left)
+                                cell = field[n, i, j, k]
+                                for c in range(slope.size):
+                                    cell[c] += slope[c] if place[c] == number else slope.dtype.type(0)
 
 
 @jit
-def _mean(image, y, kh, kw, down, right, top, left):
-    size = y.dtype.type(kh * kw)
-    for n in range(image.shape[0]):
-        for r in range(y.shape[1]):
+def _mean(field, y, window, size):
+    for n in range(field.shape[0]):
+        for p in range(y.shape[1]):
+            _, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(y.shape[2]):
-                into = y[n, r, q]
-                into[:] = 0
-                for i in range(max(r * down - top, 0), min(r * down - top + kh, image.shape[1])):
-                    for j in range(max(q * right - left, 0), min(q * right - left + kw, image.shape[2])):
-                        pixel = image[n, i, j]
-                        for c in range(into.size):
-                            into[c] += pixel[c]
-                for c in range(into.size):
-                    into[c] /= size
+                _, j0, j1 = _under(window, 1, q, field.shape[2])
+                for r in range(y.shape[3]):
+                    _, k0, k1 = _under(window, 2, r, field.shape[3])
+                    into = y[n, p, q, r]
+                    into[:] = 0
+                    for i in range(i0, i1):
+                        for j in range(j0, j1):
+                            for k in range(k0, k1):
+                                cell = field[n, i, j, k]
+                                for c in range(into.size):
+                                    into[c] += cell[c]
+                    for c in range(into.size):
+                        into[c] /= into.dtype.type(size)
 
 
 @jit
-def _to_all(image, dy, kh, kw, down, right, top, left):
-    size = dy.dtype.type(kh * kw)
-    for n in range(image.shape[0]):
-        for r in range(dy.shape[1]):
+def _to_all(field, dy, window, size):
+    for n in range(field.shape[0]):
+        for p in range(dy.shape[1]):
+            _, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(dy.shape[2]):
-                slope = dy[n, r, q]
-                for i in range(max(r * down - top, 0), min(r * down - top + kh, image.shape[1])):
-                    for j in range(max(q * right - left, 0), min(q * right - left + kw, image.shape[2])):
-                        pixel = image[n, i, j]
-                        for c in range(slope.size):
-                            pixel[c] += slope[c] / size
+                _, j0, j1 = _under(window, 1, q, field.shape[2])
+                for r in range(dy.shape[3]):
+                    _, k0, k1 = _under(window, 2, r, field.shape[3])
+                    slope = dy[n, p, q, r]
+                    for i in range(i0, i1):
+                        for j in range(j0, j1):
+                            for k in range(k0, k1):
+                                cell = field[n, i, j, k]
+                                for c in range(slope.size):
+                                    cell[c] += slope[c] / slope.dtype.type(size)
 
 
-def max_pool2d(xp: Any, x: np.ndarray, window: SlidingWindow) -> tuple[np.ndarray, np.ndarray]:
-    image = channels_last(x)
+def max_pool(xp: Any, x: np.ndarray, window: SlidingWindow) -> tuple[np.ndarray, np.ndarray]:
     y = _empty(x, window)
     winner = np.empty(y.shape, np.int32)
-    over(_largest, (image, y, winner), *_numbers(window))
-    return channels_first(y), channels_first(winner)
+    over(_largest, (_deep(cells_last(x)), _deep(y), _deep(winner)), _numbers(window))
+    return rows_first(y, _first(y)), rows_first(winner, _first(y))
 
 
-def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
-    image = _zeros(dy, shape)
-    over(_to_largest, (image, channels_last(dy), owned(winner.transpose(0, 2, 3, 1), np.int32)), *_numbers(window))
-    return channels_first(image)
+def max_pool_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
+    field = _zeros(dy, shape)
+    places = owned(np.moveaxis(winner, 1, -1), np.int32)
+    over(_to_largest, (_deep(field), _deep(cells_last(dy)), _deep(places)), _numbers(window))
+    return rows_first(field, shape)
 
 
-def avg_pool2d(xp: Any, x: np.ndarray, window: SlidingWindow) -> np.ndarray:
+def avg_pool(xp: Any, x: np.ndarray, window: SlidingWindow) -> np.ndarray:
     y = _empty(x, window)
-    over(_mean, (channels_last(x), y), *_numbers(window))
-    return channels_first(y)
+    over(_mean, (_deep(cells_last(x)), _deep(y)), _numbers(window), window.size)
+    return rows_first(y, _first(y))
 
 
-def avg_pool2d_backward(xp: Any, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
-    image = _zeros(dy, shape)
-    over(_to_all, (image, channels_last(dy)), *_numbers(window))
-    return channels_first(image)
+def avg_pool_backward(xp: Any, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
+    field = _zeros(dy, shape)
+    over(_to_all, (_deep(field), _deep(cells_last(dy))), _numbers(window), window.size)
+    return rows_first(field, shape)
 
 
-def _numbers(window: SlidingWindow) -> tuple[int, ...]:
-    return (*window.kernel, *window.stride, *window.padding)
+def _numbers(window: SlidingWindow) -> np.ndarray:
+    """(3 dims, 3): kernel, stride and padding."""
+    rows = [*zip(window.kernel, window.stride, window.padding, strict=True)]
+    return np.array([(1, 1, 0)] * (3 - len(rows)) + rows)
+
+
+def _deep(cells: np.ndarray) -> np.ndarray:
+    """Of three dims of cells."""
+    return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
+
+
+def _first(y: np.ndarray) -> tuple[int, ...]:
+    return y.shape[0], y.shape[-1], *y.shape[1:-1]
 
 
 def _empty(x: np.ndarray, window: SlidingWindow) -> np.ndarray:
