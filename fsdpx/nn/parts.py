@@ -293,12 +293,13 @@ def add_to(out: Array, dim: int, cells: Any, values: Array) -> None:
 def buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
     """Memory for a message, and as an array of this shape: channels come last in messages, as in most kernels."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
-    return flat, xp.moveaxis(flat.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
+    cells = flat.reshape(shape[0], *shape[2:], shape[1])
+    return flat, cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def _flat(xp: Any, cells: Array) -> Array:
     """As a message."""
-    return xp.ascontiguousarray(xp.moveaxis(cells, 1, -1)).reshape(-1)
+    return xp.ascontiguousarray(cells.transpose(0, *range(2, cells.ndim), 1)).reshape(-1)
 
 
 def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:

@@ -244,6 +244,9 @@ def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: in
 def _each(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
     """`function(first, last, *rest)` for all from `start` to `stop`, cut among the threads."""
     threads = parallel.threads()
+    if threads == 1:
+        function(start, stop, *rest)
+        return
     edges = [start + (stop - start) * i // threads for i in range(threads + 1)]
     parallel.run(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
 
@@ -279,7 +282,7 @@ def correlate(
             activation.add_bias(xp, y, bias)
         return channels_first(y)
     image = _cells(x)
-    y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else np.moveaxis(out, 1, -1)
+    y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else _last(out)
     if at and _dot(strides, image.shape[1:-1], sizes):
         blas.gemm(_flat(y), _flat(owned(image)), _matrix(weight).T)
         if bias is not None:
@@ -288,7 +291,7 @@ def correlate(
         for a, b, c in _groups(strides, image, y, weight):
             begin = None if bias is None else bias[c]
             direct.sums(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
-    return np.moveaxis(y, -1, 1) if out is None else out
+    return _first(y) if out is None else out
 
 
 def correlate_backward_input(
@@ -308,7 +311,7 @@ def correlate_backward_input(
     else:
         for a, b, c in _groups(strides, dx, slope, weight):
             direct.sums_backward_input(weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a])
-    return np.moveaxis(dx, -1, 1)
+    return _first(dx)
 
 
 def correlate_backward_params(
@@ -356,9 +359,18 @@ def _groups(strides: Strides, x: np.ndarray, y: np.ndarray, weight: np.ndarray) 
         yield slice(g * inner, (g + 1) * inner), outputs, outputs
 
 
+def _last(x: np.ndarray) -> np.ndarray:
+    """Channels first as channels last, without the price of `numpy.moveaxis`."""
+    return x.transpose(0, *range(2, x.ndim), 1)
+
+
+def _first(y: np.ndarray) -> np.ndarray:
+    return y.transpose(0, y.ndim - 1, *range(1, y.ndim - 1))
+
+
 def _cells(x: np.ndarray) -> np.ndarray:
     """(samples, channels, *cells) with channels last, copied unless they lie next to each other."""
-    turned = np.moveaxis(x, 1, -1)
+    turned = _last(x)
     if x.flags.aligned and (x.shape[1] == 1 or x.strides[1] == x.itemsize):
         return turned
     return rows_of(x).reshape(turned.shape)

@@ -240,8 +240,8 @@ def _line(like, wide, long, x, x_step, y, y_step, start, add, partial, scratch, 
 
 
 @jit
-def _strips(lines, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
-    """Outputs of the lines from lines[0] to lines[1] of all samples' first dim, strip by strip.
+def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
+    """Outputs of some lines of all samples' first dim, strip by strip.
 
     x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
     sample, then along each dim. moves (3 dims, 3): bytes in x from an output to the next, from a place to the next, and
@@ -255,7 +255,7 @@ def _strips(lines, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes,
     lines_of_sample = 0
     for a in range(bounds[0]):
         lines_of_sample += runs[0, a, 1] - runs[0, a, 0]
-    for line in range(lines[0], lines[1]):
+    for line in range(from_line, to_line):
         n, left = line // lines_of_sample, line % lines_of_sample
         a = 0
         while left >= runs[0, a, 1] - runs[0, a, 0]:
@@ -297,9 +297,11 @@ def _strips(lines, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes,
 
 
 @jit
-def _products(planes, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples):
-    """packed += the gradient of the weights, of the places from planes[0] to planes[1] of the first two dims; the other
-    arguments are those of `_strips`."""
+def _products(
+    from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
+):
+    """packed += the gradient of the weights, of some places of the first two dims; the other arguments are those of
+    `_strips`."""
     widest()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -316,7 +318,7 @@ def _products(planes, x, dy, x_steps, y_steps, moves, runs, bounds, channels, si
                             x_at = x + n * x_steps[0] + i * moves[0, 0] + j * moves[1, 0] + right * moves[2, 0]
                             x_at += moves[0, 2] + moves[1, 2] + moves[2, 2]
                             y_at = dy + n * y_steps[0] + i * y_steps[1] + j * y_steps[2] + right * y_steps[3]
-                            for plane in range(planes[0], planes[1]):
+                            for plane in range(from_plane, to_plane):
                                 p, q = plane // sizes[1], plane % sizes[1]
                                 if not (runs[0, a, 2] <= p < runs[0, a, 3] and runs[1, b, 2] <= q < runs[1, b, 3]):
                                     continue
@@ -367,10 +369,10 @@ def sums(
     begin = np.zeros(y.shape[-1], x.dtype) if start is None else owned(start, x.dtype)
     (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(y)
     total, count = x.shape[0] * runs.lines, parallel.threads()
-    cuts = np.array([total * i // count for i in range(count + 1)])
+    cuts = [total * i // count for i in range(count + 1)]
     rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
-    pieces = [(cuts[i : i + 2].copy(), *rest, packed, begin, add) for i in range(count) if cuts[i] < cuts[i + 1]]
-    parallel.run(_strips, pieces)
+    pairs = zip(cuts, cuts[1:], strict=False)
+    parallel.run(_strips, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
 
 
 def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: Strides, dx: np.ndarray, start: Any) -> None:
@@ -408,10 +410,10 @@ def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: Strides, dw: np
     packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
     (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(dy)
     planes, count = int(sizes[0] * sizes[1]), parallel.threads()
-    cuts = np.array([planes * i // count for i in range(count + 1)])
+    cuts = [planes * i // count for i in range(count + 1)]
     moves = runs.moves * x_steps[1:, None]
     rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
-    parallel.run(_products, [(cuts[i : i + 2].copy(), *rest) for i in range(count) if cuts[i] < cuts[i + 1]])
+    parallel.run(_products, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
     kernel = _in_three(dw)
     _pack(kernel, packed, places, False, True)
     if not np.may_share_memory(kernel, dw):

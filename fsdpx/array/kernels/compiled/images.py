@@ -70,6 +70,9 @@ def rows_of(x: np.ndarray) -> np.ndarray:
     """(samples, channels, ...) as rows of channels, one per sample and place, contiguous."""
     if x.ndim == 2:
         return owned(x)
+    turned = x.transpose(0, *range(2, x.ndim), 1)
+    if turned.flags.c_contiguous:
+        return owned(turned.reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1]))
     flat = x if x.ndim == 4 else x.reshape(*x.shape[:2], math.prod(x.shape[2:]), 1)
     return channels_last(flat).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
@@ -81,7 +84,8 @@ def cells_last(x: np.ndarray) -> np.ndarray:
 
 def rows_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Rows of channels as (samples, channels, ...): a view."""
-    return np.moveaxis(rows.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
+    cells = rows.reshape(shape[0], *shape[2:], shape[1])
+    return cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 @register_jitable
