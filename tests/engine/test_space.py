@@ -248,6 +248,29 @@ def test_cells_and_nothing_else_travel() -> None:
     assert spawn(run, 4) == [halo * 3] * 4  # both convolutions forward, the second one backward: the first is data
 
 
+def test_predictions_wait_for_neighbours_alone() -> None:
+    """Beside a solver: once parts of a kind have been predicted, nothing is sent but cells, and no rank meets all."""
+
+    def run(comm: Communicator) -> Any:
+        grid = fsdpx.Grid(comm, (8, 6), dims=(3, 1))
+        net = nn.Chain(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 3, 3, padding=1))
+        trainer = net.as_distributed(space=grid, comm=comm, strategy="ddp")
+        u = np.full((8, 6, 3), comm.rank, np.float32)
+        found = [trainer.predict(u)]
+        counters = trainer.inspect.placement.axes.counters
+        before = {key: (one.calls, one.bytes) for key, one in counters.table.items()}
+        found.append(trainer.predict(u))
+        after = {key: (one.calls, one.bytes) for key, one in counters.table.items()}
+        moved = {key: (a - b, c - d) for key, (a, c) in after.items() for b, d in [before.get(key, (0, 0))] if a > b}
+        return moved, np.array_equal(*found)
+
+    for rank, (moved, same) in enumerate(spawn(run, 3)):
+        many, row = (1, 2, 1)[rank], 6 * 4  # neighbours; bytes of a row of one channel
+        assert set(moved) <= {("space", "send"), ("space", "recv")}
+        assert moved["space", "send"] == (2 * many, many * row * 7)  # channels of both layers
+        assert same
+
+
 def test_bytes_of_modes_do_not_depend_on_the_field() -> None:
     def run(comm: Communicator, n: int) -> int:
         grid = fsdpx.Grid(comm, (n, n), dims=(2, 1))
