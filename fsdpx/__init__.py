@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpx.version import __version__
 
 if TYPE_CHECKING:
-    from fsdpx import data, errors, models, nn, optim, plan, testing
+    from fsdpx import data, errors, models, nn, optim, testing
     from fsdpx.checkpoint.weights import WeightsReport
     from fsdpx.codecs import Between, Cast, Codec, Int8, Plain, PowerSGD, TopK
     from fsdpx.comm.backend import FakeCommunicator
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from fsdpx.trainer.series import Checkpoints
     from fsdpx.trainer.trainer import Trainer
     from fsdpx.watch.preempt import Preempted, Preemption
+
+    plan: Any  # a package that is called
 
 _FLOORS = ("data", "errors", "launch", "models", "nn", "optim", "plan", "testing")
 _NAMES = {

@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info, doctor, bench, run, train, show, ckpt, verify, diff, trace, report, runs."""
+"""The command line: python -m fsdpx info, doctor, bench, run, train, show, plan, ckpt, verify, diff, trace, ..."""
 
 import argparse
 import os
@@ -95,6 +95,11 @@ def _run(args: argparse.Namespace) -> int:
         from fsdpx.launch.show import show
 
         print(show(args))
+        return 0
+    if args.command in ("plan", "measure-machine"):
+        from fsdpx.launch.plan import measure_machine, plan_job
+
+        print(plan_job(args) if args.command == "plan" else measure_machine(args))
         return 0
     if args.command == "ckpt":
         from fsdpx.launch.ckpt import ckpt
@@ -259,6 +264,18 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--png", default=None, help="draw the schedule into this file")
 
 
+def _plan(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.plan import add_options
+
+    add_options(p)
+
+
+def _measure_machine(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.plan import add_measure_options
+
+    add_measure_options(p)
+
+
 def _diff(p: argparse.ArgumentParser) -> None:
     from fsdpx.launch.diff import add_options
 
@@ -285,6 +302,8 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "train": ("train what a run file in TOML describes; under mpiexec on all ranks", _train),
     "generate": ("let a model of a folder go on with a text", _generate),
     "show": ("a step's program, units, traffic and memory, without MPI", _show),
+    "plan": ("which strategy, mesh and microbatches to ask for on a machine, without MPI", _plan),
+    "measure-machine": ("write a machine.toml for this machine; under mpiexec with its links", _measure_machine),
     "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", _ckpt),
     "trace": ("traces of all ranks in one file, on one clock, for Perfetto", _trace),
     "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", _report),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -18,7 +19,7 @@ from fsdpx.files import read, unreadable
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.prediction import Dry, prepared
 
-__all__ = ["FITTED", "MeasuredStep", "errors", "fitted", "rows_of"]
+__all__ = ["FITTED", "MeasuredStep", "errors", "fit_report", "fitted", "rows_of"]
 
 FITTED = {
     "efficiency": 0.1, "half": 1.0, "memory_efficiency": 0.1, "launch": 1.0, "spill": 1.0, "overhead": 2.0,
@@ -29,7 +30,7 @@ their logarithm. Steps of one size say little about others, so what is known bef
 NOISE = 0.08
 """Standard deviation of the logarithm of a measured step from a predicted one."""
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tensor", "data", "pipe")
-SHARES = ("efficiency", "memory_efficiency")
+SHARES = ("efficiency", "memory_efficiency", "spill")
 
 
 @dataclass(frozen=True)
@@ -137,3 +138,40 @@ def _put(machine: Machine, name: str, value: float) -> Machine:
     levels = list(machine.levels)
     levels[int(rest[0])] = replace(levels[int(rest[0])], **changed)
     return replace(machine, levels=tuple(levels))
+
+
+def fit_report(path: str | PathLike[str], name: str | PathLike[str], seed: int, rows: int) -> str:
+    """The numbers that fit a random half of measured steps, and how far predictions are from the other half.
+
+    Parameters
+    ----------
+    path : of the measured steps, see `rows_of`
+    name : the machine where fitting begins
+    seed : of the half
+    rows : of that half, how many are used
+    """
+    steps = rows_of(path)
+    random.Random(seed).shuffle(steps)
+    half = len(steps) // 2
+    used = steps[: min(rows, half)]
+    machine = fitted(Machine.load(name), [one.dry() for one in used], [one.seconds for one in used])
+    predicted = [one.dry().on(machine).seconds for one in steps]
+    off = np.array([p / one.seconds - 1 for p, one in zip(predicted, steps, strict=True)])
+    groups: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+    for p, one in zip(predicted, steps, strict=True):
+        key = tuple(one.numbers[word] for word in ("gpus", "global_batch", "hidden", "layers", "seq"))
+        groups.setdefault(key, []).append((p, one.seconds))
+    costs = [min(pairs)[1] / min(seconds for _, seconds in pairs) - 1 for pairs in groups.values() if len(pairs) > 1]
+    numbers = ", ".join(f"{word} {_get(machine, word):.4g}" for word in FITTED)
+    lines = [f"fitted to {len(used)} of {len(steps)} steps, seed {seed}: {numbers}"]
+    for words, part in (("the half that was fitted", off[:half]), ("the other half", off[half:])):
+        size = np.abs(part)
+        lines.append(f"{words}: mean error {size.mean():.1%}, 90th percentile {np.percentile(size, 90):.1%}")
+    first, second = (np.argsort(np.argsort(v)) for v in (predicted, [one.seconds for one in steps]))
+    lines.append(f"Spearman's rank correlation of all steps: {np.corrcoef(first, second)[0, 1]:.3f}")
+    if costs:
+        lines.append(
+            f"the configuration that is predicted to be the quickest of its group costs {np.mean(costs):.1%} more than "
+            f"the quickest measured, in the mean of {len(costs)} groups; {max(costs):.1%} at worst"
+        )
+    return "\n".join(lines)

@@ -58,7 +58,8 @@ class Compute:
     half : FLOP of a product that reaches half of that: a product of F FLOP reaches efficiency F / (F + half)
     memory_efficiency : the same of `memory`
     launch : seconds that each kernel takes beside
-    spill : how often the inner arrays of fused kernels, such as the scores of attention, go to memory; 0 if they stay
+    spill : share of what the steps inside of a kernel read and write that goes to memory, as where attention or a loss
+        is several kernels; 0 where all of it stays in registers and caches
     overhead : seconds of each step beside
     gpu : whether it is a GPU: 16-bit formats are then computed in 16 bits
     watts : of one rank with its share of the host
@@ -176,7 +177,7 @@ class _File:
                 self._number(section, f"flops of {name}", one, key, number, least=True)
             return
         self._number(section, key, value, key, number, key in ("ranks", "bandwidth", "memory", "capacity"))
-        most = key in ("efficiency", "memory_efficiency", "contention")
+        most = key in ("efficiency", "memory_efficiency", "contention", "spill")
         if most and value > 1:
             raise self._error(section, f"{key} = {value!r}", "at most 1 is needed", key, number=number)
 

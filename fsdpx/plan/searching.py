@@ -294,8 +294,9 @@ class _Search:
             raise ConfigError(self._nothing())
         found = tuple(sorted(self.found, key=_seconds))
         what = "strategies, meshes, microbatches, recomputing and schedules"
-        fixed = "".join(f", {name}={_text(value)} as asked for" for name, value in self.fixed.items())
-        searched = f"{len(self.seen)} configurations: {what}{fixed}; {len(self.refused)} refused"
+        fixed = ", ".join(f"{name}={_text(value)}" for name, value in self.fixed.items())
+        given = f", with {fixed}" * bool(fixed)
+        searched = f"{len(self.seen)} configurations: {what}{given}; {len(self.refused)} refused"
         loss = "nn.CrossEntropy()" if "int" in str(self.batch[1][1]) else "nn.MSE()"
         largest = self._largest(found[0])
         rest = self.machine, self.limit, self.ranks, self.samples, loss

@@ -27,7 +27,7 @@ def work_seconds(work: Work, compute: Compute, half: str) -> float:
     A product takes the longer of FLOP / flops and bytes / memory; `half` makes small ones slower. All else takes its
     bytes / memory."""
     products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
-    return products + work.nbytes / (compute.memory * compute.memory_efficiency)
+    return products + (work.nbytes + compute.spill * work.inner) / (compute.memory * compute.memory_efficiency)
 
 
 def _kernels(work: Work) -> int:
@@ -43,10 +43,9 @@ def _product_seconds(product: Product, compute: Compute, half: str) -> float:
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
     seconds = (product.flops + compute.half) / rate
-    if not product.fused:
-        return max(seconds, product.nbytes / (compute.memory * compute.memory_efficiency))
-    inner = product.stack * product.itemsize * product.rows * max(product.columns, product.inner)
-    return seconds + compute.spill * inner / (compute.memory * compute.memory_efficiency)
+    if product.fused:
+        return seconds
+    return max(seconds, product.nbytes / (compute.memory * compute.memory_efficiency))
 
 
 class Crossing(NamedTuple):

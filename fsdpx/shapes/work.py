@@ -43,11 +43,13 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """products: how often each. nbytes: that other kernels read and write. kernels: how many of these there are."""
+    """products: how often each. nbytes: that other kernels read and write. kernels: how many of these there are. inner:
+    bytes that the steps inside of them would read and write if each were a kernel of its own."""
 
     products: Counter[Product] = field(default_factory=Counter)
     nbytes: int = 0
     kernels: int = 0
+    inner: int = 0
 
     @property
     def flops(self) -> int:
@@ -59,6 +61,7 @@ class Work:
         self.products.update(other.products)
         self.nbytes += other.nbytes
         self.kernels += other.kernels
+        self.inner += other.inner
 
 
 class _Counting(threading.local):
@@ -87,9 +90,14 @@ def counting() -> Iterator[Work]:
 def note(*arrays: Any) -> None:
     """One kernel reads or writes these arrays once; what is no array without data counts nothing."""
     work = _now.open
-    if work is not None and not _now.silent:
+    if work is None or _now.deaf:
+        return
+    nbytes = sum(a.nbytes for a in arrays if getattr(a, "holds_no_data", False))
+    if _now.silent:
+        work.inner += nbytes * _now.times
+    else:
         work.kernels += 1
-        work.nbytes += sum(a.nbytes for a in arrays if getattr(a, "holds_no_data", False))
+        work.nbytes += nbytes
 
 
 def note_copy(array: Any) -> None:
@@ -132,7 +140,7 @@ def one_product(a: Any, b: Any) -> Iterator[None]:
 
 @contextmanager
 def fused() -> Iterator[Work]:
-    """Inside is one kernel: only its products are counted. What it reads and writes is `note`d by the caller."""
+    """Inside is one kernel. The caller counts what it reads and writes."""
     with counting() as work:
         _now.silent += 1
         try:
@@ -146,5 +154,6 @@ def repeat(work: Work) -> None:
     if _now.open is not None and not _now.deaf:
         if _now.silent:
             _now.open.products.update(work.products)
+            _now.open.inner += work.inner
         else:
             _now.open.add(work)

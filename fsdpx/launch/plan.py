@@ -1,0 +1,86 @@
+"""`fsdpx plan` and `fsdpx measure-machine`: which configuration to ask for, and how fast a machine is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fsdpx import plan
+from fsdpx.comm.mesh import Mesh
+from fsdpx.errors import ConfigError
+from fsdpx.files import READABLE, write
+from fsdpx.launch.catalog import entry
+from fsdpx.launch.show import parse_recompute
+from fsdpx.plan.fit import fit_report
+from fsdpx.plan.measuring import machine_text, measured
+from fsdpx.plan.searching import MOST
+
+__all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """The options of `plan`."""
+    p.add_argument("example", nargs="?", default="gpt-small", help="as for `show`: gpt-small, mymodule:make_model, ...")
+    size = p.add_mutually_exclusive_group(required=True)
+    size.add_argument("--ranks", type=int, default=None, help="number of ranks")
+    size.add_argument("--hosts", type=int, default=None, help="number of hosts full of ranks")
+    names = ", ".join(plan.Machine.names())
+    p.add_argument("--machine", required=True, help=f"a file of measure-machine, or one of {names}")
+    p.add_argument("--memory", default=None, help="of a rank, such as 16GiB (default: what the machine says)")
+    p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
+    p.add_argument("--strategy", default=None, help="only this one")
+    p.add_argument("--mesh", default=None, help="only this one, such as pipe=2,tensor=2")
+    p.add_argument("--microbatches", type=int, default=None, help="only so many")
+    p.add_argument("--schedule", default=None, help="only this one")
+    p.add_argument("--recompute", default=None, help="only this: all, attention, k (every k-th unit), or bytes")
+    p.add_argument("--precision", default=None, help="only this one")
+    p.add_argument("--most", type=int, default=MOST, help="configurations to try at most")
+    p.add_argument("--json", action="store_true", help="the same for programs")
+    p.add_argument("--png", default=None, help="draw the simulated step of the quickest into this file")
+
+
+FIXED = ("strategy", "microbatches", "schedule", "precision")
+
+
+def plan_job(args: argparse.Namespace) -> str:
+    """The text of `plan` for the options of its command line."""
+    example = entry(args.example, args.batch)
+    fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+    fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
+    fixed |= {} if args.recompute is None else {"recompute": parse_recompute(args.recompute)}
+    if example.batch < 1:
+        raise ConfigError(f"--batch {example.batch}: at least one sample")
+    found = plan.search(
+        example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
+        hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
+        say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
+    )  # fmt: skip
+    if args.png is not None:
+        from fsdpx.observe.plots import draw
+
+        title = f"{args.example} on {found.ranks} ranks of {found.machine.name}: {found.best.words}"
+        draw(list(found.best.prediction.events), args.png, title)
+    return json.dumps(found.as_json(), indent=1) if args.json else f"{args.example}: {example.about}\n{found}"
+
+
+def add_measure_options(p: argparse.ArgumentParser) -> None:
+    """The options of `measure-machine`."""
+    p.add_argument("--output", type=Path, default=Path("machine.toml"), help="the file to write")
+    p.add_argument("--name", default="mine", help="of the machine")
+    p.add_argument("--fit", type=Path, default=None, help="a CSV of measured steps of a GPT to fit --machine to")
+    p.add_argument("--machine", default="a100-dgx-200g", help="where fitting begins")
+    p.add_argument("--seed", type=int, default=0, help="of the half that is fitted")
+    p.add_argument("--rows", type=int, default=120, help="rows of that half that are used")
+
+
+def measure_machine(args: argparse.Namespace) -> str:
+    """Measure or fit a machine; under mpiexec on all ranks, of which the first writes."""
+    if args.fit is not None:
+        return fit_report(args.fit, args.machine, args.seed, args.rows)
+    found, rank = measured(args.name)
+    if rank:
+        return ""
+    write(args.output, machine_text(found), READABLE)
+    return f"{machine_text(found)}\nwritten: {args.output}"

@@ -1,0 +1,159 @@
+"""What is asked for: the quickest that fits, and errors where nothing does."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn
+from fsdpx.__main__ import main
+from fsdpx.errors import ConfigError
+from fsdpx.plan import Machine, Plan, predict
+from fsdpx.plan.fit import FITTED, MeasuredStep, _get, _put, errors, fitted, rows_of
+from fsdpx.plan.measuring import machine_text
+
+ROWS = Path(__file__).with_name("a100-one-node.csv")
+X = ((16, 8), "int64")
+
+
+def gpt() -> nn.Layer:
+    return nn.GPT(64, 32, 4, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return fsdpx.plan(gpt(), batch=(X, X), ranks=4, machine="ethernet-10g", memory="1GiB")
+
+
+def test_the_quickest_comes_first_and_is_what_predict_says(found: Plan) -> None:
+    seconds = [one.prediction.seconds for one in found.found]
+    assert seconds == sorted(seconds)
+    assert found.best.prediction.seconds == min(seconds)
+    again = predict(gpt(), (X, X), ranks=4, machine="ethernet-10g", **found.best.options)
+    assert again.seconds == pytest.approx(found.best.prediction.seconds)
+    assert all(one.prediction.memory <= 1 << 30 for one in found.found)
+
+
+def test_the_line_of_python_is_the_winner(found: Plan) -> None:
+    options = eval(f"dict({found.best.words})", {"fsdpx": fsdpx})
+    assert options == dict(found.best.options)
+    assert found.line == (
+        f"trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), {found.best.words})"
+    )
+
+
+def test_what_it_prints(found: Plan) -> None:
+    text = str(found)
+    assert text.startswith("4 ranks of ethernet-10g, batch 16, 1.00 GiB of memory per rank\nsearched ")
+    for part in ("the quickest of each kind", "with these options a global batch of", found.line):
+        assert part in text
+    assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.kinds.keys()
+    assert json.loads(json.dumps(found.as_json()))["found"][0]["seconds"] == found.best.prediction.seconds
+
+
+def test_the_largest_batch_is_found_by_doubling(found: Plan) -> None:
+    assert found.largest == 16 * 64  # where it stops
+
+
+def test_options_that_are_given_are_not_searched() -> None:
+    made = fsdpx.plan(gpt(), batch=(X, X), hosts=1, machine="laptop", strategy="fsdp", mesh=fsdpx.Mesh(tensor=2))
+    assert {one.kind for one in made.found} == {"fsdp + tensor"}
+    assert ", with strategy='fsdp', mesh=fsdpx.Mesh(tensor=2); " in made.searched
+    assert made.ranks == 4
+
+
+def test_nothing_fits() -> None:
+    says = r"^nothing fits into 64\.00 KiB per rank: the least of \d+ configurations takes .* \(.*parameters .*\), with"
+    with pytest.raises(ConfigError, match=says):
+        fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", memory="64KiB")
+
+
+def test_ranks_that_no_mesh_fills() -> None:
+    x = ((2, 8), "int64")
+    with pytest.raises(ConfigError, match=r"^no configuration of 7 ranks can run: more data ranks than the 2 samples"):
+        fsdpx.plan(gpt(), batch=(x, x), ranks=7, machine="ethernet-10g")
+
+
+def test_numbers_that_are_none() -> None:
+    with pytest.raises(ConfigError, match="ranks=2, hosts=1: say one of them"):
+        fsdpx.plan(gpt(), batch=(X, X), ranks=2, hosts=1, machine="laptop")
+    with pytest.raises(ConfigError, match="at least one rank is needed"):
+        fsdpx.plan(gpt(), batch=(X, X), ranks=0, machine="laptop")
+
+
+def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
+    class Odd(nn.Layer):
+        def specs(self) -> dict[str, nn.Spec]:
+            return {}
+
+        def forward(self, env: Any, p: Any, x: Any) -> Any:
+            return np.sin(x), ()
+
+        def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+            return dy, ()
+
+    x = ((4, 8), "float32")
+    with pytest.raises(ConfigError, match=r"layer '1' Odd\(\)"):
+        fsdpx.plan(nn.Chain(nn.Linear(8, 8), Odd()), batch=(x, x), ranks=1, machine="laptop")
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan gpt-tiny --ranks 2 --machine laptop --memory 2GiB --batch 4 --most 6 --strategy fsdp".split()
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("gpt-tiny: GPT")
+    assert "trainer = model.as_distributed(" in text
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+    assert main("plan gpt-tiny --ranks 2 --machine nowhere".split()) == 2
+    assert "machine='nowhere' is none of" in capsys.readouterr().err
+
+
+# -- fitting -----------------------------------------------------------------------------------------------------------
+
+
+def test_measured_steps_are_read() -> None:
+    rows = rows_of(ROWS)
+    assert len(rows) == 720
+    assert rows[0].seconds == 0.3722
+    assert rows[0].options()["microbatches"] == 2
+
+
+def test_no_measured_steps(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("gpus,step_ms\n2,3\n")
+    with pytest.raises(ConfigError, match=re.escape(f"measured steps {path}, row 1: gpus, global_batch,")):
+        rows_of(path)
+    with pytest.raises(ConfigError, match=r"measured steps .* cannot be read"):
+        rows_of(tmp_path / "gone.csv")
+
+
+def test_numbers_are_found_from_steps_that_they_predict() -> None:
+    truth = Machine.load("a100-dgx-200g")
+    rows = [row for row in rows_of(ROWS) if row.numbers["layers"] == 12][:40:4]
+    dries = [row.dry() for row in rows]
+    seconds = [dry.on(truth).seconds for dry in dries]
+    begin = _put(_put(truth, "launch", 2e-5), "overhead", 1e-2)
+    made = fitted(begin, dries, seconds, {"launch": 10.0, "overhead": 10.0})
+    assert _get(made, "launch") == pytest.approx(_get(truth, "launch"), rel=1e-2)
+    assert set(FITTED) > {"launch", "overhead"}
+
+
+def test_steps_of_a100s_are_predicted() -> None:
+    """A few of the 720; docs/planning.md has all errors."""
+    rows = rows_of(ROWS)[::60]
+    off = np.abs(errors(Machine.load("a100-dgx-200g"), [row.dry() for row in rows], [row.seconds for row in rows]))
+    assert off.mean() < 0.12
+    assert isinstance(rows[0], MeasuredStep)
+
+
+def test_a_measured_machine_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    for name in Machine.names():
+        machine = Machine.load(name)
+        path.write_text(machine_text(machine))
+        assert Machine.load(path) == machine
