@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from functools import partial
 from math import ceil, log2
 from statistics import median
 from time import perf_counter
@@ -87,7 +88,7 @@ def _beside(comm: Communicator, bare: Compute) -> tuple[float, float]:
         dry = prepared(model, (shape, shape), 1, False, group_bytes=0)
         one = Machine("one", (Level("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0))
         kernels = round(dry.on(one).seconds)
-        found.append((kernels, _slowest(comm, _seconds(lambda t=trainer, x=x: t.step(x, x), 4 * TIMES))))
+        found.append((kernels, _slowest(comm, _seconds(partial(trainer.step, x, x), 4 * TIMES))))
         trainer.close()
     (few, quick), (many, slow) = found
     launch = max((slow - quick) / (many - few), 1e-7)
@@ -112,11 +113,15 @@ def _link(comm: Communicator) -> tuple[float, float]:
     for elements in SIZES:
         array = np.zeros(elements, np.float32)
         comm.barrier()
-        own = _seconds(lambda a=array: comm.all_reduce(a, ReduceOp.SUM).wait(), 4 * TIMES)
+        own = _seconds(partial(_reduce, comm, array), 4 * TIMES)
         seconds.append(max(comm.all_gather_plain(own)))
     short, long = seconds
     sent = 2 * 4 * SIZES[1] * (comm.size - 1) / comm.size
     return short / (2 * ceil(log2(comm.size))), sent / max(long - short, 1e-9)
+
+
+def _reduce(comm: Communicator, array: np.ndarray) -> None:
+    comm.all_reduce(array, ReduceOp.SUM).wait()
 
 
 def machine_text(machine: Machine) -> str:
