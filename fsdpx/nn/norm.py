@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.cells import merged, reduced
 from fsdpx.nn.init import ones, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
 from fsdpx.nn.numeric import add_sum, wide
@@ -255,8 +256,8 @@ class GroupNorm(Layer):
     channels over all cells (Wu and He 2018): (samples, num_channels, *cells).
 
     Over a grid of ranks counts, means and squares of parts are merged by the rule of Chan et al. (1979) in float64, so
-    that nothing cancels: one all-gather of 24 bytes for each sample and group along each dim that is cut, and one
-    all-reduce of 16 bytes in backward.
+    that nothing cancels: one all-gather of 24 bytes for each sample and group, and one all-reduce of 16 bytes in
+    backward.
 
     Parameters
     ----------
@@ -298,9 +299,7 @@ class GroupNorm(Layer):
         g = self._grouped(dy * _channels(p["weight"], dy) if self.affine else dy)
         grouped = self._grouped(normal)
         sums = env.xp.stack([g.sum(axis=2, dtype=np.float64), (g * grouped).sum(axis=2, dtype=np.float64)])
-        for line in env.mesh.space:
-            if line.size > 1:
-                line.all_reduce(sums.reshape(-1), what="GroupNorm backward").wait()
+        reduced(env, sums, "GroupNorm backward")
         means = (sums / env.xp.maximum(count, 1.0)).astype(wide(dy.dtype))
         dx = (g - means[0][:, :, None] - grouped * means[1][:, :, None]) * rstd
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (normal, dy)
@@ -340,18 +339,8 @@ def _merged(env: Env, grouped: Array) -> tuple[Array, Array, Array]:
     mean = grouped.sum(axis=2, dtype=np.float64) / max(n, 1.0)
     apart = grouped.astype(np.float64) - mean[:, :, None]
     found = xp.stack([xp.full(mean.shape, n, dtype=np.float64), mean, (apart * apart).sum(axis=2)])
-    for line in env.mesh.space:
-        if line.size == 1:
-            continue
-        everyone = xp.empty((line.size, *found.shape), dtype=np.float64)
-        line.all_gather(found.reshape(-1), everyone.reshape(-1), what="GroupNorm").wait()
-        found = everyone[0]
-        for other in everyone[1:]:
-            total = xp.maximum(found[0] + other[0], 1.0)
-            step = other[1] - found[1]
-            squares = found[2] + other[2] + step * step * (found[0] * other[0] / total)
-            found = xp.stack([found[0] + other[0], found[1] + step * (other[0] / total), squares])
-    return found[0], found[1], found[2]
+    count, mean, squares = merged(env, found, "GroupNorm")
+    return count, mean, squares
 
 
 def _channels(a: Array, x: Array) -> Array:

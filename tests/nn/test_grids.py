@@ -19,6 +19,8 @@ SIZES = {2: (9, 12), 3: (6, 9, 8)}
 LAYERS: dict[str, Callable[[int], nn.Layer]] = {
     "Dropout": lambda dims: nn.Dropout(0.4),
     "FillNaN": lambda dims: nn.FillNaN(),
+    "GroupNorm": lambda dims: nn.GroupNorm(2, 6),
+    "InstanceNorm": lambda dims: nn.InstanceNorm(6, affine=True),
     "Normalize": lambda dims: nn.Normalize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
     "Denormalize": lambda dims: nn.Denormalize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
     "Derivative": lambda dims: nn.Derivative(1, 2, (0.5, 2.0, 1.0)[:dims], (True, False, True)[:dims], 4),
