@@ -242,11 +242,16 @@ def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest
 
 
 def test_parts_from_a_file_train_as_the_whole_does(tmp_path: Path) -> None:
-    """All ranks of a grid get the same shuffled samples; three epochs by `fit`, with a short last batch."""
+    """Ranks of a grid get the same shuffled samples, and two members of an ensemble share each batch; three epochs by
+    `fit`, with a short last batch."""
     np.save(tmp_path / "u.npy", values(2, T, Y, X))
 
-    def run(comm: Communicator, cut: bool) -> list[float]:
-        grid = grid_of(comm) if cut else None
+    def member(comm: Communicator) -> fsdpx.Grid:
+        r = comm.rank % 2
+        return fsdpx.Grid(comm, (ROWS[r + 1] - ROWS[r], X), dims=(2, 1))
+
+    def run(comm: Communicator, cut: Callable[[Communicator], Any]) -> list[float]:
+        grid = cut(comm)
         dataset = FieldDataset(tmp_path / "u.npy", grid, dims="ntyx", targets=2, dtype=np.float64)
         net = nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2)
         options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
@@ -254,9 +259,9 @@ def test_parts_from_a_file_train_as_the_whole_does(tmp_path: Path) -> None:
         loader = DataLoader(dataset, 4, comm=trainer.data, shuffle=True, seed=3)
         return trainer.fit(loader, epochs=3, progress=False).losses
 
-    straight = spawn(run, 1, False)[0]
+    straight = spawn(run, 1, lambda comm: None)[0]
     assert len(straight) == 9
-    for losses in spawn(run, 6, True):
+    for losses in [*spawn(run, 6, grid_of), *spawn(run, 4, member)]:
         np.testing.assert_allclose(losses, straight, rtol=1e-11)
 
 
