@@ -15,7 +15,7 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.examples.channel import STATES, advance, cart, columns, drop, rows
-from fsdpx.examples.mistakes import status_of
+from fsdpx.examples.mistakes import status_of, whole
 
 AHEAD = 2  # states that the network is trained to find, each from the one before
 REST, SCALE = np.array([1, 0, 0]), 10  # still water, and what makes its waves about 1
@@ -73,8 +73,8 @@ def compare(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[floa
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fsdpx.examples.surrogate", description=__doc__.splitlines()[0])
-    p.add_argument("--runs", type=int, default=12, help="runs of the solver to learn from")
-    p.add_argument("--steps", type=int, default=2, help="steps of training after each state")
+    p.add_argument("--runs", type=whole, default=12, help="runs of the solver to learn from")
+    p.add_argument("--steps", type=whole, default=2, help="steps of training after each state")
     p.add_argument("--pictures", type=Path, help="a folder for pictures; needs Matplotlib")
     args = p.parse_args(argv)
     fsdpx.init()
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     learn(trainer, args.runs, args.steps)
     errors, ends, seconds = compare(trainer)
-    whole = [grid.gather(end) for end in ends]  # for the pictures
+    fields = [grid.gather(end) for end in ends]  # for the pictures
     trainer.close()
     if cart.rank == 0:
         shown = ", ".join(f"{errors[k - 1]:.1%} after {k}" for k in (1, 5, 10, 20))
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.pictures:
             from fsdpx.examples.pictures import draw
 
-            draw(args.pictures, grid, whole, errors)
+            draw(args.pictures, grid, fields, errors)
     return 0
 
 
