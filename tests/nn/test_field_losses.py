@@ -298,3 +298,19 @@ def test_sums_and_nothing_else_travel() -> None:
 
     assert sent(nn.RelativeL2(), 8) == 2 * 3 * 24 * 3  # an all-reduce over N ranks sends 2 (N - 1) n bytes
     assert sent(nn.BandRMSE(0, 3), 8) == sent(nn.BandRMSE(0, 3), 64)
+
+
+def test_a_loss_is_a_metric_of_any_model() -> None:
+    """Over samples of several ranks, as the validation loss is."""
+
+    def run(comm: Communicator) -> Any:
+        x, y = noise(5, 4)[comm.rank :: 2], np.arange(5)[comm.rank :: 2] % 3
+        options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = nn.Linear(4, 3).as_distributed(comm=comm, **options)
+        metrics = {"same": nn.CrossEntropy(), "smooth": nn.CrossEntropy(label_smoothing=0.5)}
+        history = trainer.fit([(x, y)], validation=[(x, y)], metrics=metrics, progress=False)
+        return history.validation[-1][1], {name: values[-1][1] for name, values in history.metrics.items()}
+
+    for loss, metrics in spawn(run, 2):
+        assert metrics["same"] == pytest.approx(loss, rel=1e-12)
+        assert metrics["smooth"] > loss
