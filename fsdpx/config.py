@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
-from fsdpx.words import left, meant
+from fsdpx.words import knowing, left, meant
 
 __all__ = [
     "PRESETS", "Elastic", "Lifetime", "Offload", "Precision", "Sharding", "byte_count", "half_name", "precision",
@@ -341,3 +341,7 @@ class Elastic:
         if isinstance(choice, bool) or choice is None:
             return cls() if choice else None
         raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.Elastic(...)")
+
+
+for _kind in (Sharding, Precision):
+    knowing(_kind)

@@ -6,15 +6,18 @@ from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import wraps
-from typing import Any
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "GONE", "LEFT", "MOVED", "OTHERS", "demand_known", "demand_match", "knowing", "left", "meant", "moved",
-    "patterns_of",
+    "CALLS", "GONE", "LEFT", "MOVED", "OTHERS", "demand_known", "demand_match", "knowing", "left", "meant", "moved",
+    "patterns_of", "refusing",
 ]  # fmt: skip
 
+P = ParamSpec("P")
+T = TypeVar("T")
 OTHERS: dict[str, str] = {
     "FULL_SHARD": 'strategy="fsdp"',
     "FSDP": 'strategy="fsdp"',
@@ -68,6 +71,23 @@ OTHERS: dict[str, str] = {
     "use_orig_params": "nothing: parameters keep their names; leave it out",
     "sync_module_states": "nothing: all ranks begin with the same values; leave it out",
     "dataset_size": "nothing: the batch that step() is given counts; leave it out",
+    "reshard_after_forward": 'strategy="fsdp" for True, "zero2" for False',
+    "no_sync": "trainer.no_sync(), or microbatches=",
+    "gradient_as_bucket_view": "nothing: gradients are views of flat buffers; leave it out",
+    "broadcast_buffers": "nothing: running statistics are of the global batch; leave it out",
+    "ignored_modules": "frozen=, with name patterns",
+    "limit_all_gathers": "ahead=",
+    "forward_prefetch": "ahead=",
+    "param_dtype": "precision=fsdpx.Precision(compute=...)",
+    "reduce_dtype": "precision=fsdpx.Precision(reduce=...)",
+    "zero_stage": 'strategy="zero1", "zero2" or "zero3"',
+    "tensor_parallel_size": "mesh=fsdpx.Mesh(tensor=...)",
+    "pipeline_parallel_size": "mesh=fsdpx.Mesh(pipe=...)",
+    "num_microbatches": "microbatches=",
+    "num_workers": "prefetch=, batches that a thread reads ahead",
+    "prefetch_factor": "prefetch=, batches that a thread reads ahead",
+    "pin_memory": "nothing: batches are copied where a GPU needs them; leave it out",
+    "train_batch_size": "data.DataLoader(dataset, batch_size)",
     "batch_size": "data.DataLoader(dataset, batch_size)",
     "num_epochs": "trainer.fit(loader, epochs=...)",
     "epochs": "trainer.fit(loader, epochs=...)",
@@ -109,6 +129,18 @@ GONE: dict[str, str] = {
     "routes": "nothing: trainer.inspect.routing() is empty without experts",
 }
 """What an earlier version's trainer had -> what to use instead. The old name is an error."""
+CALLS: dict[str, str] = {
+    "state_dict": "trainer.parameters(), or trainer.save(folder)",
+    "load_state_dict": "trainer.load_weights(values), or trainer.load(folder)",
+    "clip_grad_norm_": "clip_norm= of distribute",
+    "train": "nothing: step() trains, evaluate() and predict() do not",
+    "eval": "trainer.evaluate(x, y), or trainer.predict(x)",
+    "module": "trainer.parameters()",
+    "barrier": "fsdpx.barrier()",
+    "to": "device= of distribute",
+    "cuda": 'device="cuda" of distribute',
+}  # fmt: skip
+"""What is called on a model or an engine of another library -> what to write here."""
 _OPTIM: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
@@ -153,6 +185,19 @@ def knowing(kind: type[Any]) -> None:
     kind.__init__ = begin
 
 
+def refusing(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function or an `__init__` answer an option that it does not have with ConfigError, as `knowing` does."""
+    name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
+    known = [one for one, parameter in named.items() if parameter.default is not parameter.empty]
+
+    @wraps(function)
+    def call(*given: P.args, **options: P.kwargs) -> T:
+        demand_known(name, (one for one in options if one not in named), known)
+        return function(*given, **options)
+
+    return call
+
+
 def patterns_of(argument: str, given: Any) -> tuple[str, ...]:
     """The name patterns that an argument was given, a string as one of them; ConfigError for what is none."""
     if isinstance(given, str):
@@ -187,7 +232,9 @@ def demand_match(
 
 
 def moved(name: str) -> str:
-    """What to say of a name that the trainer of an earlier version had; "" of any other."""
+    """What to say of a name that the trainer of an earlier version, or of another library, had; "" of any other."""
+    if name in CALLS:
+        return f"a trainer has no {name}: use {CALLS[name]}"
     instead = f"trainer.{MOVED[name]}.{name}" if name in MOVED else GONE.get(name)
     return "" if instead is None else f"a trainer has no {name} any more: use {instead}"
 

@@ -15,6 +15,7 @@ import numpy as np
 from fsdpx.data.dataset import Dataset, collate, emptied
 from fsdpx.data.sampler import DistributedSampler, Pass
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.words import refusing
 
 __all__ = ["DataLoader", "Prefetch"]
 
@@ -109,6 +110,7 @@ class DataLoader:
     prefetch : batches read ahead by a thread, which makes no call to MPI; 0: no thread
     """
 
+    @refusing
     def __init__(
         self,
         dataset: Dataset,

@@ -23,6 +23,7 @@ from fsdpx.comm.reduction import fold, kind_of, objection
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
 from fsdpx.trainer.batch import begin
 from fsdpx.watch.watchdog import note, unwatch, watch
+from fsdpx.words import refusing
 
 __all__ = [
     "Future", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "default", "finalize", "gather", "init",
@@ -46,6 +47,7 @@ class Future:
         return self._result
 
 
+@refusing
 def init(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:

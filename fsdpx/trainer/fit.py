@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import partial, wraps
-from inspect import signature
+from functools import partial
 from os import PathLike
 from time import perf_counter
 from traceback import clear_frames
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -42,7 +41,7 @@ from fsdpx.trainer.saves import Saves
 from fsdpx.trainer.series import Checkpoints, History
 from fsdpx.trainer.session import Session
 from fsdpx.watch.preempt import Preemption
-from fsdpx.words import demand_known
+from fsdpx.words import refusing
 
 __all__ = ["fit", "made", "passing", "remedies"]
 
@@ -184,24 +183,10 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return Recipe(*map(part, (recipe.training, recipe.distribution, recipe.machinery)))
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _END = object()  # a loader may give None, which is an error and no end
 
 
-def _knowing(function: Callable[P, T]) -> Callable[P, T]:
-    """ConfigError for an option that the function does not have, which says what may be meant."""
-    known = [*signature(function).parameters][2:]
-
-    @wraps(function)
-    def call(*given: P.args, **options: P.kwargs) -> T:
-        demand_known(function.__name__, options, known)
-        return function(*given, **options)
-
-    return call
-
-
-@_knowing
+@refusing
 def fit(
     trainer: Any,
     loader: Iterable[Any],

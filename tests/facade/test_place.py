@@ -19,7 +19,7 @@ from trials import environment as variables_of_jobs
 from trials import job, none_left
 
 import fsdpx
-from fsdpx import Machinery, environment, nn, optim, spawn, words
+from fsdpx import Machinery, data, environment, nn, optim, spawn, words
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator, default
 from fsdpx.comm import default as places
@@ -429,6 +429,44 @@ def test_fit_knows_them_too() -> None:
         MODEL.as_distributed(**GIVEN).fit([], num_epochs=3)
 
 
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            lambda: fsdpx.init(init_method="env://"),
+            r"^init\(init_method=...\): no such option; here that is fsdpx.init\(\), ",
+        ),
+        (
+            lambda: fsdpx.init(world_size=4),
+            r"^init\(world_size=...\): no such option; here that is mpiexec -n, or fsdpx run",
+        ),
+        (
+            lambda: data.DataLoader([], 2, num_workers=4),
+            r"^DataLoader\(num_workers=...\): no such option; here that is prefetch=, batches that a thread",
+        ),
+        (
+            lambda: fsdpx.Precision(param_dtype="bf16"),
+            r"^Precision\(param_dtype=...\): no such option; here that is precision=fsdpx.Precision\(compute=...\)$",
+        ),
+        (
+            lambda: fsdpx.Sharding(reshard_after_forward=False),
+            r"^Sharding\(reshard_after_forward=...\): no such option; here that is strategy=\"fsdp\" for True,",
+        ),
+        (lambda: fsdpx.Sharding(replicas=2), r"^Sharding\(replicas=...\): no such option; did you mean 'replica'\?$"),
+    ],
+)
+def test_other_calls_know_them_too(call: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        call()
+
+
+@pytest.mark.parametrize("name", words.CALLS)
+def test_a_trainer_says_what_others_call_otherwise(name: str) -> None:
+    trainer = MODEL.as_distributed(**GIVEN)
+    with pytest.raises(AttributeError, match=re.escape(f"a trainer has no {name}: use {words.CALLS[name]}")):
+        getattr(trainer, name)
+
+
 def test_options_that_differ_are_printed_alone() -> None:
     def run(comm: Any) -> None:
         MODEL.as_distributed(**GIVEN, comm=comm, seed=comm.rank, check_finite=comm.rank == 1)
@@ -456,3 +494,4 @@ def test_the_page_of_names_has_the_whole_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
     rows = [f"| `{word}` | {ours} |" for word, ours in words.OTHERS.items()]
     assert "\n".join(rows) in page
+    assert "\n".join(f"| `{word}` | {ours} |" for word, ours in words.CALLS.items()) in page
