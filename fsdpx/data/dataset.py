@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
+from tokenize import TokenError
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,8 @@ __all__ = ["ArrayDataset", "Dataset", "TokenDataset", "Windows", "collate", "dig
 
 OPEN_FILES = 64
 """Memory maps kept open; each holds a file descriptor."""
+_PARSER = Lock()
+"""Some versions of Python count the depth of their parser for all threads together: SystemError (CPython gh-106905)."""
 
 
 def maps() -> Callable[[Path], np.ndarray]:
@@ -111,8 +115,9 @@ def mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
         form = np.lib.format
         header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
         try:
-            shape, by_column, dtype = header(file)
-        except (MemoryError, RecursionError, TypeError) as error:
+            with _PARSER:
+                shape, by_column, dtype = header(file)
+        except (MemoryError, RecursionError, SyntaxError, TokenError, TypeError) as error:
             raise ValueError(f"its header cannot be read: {error!r}") from error
         if dtype.hasobject:
             raise ValueError("Python objects are in it, which are not read")

@@ -298,6 +298,11 @@ def plain(shape: tuple[int, ...], kind: Any = np.float32) -> Callable[[Path], No
         (plain((T, Y, X)), {"dims": "ntyxc"}, "'u' has (7, 9, 10), which are not the dims 'yx': give dims=, a letter"),
         (plain((T, Y, X, 3)), {}, "u.npy: 'u' has (7, 9, 10, 3) as 'ntyx': 10 along 'y', not 9"),
         (lambda path: path.write_bytes(b"\x93NUMPY"), {}, "u.npy: "),
+        (
+            lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'shape': (2, 3,\n"),
+            {},
+            "u.npy: its header cannot be read: TokenError",
+        ),
         (lambda path: None, {}, "u.npy: No such file or directory"),
         (lambda path: os.mkfifo(path), {}, "u.npy is a folder, a pipe or a device where a file should be"),
         (plain((T, Y, X)), {"dims": "tzx"}, "FieldDataset(dims='tzx'): the grid has the dims 'yx', each comes once"),
