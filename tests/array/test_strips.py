@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from amount import few
 
+from fsdpx.array import dtype as dtype_of
 from fsdpx.array import kernels, parallel
 from fsdpx.array.kernels import use
 from fsdpx.array.kernels.compiled import direct
@@ -74,3 +75,14 @@ def test_outputs_without_a_cell_are_the_bias_or_left_alone() -> None:
     assert (y == 7.0).all()
     direct.sums(x, weight, np.array([1.0, 2.0]), strides, y, False)
     assert (y == [1.0, 2.0]).all()
+
+
+@pytest.mark.parametrize("wanted", ["float64", "bf16", "first"])
+def test_what_is_added_to_may_be_of_another_format_or_order(wanted: str) -> None:
+    strides, x = Strides((3,), (1,), (1,), (-1,), 1), np.ones((1, 8, 16), np.float32)
+    weight, dtype = np.ones((8, 8, 3), np.float32), dtype_of("float32" if wanted == "first" else wanted)
+    memory = np.zeros((3, 8, 16), dtype)  # what lies around must stay as it is
+    out = memory[1:2] if wanted == "first" else memory.reshape(3, 16, 8)[1:2].transpose(0, 2, 1)
+    assert kernels.correlate(np, x, weight, None, strides, (16,), out) is out
+    assert (np.asarray(out, np.float32)[:, :, 1:-1] == 24.0).all()
+    assert not memory[::2].astype(np.float32).any()

@@ -87,31 +87,6 @@ def test_a_duel_counts_whole_steps_by_turn_and_the_median_ratio() -> None:
     assert (verdict["ratio"], verdict["reached"]) == (6.5, True)
 
 
-TRAINING = """
-import json, sys
-name, asked = sys.argv[2], json.loads(sys.argv[3])
-print(json.dumps({"validation": len(name) + asked["steps"]})) if name == "bf16" else sys.exit(3)
-"""
-
-
-@in_full
-def test_formats_of_a_training_are_jobs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import convergence
-
-    (tmp_path / "losses.py").write_text(TRAINING)
-    asked = ["--formats", "float32", "bf16", "--seeds", "0", "7", "--steps", "9", "--out", str(tmp_path)]
-    assert convergence.compare(str(tmp_path / "losses.py"), convergence.parser().parse_args(asked)) == 0
-    wanted = [
-        row for n in (0, 7) for row in (
-            {"format": "float32", "seed": n, "failed": "exit status 3"}, {"format": "bf16", "seed": n, "validation": 13}
-        )
-    ]  # fmt: skip
-    saved = json.loads((tmp_path / "convergence.json").read_text())
-    assert saved["rows"] == wanted
-    assert (saved["steps"], saved["ranks"]) == (9, 1)
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()[:4]] == wanted
-
-
 JOB = """
 import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--turns") + 1])
@@ -183,13 +158,14 @@ def test_limits_follow_from_bytes_read_and_written() -> None:
 def test_the_page_has_a_table_where_there_are_results_and_says_so_where_not(tmp_path: Path) -> None:
     from page import PAGE, render
 
-    text = "<!-- convergence: validation loss -->\nold\n<!-- end -->\n<!-- efficiency: weak -->\n<!-- end -->\n"
-    rows = [{"format": name, "seed": 0, "validation": loss} for name, loss in (("float32", 2.0), ("bf16", 2.1))]
-    (tmp_path / "convergence.json").write_text(json.dumps({"command": "here", "machine": "this", "rows": rows}))
+    text = "<!-- modules: small -->\nold\n<!-- end -->\n<!-- footprint: memory -->\n<!-- end -->\n"
+    row = {"model": "small", "job": "torch ddp 2x1", "library": "torch", "unit": "tokens/s", "note": "too slow"}
+    found = {"command": "here", "machine": "this", "rows": [row], "goals": []}
+    (tmp_path / "modules.json").write_text(json.dumps(found))
     made = render(text, tmp_path)
-    assert "+5.00 %" in made
+    assert "too slow" in made
     assert "old" not in made
-    assert "not measured yet: python bench/efficiency.py" in made
+    assert "not measured yet: python bench/footprint.py" in made
     assert render(made, tmp_path) == made
     assert render(PAGE.read_text(), tmp_path).count("<!-- end -->") == PAGE.read_text().count("<!-- end -->")
 
@@ -211,22 +187,6 @@ def test_ranks_share_the_batch() -> None:
         whole, parts = batch(model), [batch(model, rank, 2) for rank in range(2)]
         for n, array in enumerate(whole):
             assert np.array_equal(array, np.concatenate([part[n] for part in parts], 2 if model.dims else 0))
-
-
-def test_efficiency_is_held_against_its_promise_at_its_worst() -> None:
-    import efficiency
-
-    row = {"model": "tiny", "rate": 1.0, "apart": 1.0}
-    found = [{**row, "kind": "strong", "ranks": n, "efficiency": e} for n, e in ((1, 0.9), (2, 0.8), (4, 0.6))]
-    found += [
-        {**row, "kind": "weak", "ranks": 2, "efficiency": 0.9},
-        {**row, "kind": "weak", "ranks": 4, "failed": "x"},
-    ]
-    text = dict(efficiency.tables({"rows": found}))["promised"].splitlines()
-    assert [line.split() for line in text[1:]] == [
-        ["tiny", "2", "at", "least", "70%", "80%", "yes"],
-        ["tiny", "4", "at", "least", "50%", "0%", "no"],
-    ]
 
 
 @in_full
@@ -326,23 +286,6 @@ def test_without_open_mpi_it_says_what_is_missing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("sys.argv", ["elastic.py"])
     with pytest.raises(SystemExit, match=r"there is no \.venv-openmpi beside this interpreter: make test-elastic"):
         elastic.main()
-
-
-def test_losses_are_compared_with_those_of_float32_seed_by_seed() -> None:
-    import convergence
-
-    rows = [
-        {"format": "float32", "seed": 0, "validation": 2.0},
-        {"format": "float32", "seed": 1, "validation": 3.0},
-        {"format": "bf16", "seed": 0, "validation": 2.02},
-        {"format": "bf16", "seed": 1, "validation": 2.97},
-        {"format": "bf16 alone, kahan", "seed": 0, "failed": "killed"},
-    ]
-    ((title, text),) = convergence.tables({"rows": rows, "steps": 300})
-    assert title == "validation loss"
-    head, _, half = text.splitlines()
-    assert head.split() == ["format", "seed", "0", "seed", "1", "to", "float32,", "0", "to", "float32,", "1", "mean"]
-    assert half.split() == ["bf16", "2.0200", "2.9700", "+1.00", "%", "-1.00", "%", "-0.20", "%"]
 
 
 def test_rates_in_16_bits_are_compared_with_those_of_float32() -> None:

@@ -51,7 +51,8 @@ def correlate(
     groups = strides.groups
     for place, outputs, cells in strides.places(sizes, x.shape[2:]):
         into = y[outputs]
-        into += xp.matmul(_of_place(weight, place, groups), _grouped(x[cells], groups)).reshape(into.shape)
+        products = xp.matmul(_of_place(weight, place, groups), _grouped(x[cells], groups))
+        into += products.reshape(into.shape).astype(y.dtype, copy=False)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
     return y

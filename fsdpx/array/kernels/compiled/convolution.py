@@ -273,7 +273,8 @@ MANY = 8
 def correlate(
     xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
 ) -> np.ndarray:
-    if strides.groups >= MANY:
+    apart = out is not None and not (out.dtype == x.dtype and _lies_last(out) and out.flags.writeable)
+    if strides.groups >= MANY or apart:
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
     at = blas.pointer(x.dtype) if out is None else 0
     if at and suits_winograd(x.shape, weight.shape, strides, sizes):
@@ -359,6 +360,11 @@ def _groups(strides: Strides, x: np.ndarray, y: np.ndarray, weight: np.ndarray) 
         yield slice(g * inner, (g + 1) * inner), outputs, outputs
 
 
+def _lies_last(x: np.ndarray) -> bool:
+    """Whether the channels of a cell lie next to each other."""
+    return x.flags.aligned and (x.shape[1] == 1 or x.strides[1] == x.itemsize)
+
+
 def _last(x: np.ndarray) -> np.ndarray:
     """Channels first as channels last, without the price of `numpy.moveaxis`."""
     return x.transpose(0, *range(2, x.ndim), 1)
@@ -371,7 +377,7 @@ def _first(y: np.ndarray) -> np.ndarray:
 def _cells(x: np.ndarray) -> np.ndarray:
     """(samples, channels, *cells) with channels last, copied unless they lie next to each other."""
     turned = _last(x)
-    if x.flags.aligned and (x.shape[1] == 1 or x.strides[1] == x.itemsize):
+    if _lies_last(x):
         return turned
     return rows_of(x).reshape(turned.shape)
 
