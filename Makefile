@@ -140,11 +140,9 @@ bench: $(VENV)/.ready
 	$(PY) bench/side_by_side.py $(ARGS)
 	$(PY) bench/halves.py $(ARGS)
 	$(PY) bench/modules.py $(ARGS)
+	$(PY) bench/fields.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
-	$(PY) bench/predict.py $(ARGS)
-	$(PY) bench/efficiency.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
-	$(PY) bench/convergence.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)
 	$(PY) bench/page.py

@@ -27,7 +27,7 @@ def main() -> int:
     if sys.argv[1:2] == ["job"]:
         return job(*sys.argv[2:])
     p = arguments(__doc__, rounds=1)
-    p.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    p.add_argument("--models", nargs="+", default=[m for m in MODELS if not MODELS[m].dims], choices=MODELS)
     p.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     options = p.parse_args()
     models, ranks = (options.models[:1], options.ranks[:2]) if options.quick else (options.models, options.ranks)
