@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.moments import chan
-from fsdpx.comm.calls import ReduceOp
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.numeric import wide
@@ -15,7 +14,7 @@ from fsdpx.nn.numeric import wide
 __all__ = ["CellWeights", "merged", "reduced"]
 
 
-def reduced(env: Env, values: Array, what: str, op: ReduceOp = ReduceOp.SUM) -> Array:
+def reduced(env: Env, values: Array, what: str, op: str = "sum") -> Array:
     """`values` over all parts of the field, in place: their sum, or what `op` says. Communicates where it is cut."""
     if env.mesh.parts.size > 1:
         env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.calls import ReduceOp
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cells import CellWeights, merged, reduced, weighed
 from fsdpx.nn.cut import Parts
@@ -271,7 +270,7 @@ class MaxError(_FieldLoss):
         most = xp.zeros((y.shape[0],), dtype=np.float64)
         if far.shape[1]:
             most = far.max(axis=1).astype(np.float64)
-        reduced(env, most, "MaxError", ReduceOp.MAX)
+        reduced(env, most, "MaxError", "max")
         hits = (far == most[:, None].astype(far.dtype)).reshape(y.shape)
         count, many = self._sums(env, dims, w, hits.astype(np.float64))
         return *self._mean(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
