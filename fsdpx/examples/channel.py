@@ -1,12 +1,12 @@
-"""A solver of shallow water in a channel with mpi4py, without any network: what a surrogate begins with.
+"""A solver of shallow water in a channel with mpi4py: what a surrogate begins with.
 
 mpiexec -n 4 python -m fsdpx.examples.channel"""
 
 import numpy as np
 from mpi4py import MPI
 
-ROWS, COLUMNS = 32, 48  # cells of the channel, with walls along its rows' ends; columns follow each other in a circle
-SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # small steps of a state to the next one; units: cells, and speed 1 of waves
+ROWS, COLUMNS = 32, 48  # cells: walls at the first and last row, columns in a circle
+SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # small steps of a state; waves have speed 1
 STATES = 20  # of a run
 
 comm = MPI.COMM_WORLD
@@ -18,9 +18,13 @@ rows, columns = (
 
 
 def drop(seed):
-    """This rank's part of still water after two drops, (rows, columns, 3): height, velocity along x and along y."""
+    """This rank's part of still water after two drops, (rows, columns, 3).
+
+    The last dim has height, velocity along x and velocity along y.
+    """
     u = np.zeros((len(rows), len(columns), 3))
-    for y, x, size in np.random.default_rng(seed).uniform((8, 0, 3), (ROWS - 8, COLUMNS, 5), (2, 3)):
+    draw = np.random.default_rng(seed)
+    for y, x, size in draw.uniform((8, 0, 3), (ROWS - 8, COLUMNS, 5), (2, 3)):
         away = np.abs(columns - x)
         far = (rows[:, None] - y) ** 2 + np.minimum(away, COLUMNS - away) ** 2
         u[..., 0] += 0.3 * np.exp(-far / size**2)
@@ -28,7 +32,7 @@ def drop(seed):
 
 
 def widened(u):
-    """A part with the cells of its neighbours around it; walls mirror what is before them."""
+    """A part with the cells of its neighbours around it; walls mirror their cells."""
     for dim, wall in enumerate([(1, 1, -1), (1, 1, 1)]):
         before, after = cart.Shift(dim, 1)
         u = np.moveaxis(u, dim, 0)
@@ -40,12 +44,13 @@ def widened(u):
 
 
 def advance(u):
-    """The next state: SMALL explicit steps of the shallow water equations, by central differences."""
+    """The next state: SMALL explicit steps of the shallow water equations."""
     for _ in range(SMALL):
         w = widened(u)
         dx, dy = (w[1:-1, 2:] - w[1:-1, :-2]) / 2, (w[2:, 1:-1] - w[:-2, 1:-1]) / 2
         spread = w[1:-1, 2:] + w[1:-1, :-2] + w[2:, 1:-1] + w[:-2, 1:-1] - 4 * u
-        slope = np.stack([u[..., 0] * (dx[..., 1] + dy[..., 2]), dx[..., 0], dy[..., 0]], axis=-1)
+        spreading = u[..., 0] * (dx[..., 1] + dy[..., 2])
+        slope = np.stack([spreading, dx[..., 0], dy[..., 0]], axis=-1)
         u = u + DT * (VISCOSITY * spread - slope - u[..., 1:2] * dx - u[..., 2:] * dy)
     return u
 
@@ -54,9 +59,10 @@ def main():
     u = drop(0)
     for _ in range(STATES):
         u = advance(u)
-    water, highest = cart.allreduce(u[..., 0].sum()), cart.allreduce(u[..., 0].max(), MPI.MAX)
+    mean = cart.allreduce(u[..., 0].sum()) / (ROWS * COLUMNS)
+    highest = cart.allreduce(u[..., 0].max(), MPI.MAX)
     if comm.rank == 0:
-        print(f"after {STATES} states: mean height {water / (ROWS * COLUMNS):.4f}, highest {highest:.4f}")
+        print(f"after {STATES} states: mean height {mean:.4f}, highest {highest:.4f}")
 
 
 if __name__ == "__main__":
