@@ -104,7 +104,7 @@ def predict(rounds: int) -> None:
     layers = [part for pair in sizes for part in (nn.Conv2d(*pair, 3, padding=1), nn.GELU())]
     for pair in sizes:
         torch_net.extend([torch.nn.Conv2d(*pair, 3, padding=1), torch.nn.GELU()])
-    trainer = nn.Chain(*layers[:-1]).as_distributed(space=grid)
+    trainer = nn.Chain(*layers[:-1]).as_distributed(space=grid, strategy="ddp")
     whole = np.empty((SIDE, SIDE, 3), np.float32) if comm.rank == 0 else None
     v = np.empty_like(u)
 
