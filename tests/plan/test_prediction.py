@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,6 +192,16 @@ def test_nothing_is_counted_outside() -> None:
         pass
     fsdpx.dry_run(mlp(), *rows(2), ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
     assert work.flops == 0
+
+
+def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two ranks that have met predicts for two, and waits for no other."""
+    module = import_module("fsdpx.facade.distribute")
+    met = SimpleNamespace(size=2, all_gather=None, reduce_scatter=None)
+    monkeypatch.setattr(module.defaults, "current", lambda: SimpleNamespace(comm=met))
+    monkeypatch.setattr(module.environment, "read", lambda: SimpleNamespace(expected_size=2, ulfm=False))
+    assert module._before(met) is met
+    assert module._before(fsdpx.FakeCommunicator(0, 2)) is None
 
 
 def test_many_ranks() -> None:

@@ -147,7 +147,7 @@ def test_steps_of_a100s_are_predicted() -> None:
     """A few of the 720; docs/planning.md has all errors."""
     rows = rows_of(ROWS)[::60]
     off = np.abs(errors(Machine.load("a100-dgx-200g"), [row.dry() for row in rows], [row.seconds for row in rows]))
-    assert off.mean() < 0.12
+    assert off.mean() < 0.13
     assert isinstance(rows[0], MeasuredStep)
 
 
