@@ -17,6 +17,7 @@ WIDE = {
     "docs/launching.md": "tables and one long error, as commands print them",
     "docs/parallelism.md": "tables with a column for each axis",
     "docs/schedules.md": "a line of a schedule is a rank, and must not be broken",
+    "docs/planning.md": "a table that a command prints: memory by kind",
 }
 """Pages whose `text` blocks may be wider -> why. Tables that `make bench` writes may be wide on every page."""
 
