@@ -118,7 +118,7 @@ MOVED: dict[str, str] = dict.fromkeys((
     "engine", "placement", "last", "weight", "lr", "settings", "fingerprint", "summary", "routing", "measure",
     "save_trace", "reset",
 ), "inspect") | dict.fromkeys((
-    "world", "rank", "parts", "alone", "most", "no_batch", "met", "apart", "finish", "remember", "checkpoint", "resume",
+    "world", "rank", "alone", "most", "no_batch", "met", "apart", "finish", "remember", "checkpoint", "resume",
     "wait_saved", "trains", "training_ranks", "recoveries", "resize",
 ), "host")  # fmt: skip
 """What an earlier version's trainer had by itself -> the part of a trainer that has it now. The old name still works,
