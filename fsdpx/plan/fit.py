@@ -22,8 +22,8 @@ from fsdpx.plan.prediction import Dry, prepared
 __all__ = ["FITTED", "MeasuredStep", "errors", "fit_report", "fitted", "rows_of"]
 
 FITTED = {
-    "efficiency": 0.1, "half": 1.0, "memory_efficiency": 0.1, "launch": 1.0, "spill": 1.0, "overhead": 2.0,
-    "levels.0.latency": 0.5, "levels.0.bandwidth": 0.2,
+    "efficiency": 0.02, "half": 1.0, "memory_efficiency": 0.05, "launch": 1.0, "spill": 1.0, "overhead": 2.0,
+    "levels.0.latency": 0.5, "levels.0.bandwidth": 0.05,
 }  # fmt: skip
 """The numbers of a machine that are fitted, and how far they may be from those of its file: a standard deviation of
 their logarithm. Steps of one size say little about others, so what is known beforehand counts as well."""

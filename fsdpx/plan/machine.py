@@ -58,8 +58,8 @@ class Compute:
     half : FLOP of a product that reaches half of that: a product of F FLOP reaches efficiency F / (F + half)
     memory_efficiency : the same of `memory`
     launch : seconds that each kernel takes beside
-    spill : share of what the steps inside of a kernel read and write that goes to memory, as where attention or a loss
-        is several kernels; 0 where all of it stays in registers and caches
+    spill : share of what the steps inside of attention and of losses read and write that goes to memory, where each is
+        several kernels; 0 where all of it stays in registers and caches
     overhead : seconds of each step beside
     gpu : whether it is a GPU: 16-bit formats are then computed in 16 bits
     watts : of one rank with its share of the host

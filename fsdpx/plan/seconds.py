@@ -19,6 +19,8 @@ __all__ = ["Lines", "StepTimes", "work_seconds"]
 DOUBLE = ("all_reduce",)
 """Collectives that are a reduce-scatter and an all-gather, of which each sends the bytes once."""
 NAMES = {8: "float64", 4: "float32"}
+SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
+"""Kernels whose inner arrays are as large as scores or logits: what the others have inside stays in registers."""
 
 
 def work_seconds(work: Work, compute: Compute, half: str) -> float:
@@ -27,7 +29,8 @@ def work_seconds(work: Work, compute: Compute, half: str) -> float:
     A product takes the longer of FLOP / flops and bytes / memory; `half` makes small ones slower. All else takes its
     bytes / memory."""
     products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
-    return products + (work.nbytes + compute.spill * work.inner) / (compute.memory * compute.memory_efficiency)
+    spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING)
+    return products + (work.nbytes + spilt) / (compute.memory * compute.memory_efficiency)
 
 
 def _kernels(work: Work) -> int:

@@ -44,12 +44,12 @@ class Product(NamedTuple):
 @dataclass
 class Work:
     """products: how often each. nbytes: that other kernels read and write. kernels: how many of these there are. inner:
-    bytes that the steps inside of them would read and write if each were a kernel of its own."""
+    by name of a kernel, bytes that the steps inside of it would read and write if each were a kernel of its own."""
 
     products: Counter[Product] = field(default_factory=Counter)
     nbytes: int = 0
     kernels: int = 0
-    inner: int = 0
+    inner: Counter[str] = field(default_factory=Counter)
 
     @property
     def flops(self) -> int:
@@ -61,7 +61,7 @@ class Work:
         self.products.update(other.products)
         self.nbytes += other.nbytes
         self.kernels += other.kernels
-        self.inner += other.inner
+        self.inner.update(other.inner)
 
 
 class _Counting(threading.local):
@@ -94,7 +94,7 @@ def note(*arrays: Any) -> None:
         return
     nbytes = sum(a.nbytes for a in arrays if getattr(a, "holds_no_data", False))
     if _now.silent:
-        work.inner += nbytes * _now.times
+        work.inner[""] += nbytes * _now.times
     else:
         work.kernels += 1
         work.nbytes += nbytes
@@ -154,6 +154,6 @@ def repeat(work: Work) -> None:
     if _now.open is not None and not _now.deaf:
         if _now.silent:
             _now.open.products.update(work.products)
-            _now.open.inner += work.inner
+            _now.open.inner.update(work.inner)
         else:
             _now.open.add(work)

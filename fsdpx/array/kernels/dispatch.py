@@ -57,6 +57,7 @@ def kernel(
         def resolved(xp: Any, *arguments: Any, **options: Any) -> Any:
             return resolve(xp, arguments)(xp, *arguments, **options)
 
+        resolved.__name__ = name  # by which work on shapes is told apart
         @functools.wraps(plain)
         def run(xp: Any, *arguments: Any, **options: Any) -> Any:
             if xp is not np:
