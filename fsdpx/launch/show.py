@@ -24,7 +24,7 @@ from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.report import call_text
 
-__all__ = ["add_options", "check_axes", "draw", "mesh_text", "numbers", "parse_recompute", "show"]
+__all__ = ["add_options", "check_axes", "draw", "mesh_text", "parse_recompute", "show"]
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:

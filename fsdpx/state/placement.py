@@ -397,13 +397,13 @@ class Placement:
         """The samples of those before this rank's, from those of all data ranks."""
         return self.distinct(rows)[: self.axes.samples.rank]
 
-    def distinct(self, rows: Sequence[int]) -> list[int]:
-        """The same of each group of data ranks that has samples of its own."""
-        return [rows[member[0]] for member in self.axes.members]
+    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
+        """The same of each group of data ranks that has samples of its own; without a field each rank is one."""
+        return rows if self.field is None else [rows[member[0]] for member in self.axes.members]
 
     def demand_together(self, rows: Sequence[int]) -> None:
         """DataError where ranks that have parts of the same samples do not have as many of them."""
-        for member in self.axes.members:
+        for member in () if self.field is None else self.axes.members:
             odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
             if odd is not None:
                 raise DataError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fsdpx import spawn
 from fsdpx.array.random import Random
@@ -108,3 +109,15 @@ def loss_over(loss: Any, y: np.ndarray, target: np.ndarray, dims: Any, parts: Pa
 
     found = spawn(one, int(np.prod(dims)))
     return sum(f[0] for f in found), sum(f[1] for f in found), whole([f[2] for f in found], parts, dims)
+
+
+def demand_loss_of_whole(
+    loss: Loss, y: np.ndarray, target: np.ndarray, dims: Any, seeds: int, rtol: float, atol: float
+) -> None:
+    """A loss over parts of any sizes has the values of the whole to 1e-12, and its gradient to `rtol` and `atol`."""
+    total, weight, saved = loss.forward(env_of(None), y, target)
+    dy = loss.backward(env_of(None), saved, 0.5)
+    for seed in range(seeds):
+        found = loss_over(loss, y, target, dims, cuts_of(y.shape[2:], dims, seed))
+        assert found[:2] == pytest.approx((total, weight), rel=1e-12)
+        np.testing.assert_allclose(found[2], dy, rtol=rtol, atol=atol)

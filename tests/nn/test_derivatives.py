@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.parts import MODES
 from fsdpx.testing import LossContract
 
-from .grids import GRIDS, cuts_of, env_of, loss_over, run_alone, run_over
+from .grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, run_alone, run_over
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -122,12 +122,7 @@ def test_a_loss_from_physics_over_parts(dims: tuple[int, ...]) -> None:
     y, target = noise(3, len(dims), *sizes), noise(3, len(dims), *sizes, seed=1)
     divergence = nn.Divergence(0.5, (False, True, False)[: len(dims)], 4)
     for loss in (nn.PhysicsLoss(nn.RelativeL2(), divergence, 0.3), nn.PhysicsLoss(nn.MSE(), nn.Laplacian(), 2.0)):
-        total, weight, saved = loss.forward(env_of(None), y, target)
-        dy = loss.backward(env_of(None), saved, 0.5)
-        for seed in range(2):
-            found = loss_over(loss, y, target, dims, cuts_of(sizes, dims, seed))
-            assert found[:2] == pytest.approx((total, weight), rel=1e-12)
-            np.testing.assert_allclose(found[2], dy, rtol=1e-9, atol=1e-13)
+        demand_loss_of_whole(loss, y, target, dims, 2, 1e-9, 1e-13)
 
 
 class TestContract(LossContract):

@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.cut import Parts
 from fsdpx.testing import LossContract
 
-from .grids import GRIDS, cuts_of, env_of, loss_over, part
+from .grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, loss_over, part
 
 SHAPE = 9, 11
 VOLUME = 6, 5, 7
@@ -89,12 +89,7 @@ def test_losses_of_parts_are_those_of_the_whole(name: str, dims: tuple[int, ...]
     """Values and gradients; parts of any sizes, some of them empty."""
     cells, loss = (SHAPE if len(dims) == 2 else VOLUME), PLAIN[name]
     y, target = noise(2, 3, *cells), noise(2, 3, *cells, seed=1) + 5
-    total, weight, saved = loss.forward(env_of(None), y, target)
-    dy = loss.backward(env_of(None), saved, 0.5)
-    for seed in range(3):
-        found = loss_over(loss, y, target, dims, cuts_of(cells, dims, seed))
-        assert found[:2] == pytest.approx((total, weight), rel=1e-12)
-        np.testing.assert_allclose(found[2], dy, rtol=1e-10, atol=1e-14)
+    demand_loss_of_whole(loss, y, target, dims, 3, 1e-10, 1e-14)
 
 
 @pytest.mark.parametrize("name", LOSSES)
