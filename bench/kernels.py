@@ -1,4 +1,4 @@
-"""Which kernels pay as Numba code: one table, plain against numba, per kernel and size; the reason for `kernels.NUMBA`.
+"""Which kernels pay as Numba code: one table, plain against numba, per kernel and size; the reason for each.
 
     python bench/kernels.py [--json PATH] [--dtype float32] [--repeat 7] [--only NAME] [--threads 2]
 

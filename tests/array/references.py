@@ -6,6 +6,7 @@ by half a unit of the last place of its format; bounds follow from the formats a
 
 import math
 from collections.abc import Callable, Iterator
+from inspect import isfunction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,9 @@ from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Stretch
 
-__all__ = ["BF16", "F16", "FAMILIES", "agree", "cases"]
+__all__ = ["BF16", "F16", "FAMILIES", "KERNELS", "agree", "cases"]
+
+KERNELS = {name for name, one in vars(kernels).items() if isfunction(one)} - {"chosen", "use"}
 
 TOLERANCE = 1e-6
 BF16, F16 = dtype_of("bf16"), np.dtype(np.float16)

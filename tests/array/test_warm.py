@@ -8,8 +8,8 @@ import pytest
 from amount import few, in_full
 
 from fsdpx.array import dtype as dtype_of
-from fsdpx.array import kernels
-from fsdpx.array.kernels.warm import SAMPLES, warm
+from fsdpx.array.kernels import choice
+from fsdpx.array.kernels.warm import OTHERS, warm
 from fsdpx.native import image
 
 COUNT = """
@@ -25,15 +25,22 @@ def ready():
 """
 
 
-def test_every_compiled_kernel_has_a_sample():
-    named = {name.partition(" ")[0] for name in SAMPLES}
-    assert set(kernels.NUMBA) - named <= {"store", "add_widened", "round_randomly"}  # by format, and by the optimiser
-    assert {"float16", "bfloat16"} <= named
+@pytest.mark.parametrize("dtype", few(["float32", "float64", "bf16"], 3))
+def test_warm_reaches_every_compiled_kernel(dtype):
+    """But what numbers and the optimiser call, by name: initial values come first, and `engine.warm` takes a step."""
+    bodies, reached = {body.__code__: name for name, body in choice.names().items()}, set()
+    sys.setprofile(lambda frame, event, argument: reached.add(bodies.get(frame.f_code)))
+    try:
+        warm([*choice.names(), *OTHERS], dtype_of(dtype))
+    finally:
+        sys.setprofile(None)
+    assert {*bodies.values()} - reached == {"normal", "round_randomly"}
 
 
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "float16", "bf16"], 4))
-def test_warm_runs_every_sample(mode, dtype):
-    warm(SAMPLES, dtype_of(dtype))
+def test_warm_takes_forms_of_kernels(mode, dtype):
+    forms = [f"{name}{form}" for name in ("gated", "gated_backward") for form in ("", " gelu", " gelu tanh")]
+    warm([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], dtype_of(dtype))
 
 
 def test_unknown_names_cost_nothing():

@@ -16,9 +16,8 @@ from fsdpx.array.random import Stretch
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "CUBIC", "FORMS", "SHIFT", "SLOPE", "TAIL32", "TAIL64", "add", "add_bias", "bias_gelu", "density", "drop",
-    "drop_backward", "gated", "gated_backward", "gelu", "gelu_backward", "gelu_recompute", "integral", "keep_mask",
-    "relu", "relu_backward", "sigmoid", "silu", "silu_backward", "sum_rows", "tail",
+    "add", "add_bias", "bias_gelu", "drop", "drop_backward", "gated", "gated_backward", "gelu", "gelu_backward",
+    "gelu_recompute", "relu", "relu_backward", "sigmoid", "silu", "silu_backward", "sum_rows",
 ]  # fmt: skip
 
 SHIFT = 4.0

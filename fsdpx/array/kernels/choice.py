@@ -11,33 +11,43 @@ from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["NUMBA", "Mode", "chosen", "compiled", "installed", "on_device", "use"]
+__all__ = ["Mode", "chosen", "compiled", "form", "installed", "names", "on_device", "use"]
 
 Mode = Literal["default", "plain", "numba"]
 
-NUMBA = frozenset({
-    "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool", "avg_pool_backward",
-    "bias_gelu", "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with",
-    "conv2d", "conv2d_backward_input", "conv2d_backward_params", "correlate", "correlate_backward_input",
-    "correlate_backward_params", "cross_entropy", "cross_entropy_backward", "drop",
-    "drop_backward", "embedding_backward", "gated", "gated_backward", "gelu", "gelu_backward", "gelu_recompute",
-    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "max_pool", "max_pool_backward",
-    "normal", "relu", "relu_backward", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "rotate",
-    "round_randomly", "sigmoid", "silu", "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums",
-    "squared_error", "squared_error_backward", "store", "sum_rows",
-})  # fmt: skip
-"""The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`."""
+Sample = Callable[[Any, Any, Any], Any]
+"""From rows (2, 3) and columns (3,) of the dtype computed in, and columns of that in which it is summed, to the
+arguments of a call, or to a list of these."""
 
-load: Callable[[], dict[str, Callable[..., Any]]] = dict
-"""Imports and returns the compiled kernels; set by the package `kernels`: their files import this one."""
+FORMS: dict[str, Callable[..., Any]] = {}
+"""The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`; once they are
+loaded."""
+SAMPLES: dict[str, Sample | None] = {}
 active: Mode = "default"
 """The mode that `use` has set."""
 
 
+def form(sample: Sample | None = None) -> Callable[[Any], Any]:
+    """Declare a function the compiled code of the kernel of its name. sample: a call of that kernel, by which it is
+    compiled or loaded before the first step; None: it runs for other samples, or nothing waits for it."""
+
+    def declare(function: Any) -> Any:
+        FORMS[function.__name__], SAMPLES[function.__name__] = function, sample
+        return function
+
+    return declare
+
+
+def names() -> dict[str, Callable[..., Any]]:
+    """The compiled code of every kernel that has any, by its name; the files are imported."""
+    importlib.import_module("fsdpx.array.kernels.compiled")  # by name: its files import this one
+    return FORMS
+
+
 @contextmanager
 def use(mode: Mode) -> Iterator[None]:
-    """Inside the block all kernels of the process run as "plain" code, as "numba" code where there is any, or by
-    the table ("default"). For tests and measurements: it acts on all threads."""
+    """Inside the block all kernels of the process run as "plain" code, or as "numba" code where there is any; that is
+    the "default" where Numba is installed. For tests and measurements: it acts on all threads."""
     global active
     if mode not in ("default", "plain", "numba"):
         raise ConfigError(f"kernels.use({mode!r}): choose one of default, plain, numba")
@@ -52,13 +62,12 @@ def use(mode: Mode) -> Iterator[None]:
 
 def chosen(name: str) -> Literal["plain", "numba"]:
     """What runs kernel `name` on contiguous float32 or float64 NumPy arrays."""
-    wanted = active == "numba" or (active == "default" and name in NUMBA)
-    return "numba" if wanted and installed() and _compiled(name) is not None else "plain"
+    return "numba" if active != "plain" and installed() and _compiled(name) is not None else "plain"
 
 
 def compiled(name: str) -> Callable[..., Any] | None:
-    """The compiled code of kernel `name` if the mode and the table ask for it and Numba is there, else None."""
-    if active == "plain" or (active == "default" and name not in NUMBA):
+    """The compiled code of kernel `name` if there is any, the mode asks for it and Numba is there, else None."""
+    if active == "plain":
         return None
     if not installed():
         _warn()
@@ -93,4 +102,4 @@ def _warn() -> None:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any] | None:
-    return load().get(name)
+    return names().get(name)

@@ -11,8 +11,8 @@ from typing import Any
 from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = [
-    "SlidingWindow", "Sum", "avg_pool", "avg_pool_backward", "conv2d", "conv2d_backward_input",
-    "conv2d_backward_params", "max_pool", "max_pool_backward", "put",
+    "avg_pool", "avg_pool_backward", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "max_pool",
+    "max_pool_backward",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fsdpx.array.kernels.convolution import Sum, put
 from fsdpx.array.kernels.dispatch import kernel
 
-__all__ = ["Strides", "correlate", "correlate_backward_input", "correlate_backward_params"]
+__all__ = ["correlate", "correlate_backward_input", "correlate_backward_params"]
 
 
 class Strides(NamedTuple):

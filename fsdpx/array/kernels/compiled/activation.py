@@ -12,17 +12,14 @@ import numpy as np
 
 from fsdpx.array.kernels import activation as plain
 from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import alike, fallback, number, owned, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over, over_columns
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import register_jitable
 
-__all__ = [
-    "add", "add_bias", "argument_of", "bias_gelu", "column_sums", "gated", "gated_backward", "gelu", "gelu_backward",
-    "gelu_of", "gelu_recompute", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "relu", "relu_backward", "sigmoid",
-    "sigmoid_of", "silu", "silu_backward", "sum_rows",
-]  # fmt: skip
+__all__ = ["argument_of", "column_sums", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "sigmoid_of"]
 
 
 @register_jitable
@@ -126,30 +123,37 @@ def _over(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     return out
 
 
+@form(lambda x, w, s: (x,))
 def relu(xp: Any, x: np.ndarray) -> np.ndarray:
     return _over(_relu_loop, x)
 
 
+@form(lambda x, w, s: (x, x))
 def relu_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
     return _over(_relu_backward_loop, y, dy)
 
 
+@form(lambda x, w, s: (x,))
 def sigmoid(xp: Any, x: np.ndarray) -> np.ndarray:
     return _over(_sigmoid_loop, x)
 
 
+@form(lambda x, w, s: (x,))
 def silu(xp: Any, x: np.ndarray) -> np.ndarray:
     return _over(_silu_loop, x)
 
 
+@form(lambda x, w, s: (x, x))
 def silu_backward(xp: Any, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
     return _over(_silu_backward_loop, x, dy)
 
 
+@form(lambda x, w, s: (x,))
 def gelu(xp: Any, x: np.ndarray, approximate: str = "none") -> np.ndarray:
     return _over(_gelu_loop if exact(approximate) else _gelu_tanh_loop, x)
 
 
+@form(lambda x, w, s: (x, x))
 def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     return _over(_gelu_backward_loop if exact(approximate) else _gelu_tanh_backward_loop, x, dy)
 
@@ -202,6 +206,7 @@ _loops = {
 }
 
 
+@form(lambda x, w, s: (x, x))
 def gated(xp: Any, a: np.ndarray, b: np.ndarray, form: str = "silu") -> np.ndarray:
     if form not in _loops or a.shape != b.shape or a.dtype != b.dtype:
         return fallback(plain.gated, xp, a, b, form)
@@ -210,6 +215,7 @@ def gated(xp: Any, a: np.ndarray, b: np.ndarray, form: str = "silu") -> np.ndarr
     return out
 
 
+@form(lambda x, w, s: (x, x, x))
 def gated_backward(
     xp: Any, a: np.ndarray, b: np.ndarray, dy: np.ndarray, form: str = "silu"
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -242,6 +248,7 @@ def _gelu_tanh_recomputed(x, dy, y):
         dy[i] = put(dy, real(dy[i]) * gelu_tanh_slope(v, s))
 
 
+@form(lambda x, w, s: (x, x.copy()))
 def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     if x.dtype == np.uint16 and dy.dtype != x.dtype:
         return fallback(plain.gelu_recompute, xp, x, dy, approximate)
@@ -316,6 +323,7 @@ def _rows(x: np.ndarray) -> np.ndarray:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+@form(lambda x, w, s: (x, x))
 def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.shape != b.shape:
         return fallback(plain.add, xp, a, b)
@@ -324,6 +332,7 @@ def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return out
 
 
+@form(lambda x, w, s: (x, w))
 def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:
     lead, fits = y.shape[: y.ndim - bias.ndim], bias.shape == y.shape[y.ndim - bias.ndim :] and bias.dtype == y.dtype
     if y.flags.c_contiguous and fits:
@@ -332,6 +341,7 @@ def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:
         fallback(plain.add_bias, xp, y, bias)
 
 
+@form(lambda x, w, s: (x, w))
 def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str = "none") -> np.ndarray:
     if bias is None or bias.shape != h.shape[-1:] or bias.dtype != h.dtype or not h.flags.c_contiguous:
         return fallback(plain.bias_gelu, xp, h, bias, approximate)
@@ -341,6 +351,7 @@ def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str 
     return y
 
 
+@form(lambda x, w, s: (x, s))
 def sum_rows(xp: Any, rows: np.ndarray, out: np.ndarray, accumulate: bool = True) -> None:
     rows = np.ascontiguousarray(rows).reshape(rows.shape[0], math.prod(rows.shape[1:]))
     if out.flags.c_contiguous and out.dtype == wide(rows.dtype):

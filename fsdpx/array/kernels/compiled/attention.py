@@ -15,6 +15,7 @@ from fsdpx.array import blas, parallel
 from fsdpx.array.kernels.attention import attention as plain_attention
 from fsdpx.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.array.kernels.attention import rotate as plain_rotate
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.kernels.compiled.attention16 import available
 from fsdpx.array.kernels.compiled.half import (
@@ -36,8 +37,6 @@ from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.parallel import over
 from fsdpx.cuda.head_layout import merged, time_first
 from fsdpx.native.compiled import REORDER, fixed, jit
-
-__all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 
 
 @jit
@@ -69,10 +68,12 @@ def _by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     return out.reshape(shape)
 
 
+@form(lambda x, w, s: (x,))
 def softmax(xp: Any, x: np.ndarray) -> np.ndarray:
     return _by_rows(_softmax_rows, x)
 
 
+@form(lambda x, w, s: (x, x))
 def softmax_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
     return _by_rows(_softmax_backward_rows, y, dy)
 
@@ -92,6 +93,7 @@ def _rotate(x, y, cos, sin):
                     out[half + i] = put(out, q * c[i] + p * s[i])
 
 
+@form(lambda x, w, s: (x[:, :2].reshape(1, 2, 1, 2), s[:2, None], s[:2, None]))
 def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     dtype = wide(x.dtype)
     if not cos.dtype == sin.dtype == dtype:
@@ -266,6 +268,20 @@ FORWARD = "i A4r A4r A4r C4 C3 C1 C1r C2r b i i i"
 BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
 
+def _heads(x: Any) -> tuple[Any, ...]:
+    """Queries, keys, values, results, lse and the gradient of results of a sample, as views like those of the layer."""
+    q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
+    o, lse = plain_attention(np, q, k, v, True, 1.0)
+    return q, k, v, o, lse, o.copy()
+
+
+def _texts(x: Any, w: Any, s: Any) -> list[Any]:
+    """Whole texts, and a token behind others."""
+    q, k, v, *_ = _heads(x)
+    return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
+
+
+@form(_texts)
 def attention(
     xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -295,6 +311,7 @@ def attention(
     return o, lse
 
 
+@form(lambda x, w, s: (*_heads(x), True, 1.0))
 def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,

@@ -18,6 +18,7 @@ from fsdpx.array import blas, parallel
 from fsdpx.array.kernels import activation
 from fsdpx.array.kernels import convolution as plain
 from fsdpx.array.kernels import correlation as places
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled import direct
 from fsdpx.array.kernels.compiled.half import owned
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first, rows_of
@@ -28,10 +29,7 @@ from fsdpx.array.kernels.correlation import Strides
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import intrinsic, ir, types
 
-__all__ = [
-    "LANES", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "correlate", "correlate_backward_input",
-    "correlate_backward_params", "gathering", "scattering", "suits_winograd", "winograd", "winograd_backward_weight",
-]  # fmt: skip
+__all__ = ["LANES", "gathering", "scattering", "suits_winograd", "winograd", "winograd_backward_weight"]
 
 Matrix = Sequence[Sequence[float]]
 
@@ -269,7 +267,15 @@ def _tiles(size: int) -> int:
 MANY = 8
 """Groups from which products of small matrices by array code are faster than a call for each."""
 
+ALONG = Strides((2,), (1,), (1,), (0,), 1)
 
+
+def _field(x: Any) -> tuple[Any, Any]:
+    """A field of one dim, channels last, and the weights of a window."""
+    return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
+
+
+@form(lambda x, w, s: (*_field(x), None, ALONG, (2,), _field(x)[0]))
 def correlate(
     xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
 ) -> np.ndarray:
@@ -295,6 +301,7 @@ def correlate(
     return _first(y) if out is None else out
 
 
+@form(lambda x, w, s: (*_field(x)[::-1], ALONG, (2, 3, 3)))
 def correlate_backward_input(
     xp: Any, weight: np.ndarray, dy: np.ndarray, strides: Strides, shape: Sequence[int], bias: Any = None
 ) -> np.ndarray:
@@ -315,6 +322,7 @@ def correlate_backward_input(
     return _first(dx)
 
 
+@form(lambda x, w, s: (_field(x)[0], _field(x)[0], ALONG, (_field(x)[1].astype(s.dtype), True), None))
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: Strides, weight: plain.Sum, bias: plain.Sum
 ) -> None:
@@ -382,16 +390,33 @@ def _cells(x: np.ndarray) -> np.ndarray:
     return rows_of(x).reshape(turned.shape)
 
 
+def _windows(x: Any) -> list[Any]:
+    """Images, weights, windows and slopes of the two ways that a convolution can go."""
+    made = []
+    for image, weight, window in (
+        ((2, 3, 4, 4), (3, 3, 2, 2), SlidingWindow((2, 2), (2, 2), (0, 0))),
+        ((1, 16, 4, 4), (16, 16, 3, 3), SlidingWindow((3, 3), (1, 1), (1, 1))),
+    ):
+        slope = (image[0], weight[0], *window.out(image))
+        made.append((np.zeros(image, x.dtype), np.zeros(weight, x.dtype), window, np.zeros(slope, x.dtype)))
+    return made
+
+
+@form(lambda x, w, s: [(y, k, None, window) for y, k, window, _ in _windows(x)])
 def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: SlidingWindow) -> np.ndarray:
     return correlate(xp, x, weight, bias, _strides(window), window.out(x.shape))
 
 
+@form(lambda x, w, s: [(k, slope, window, y.shape) for y, k, window, slope in _windows(x)])
 def conv2d_backward_input(
     xp: Any, weight: np.ndarray, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]
 ) -> np.ndarray:
     return correlate_backward_input(xp, weight, dy, _strides(window), shape)
 
 
+@form(
+    lambda x, w, s: [(y, slope, window, (k.astype(s.dtype), True), None) for y, k, window, slope in _windows(x)]
+)
 def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: SlidingWindow, weight: plain.Sum, bias: plain.Sum) -> None:
     correlate_backward_params(xp, x, dy, _strides(window), weight, bias)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
 from fsdpx.array.namespace import dtype as bfloat16
 from fsdpx.array.parallel import over
@@ -21,9 +22,8 @@ from fsdpx.native.compiled import REORDER, jit
 from fsdpx.native.late import intrinsic, ir, overload, register_jitable, types
 
 __all__ = [
-    "add_widened", "alike", "dot", "exponentials", "fallback", "in_line", "in_memory", "largest", "number", "numbers",
-    "owned", "prefetch", "put", "real", "round_randomly", "square_distance", "store", "through_bfloat16",
-    "through_float16", "total", "wide", "zero",
+    "alike", "dot", "exponentials", "fallback", "in_line", "in_memory", "largest", "number", "numbers", "owned",
+    "prefetch", "put", "real", "square_distance", "through_bfloat16", "through_float16", "total", "wide", "zero",
 ]  # fmt: skip
 
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
@@ -154,6 +154,7 @@ LOOPS = {
 }
 
 
+@form()
 def store(x: np.ndarray, out: np.ndarray) -> None:
     """out = x for contiguous arrays, one of float32 and one of 16 bits."""
     if x.dtype.itemsize == 2:
@@ -162,6 +163,7 @@ def store(x: np.ndarray, out: np.ndarray) -> None:
         over(LOOPS[out.dtype.name]["narrow"], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
 
 
+@form()
 def add_widened(x: np.ndarray, out: np.ndarray) -> None:
     """out += x for contiguous arrays, x of 16 bits and out of float32."""
     over(LOOPS[x.dtype.name]["add"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
@@ -197,6 +199,7 @@ def _round(x, out, start, key0, key1):
         out[i] = by_chance(x[i], start + i, key0, key1)
 
 
+@form()
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: Stretch) -> None:
     """out = x rounded by chance, see `array.kernels.half`."""
     bits = out.view(np.uint16)

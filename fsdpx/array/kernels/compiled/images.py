@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels import convolution as plain
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import owned
 from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.parallel import over
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import register_jitable
 
-__all__ = [
-    "avg_pool", "avg_pool_backward", "cells_last", "channels_first", "channels_last", "max_pool", "max_pool_backward",
-    "put_channels_first", "rows_first", "rows_of",
-]  # fmt: skip
+__all__ = ["cells_last", "channels_first", "channels_last", "put_channels_first", "rows_first", "rows_of"]
 
 BLOCK = 64  # pixels of a block that is turned inside the cache
 
@@ -176,6 +175,14 @@ def _to_all(field, dy, window, size):
                                     cell[c] += slope[c] / slope.dtype.type(size)
 
 
+WINDOW = SlidingWindow((2, 2), (2, 2), (0, 0))
+
+
+def _image(x: Any) -> Any:
+    return np.zeros((2, 3, 2, 2), x.dtype)
+
+
+@form(lambda x, w, s: (_image(x), WINDOW))
 def max_pool(xp: Any, x: np.ndarray, window: SlidingWindow) -> tuple[np.ndarray, np.ndarray]:
     y = _empty(x, window)
     winner = np.empty(y.shape, np.int32)
@@ -183,6 +190,7 @@ def max_pool(xp: Any, x: np.ndarray, window: SlidingWindow) -> tuple[np.ndarray,
     return rows_first(y, _first(y)), rows_first(winner, _first(y))
 
 
+@form(lambda x, w, s: (*plain.max_pool(np, _image(x), WINDOW), WINDOW, (2, 3, 2, 2)))
 def max_pool_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
     field = _zeros(dy, shape)
     places = owned(np.moveaxis(winner, 1, -1), np.int32)
@@ -190,12 +198,14 @@ def max_pool_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shap
     return rows_first(field, shape)
 
 
+@form(lambda x, w, s: (_image(x), WINDOW))
 def avg_pool(xp: Any, x: np.ndarray, window: SlidingWindow) -> np.ndarray:
     y = _empty(x, window)
     over(_mean, (_deep(cells_last(x)), _deep(y)), _numbers(window), window.size)
     return rows_first(y, _first(y))
 
 
+@form(lambda x, w, s: (_image(x), WINDOW, (2, 3, 4, 4)))
 def avg_pool_backward(xp: Any, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
     field = _zeros(dy, shape)
     over(_to_all, (_deep(field), _deep(cells_last(dy))), _numbers(window), window.size)

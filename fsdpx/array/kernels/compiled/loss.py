@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import exponentials, largest, number, numbers, owned, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.norm import BLOCK
 from fsdpx.array.parallel import over, over_columns
 from fsdpx.native.compiled import REORDER, jit
 
-__all__ = ["cross_entropy", "cross_entropy_backward", "embedding_backward", "squared_error", "squared_error_backward"]
+FIRST = np.zeros(2, np.int64)
 
 
 @jit
@@ -34,6 +35,7 @@ def _add_rows(start, stop, dy, index, gw):
             into[j] += real(part[j])
 
 
+@form(lambda x, w, s: (np.zeros((2, 3), s.dtype), FIRST, x))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     index, dy = owned(index, np.int64), np.ascontiguousarray(dy)
     bad = _first_wrong(index, gw.shape[0])
@@ -110,6 +112,7 @@ def _checked(logits: Any, target: Any, ignored: int) -> tuple[np.ndarray, np.nda
     return logits, target, counted
 
 
+@form(lambda x, w, s: (x, FIRST))
 def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, np.ndarray]:
@@ -119,6 +122,7 @@ def cross_entropy(
     return float(np.sum(each)), float(counted), lse
 
 
+@form(lambda x, w, s: (x, FIRST, s[:2], 1.0))
 def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> np.ndarray:
@@ -154,12 +158,14 @@ def _flat(a: np.ndarray) -> np.ndarray:
     return owned(a).reshape(-1)
 
 
+@form(lambda x, w, s: (x, x))
 def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
     sums = np.empty(-(-y.size // BLOCK))
     _errors(sums, _flat(y), _flat(target))
     return float(np.sum(sums))
 
 
+@form(lambda x, w, s: (x, x, 1.0))
 def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
     dy = np.empty(y.shape, y.dtype)
     over(_slopes, (_flat(y), _flat(target), dy.reshape(-1)), wide(y.dtype).type(factor))

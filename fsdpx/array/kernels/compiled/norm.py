@@ -10,17 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import number, owned, put, real, square_distance, total, wide, zero
 from fsdpx.array.kernels.compiled.images import rows_first, rows_of
 from fsdpx.array.kernels.norm import BLOCK as SQUARES
 from fsdpx.array.parallel import GRAIN, cuts, over, over_columns, run
 from fsdpx.native.compiled import REORDER, jit
-
-__all__ = [
-    "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with", "layer_norm",
-    "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
-    "rms_norm_backward_params", "square_sum", "square_sums",
-]  # fmt: skip
 
 
 @jit(fastmath=REORDER)
@@ -38,12 +33,14 @@ def _square_sums(x, sums, grain):
         sums[n] = _square_sum(x[n * grain : min((n + 1) * grain, x.size)])
 
 
+@form(lambda x, w, s: (w,))
 def square_sum(xp: Any, flat: np.ndarray) -> float:
     if flat.size <= BLOCK:
         return float(_square_sum(np.ascontiguousarray(flat)))
     return float(np.sum(square_sums(xp, flat, SQUARES)))
 
 
+@form(lambda x, w, s: (w, 2))
 def square_sums(xp: Any, flat: np.ndarray, grain: int) -> np.ndarray:
     flat = np.ascontiguousarray(flat)
     sums = np.empty(-(-flat.size // grain))
@@ -146,27 +143,33 @@ def _direct(g: Any, x: np.ndarray) -> bool:
     return g is not None and g.dtype == wide(x.dtype) and g.flags.c_contiguous
 
 
+@form(lambda x, w, s: (x, w, w, 1e-5))
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[np.ndarray, ...]:
     return _normalise(x, weight, bias, eps, True)
 
 
+@form(lambda x, w, s: (x, w, s[:2], s[:2], x))
 def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> np.ndarray:
     return _gradient(x, weight, True, mean, rstd, dy)
 
 
+@form(lambda x, w, s: (x, s[:2], s[:2], x, s, s.copy()))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
     _add_sums(x, mean, rstd, dy, gw, gb)
 
 
+@form(lambda x, w, s: (x, w, 1e-5))
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[np.ndarray, ...]:
     y, _, rstd = _normalise(x, weight, None, eps, False)
     return y, rstd
 
 
+@form(lambda x, w, s: (x, w, s[:2], x))
 def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) -> np.ndarray:
     return _gradient(x, weight, False, np.zeros_like(rstd), rstd, dy)
 
 
+@form(lambda x, w, s: (x, s[:2], x, s))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
     _add_sums(x, np.zeros_like(rstd), rstd, dy, gw, None)
 
@@ -235,18 +238,21 @@ def _backward(x, dy, dx, mean, scale, along, across):
             out[j] = put(out, (real(slope[j]) - along[j] - (real(row[j]) - mean[j]) * across[j]) * scale[j])
 
 
+@form(lambda x, w, s: (x,))
 def channel_sums(xp: Any, x: np.ndarray) -> np.ndarray:
     out = np.zeros(x.shape[1])
     over_columns(_sums, rows_of(x), out)
     return out
 
 
+@form(lambda x, w, s: (x, s))
 def channel_squares(xp: Any, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
     out = np.zeros(x.shape[1])
     over_columns(_squares, rows_of(x), _channels(mean, x), out)
     return out
 
 
+@form(lambda x, w, s: (x, s, s, s))
 def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) -> np.ndarray:
     rows = rows_of(x)
     y = np.empty_like(rows)
@@ -254,12 +260,14 @@ def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) ->
     return rows_first(y, x.shape)
 
 
+@form(lambda x, w, s: (x, x, s, s))
 def channel_sums_with(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     out = np.zeros((2, x.shape[1]))
     over_columns(_sums_with, rows_of(x), rows_of(dy), _channels(mean, x), _channels(rstd, x), out)
     return out.reshape(-1)
 
 
+@form(lambda x, w, s: (x, x, s, s, s, s))
 def channel_norm_backward(
     xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, scale: Any, along: Any, across: Any
 ) -> np.ndarray:

@@ -13,13 +13,14 @@ import numpy as np
 
 from fsdpx.array import parallel
 from fsdpx.array.kernels.activation import scale, threshold
+from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import put, real, wide, zero
 from fsdpx.array.kernels.compiled.scalar import fma, nearest, polynomial, product_high, widest
 from fsdpx.array.random import Stretch
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import intrinsic, ir, register_jitable, types
 
-__all__ = ["drop", "drop_backward", "normal", "raws"]
+__all__ = ["raws"]
 
 ROUNDS, WORDS = 10, 4
 FACTOR0, FACTOR1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
@@ -130,6 +131,7 @@ def _normal(out, start, key0, key1):
         _transform(numbers, out[a:b])
 
 
+@form()
 def normal(numbers: Stretch) -> np.ndarray:
     """`array.random.normal` of elements [start, stop)."""
     out = np.empty(numbers.stop - numbers.start)
@@ -165,6 +167,7 @@ def _drop(x, keep, y, start, key0, key1, least, factor):
         _apply(x[a:b], keep[a:b], y[a:b], factor)
 
 
+@form(lambda x, w, s: (x, Stretch(0, "", 0, 6), 0.5))
 def drop(xp: Any, x: np.ndarray, numbers: Stretch, p: float) -> tuple[np.ndarray, np.ndarray]:
     flat = np.ascontiguousarray(x).reshape(-1)
     keep, y = np.empty(flat.size, np.uint8), np.empty_like(flat)
@@ -174,6 +177,7 @@ def drop(xp: Any, x: np.ndarray, numbers: Stretch, p: float) -> tuple[np.ndarray
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 
 
+@form(lambda x, w, s: (x, x > 0, 0.5))
 def drop_backward(xp: Any, dy: np.ndarray, keep: np.ndarray, p: float) -> np.ndarray:
     flat = np.ascontiguousarray(dy).reshape(-1)
     dx = np.empty_like(flat)
