@@ -49,11 +49,13 @@ _ALIKE: dict[Any, tuple[Layer, list[Any]]] = {}
 
 
 class Costing(Recording):
-    """Notes the cost of each action of the next program, in its order. work: what is counted into."""
+    """Notes the cost of each action of the next program, in its order. work: what is counted into. alive: most bytes of
+    arrays in each action, and those that are left after it."""
 
     def __init__(self) -> None:
         super().__init__(1)
         self.costs: list[tuple[Action, ActionCost]] = []
+        self.alive: list[tuple[int, int]] = []
         self.work, self.meter, self.counters = Work(), Meter(), Counters()
         self._calls = Counters()
         self._known = _KNOWN
@@ -69,6 +71,7 @@ class Costing(Recording):
     def begin(self, program: Program, steps: int, arena: Any) -> None:
         """The program begins: what came before it counts nothing."""
         self.costs.clear()
+        self.alive.clear()
         self.meter.peak = self.meter.live
         self._look()
 
@@ -83,6 +86,8 @@ class Costing(Recording):
     def acted(self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]) -> None:
         """An action came to its end."""
         self.costs.append((planned.action, ActionCost(*self._look(nbytes > 0))))
+        self.alive.append((self.meter.peak, self.meter.live))
+        self.meter.peak = self.meter.live
 
     def landed(self, action: Action, issued: float, landed: float) -> None:
         """Nothing is under way in a dry run."""

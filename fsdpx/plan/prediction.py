@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from math import inf, prod
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fsdpx import nn, optim
+from fsdpx.array.arena import Life
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.mesh import Coordinates, Mesh
 from fsdpx.config import Precision, half_name
 from fsdpx.config import precision as formats_of
+from fsdpx.engine.run import lives
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import stepped
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.seconds import Lines, StepTimes
-from fsdpx.program import VERBS, Action, Event, Program, compile
-from fsdpx.program.machine import run
+from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
+from fsdpx.program.count import filled
+from fsdpx.program.machine import by_rank, run
 from fsdpx.program.verbs import partner
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
@@ -183,10 +188,12 @@ def _compute(choice: Any) -> str:
 
 
 class _Run(NamedTuple):
-    """One rank's dry run: its class, its costs by action, and its programs of other numbers of microbatches."""
+    """One rank's dry run: its class, its costs by action, and its programs of other numbers of microbatches. alive:
+    bytes beside the arena, at most in each action and after it."""
 
     found: RankClass
     costs: dict[Action, ActionCost]
+    alive: list[tuple[int, int]]
     session: Any
     programs: dict[int, Program]
 
@@ -258,13 +265,15 @@ class WorldStep:
             trainer, meter = stepped(self.model, x, y, comm, made.watch, options)
         report = trainer.report()
         state = trainer.inspect.engine.state
-        memory = {**report.memory, "activations": passing(state, meter)}
+        meter.peak = max(meter.peak, *(most for most, _ in made.alive))
+        activations = passing(state, meter)
+        memory, arena = {**report.memory, "activations": activations}, meter.peak - activations
         traffic = {key: (one.calls, one.bytes) for key, one in report.traffic.items() if key[0] != CONTROL}
         program = trainer.inspect.engine.ran
         assert program is not None
-        return _Run(
-            RankClass(rank, place, memory, traffic), dict(made.costs), trainer._session, {microbatches: program}
-        )
+        alive = [(most - arena, after - arena) for most, after in made.alive]
+        found = RankClass(rank, place, memory, traffic)
+        return _Run(found, dict(made.costs), alive, trainer._session, {microbatches: program})
 
 
 @dataclass(frozen=True)
@@ -302,6 +311,41 @@ class Dry:
         parts = {"overhead": overhead, **parts}
         found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, tuple(events)
         return Prediction(*found)
+
+    def held(self, prediction: Prediction) -> list[dict[str, list[tuple[float, int]]]]:
+        """What lies in memory while `prediction.events` run, by rank of the pipe: kind -> (seconds, bytes from then
+        on). Buffers that programs lend count while they are filled, activations as they are at most in each action."""
+        rows = by_rank(prediction.events)
+        return [_held(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
+
+
+def _held(run: _Run, microbatches: int, row: list[Event]) -> dict[str, list[tuple[float, int]]]:
+    state, program = run.session.state, run.programs[microbatches]
+    changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in state.ledger.nbytes().items()}
+    passing = {one.key.page: one.nbytes for one in state.ledger if one.passing}  # of the heap, where activations lie
+    parts = [Life(one.slot, one.start, one.stop, passing[one.slot.at]) for one in filled(program)
+             if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
+    changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))
+    for life in (*lives(state, program), *parts):
+        own = changes.setdefault(SLOTS[cast(Slot, life.name).kind].memory, [])
+        own += [(row[life.start].start, life.nbytes), (row[life.stop].end, -life.nbytes)]
+    free, now, there = 0.0, 0, Counter[int]()
+    for life in parts:
+        there.update(dict.fromkeys(range(life.start, len(row)), life.nbytes))  # freed after the last update
+    own = changes["activations"] = []
+    for at, (event, alive) in enumerate(zip(row, run.alive, strict=True)):
+        times = (free, free) if VERBS[event.action.op].moves else (event.start, event.end)
+        for free, nbytes in zip(times, alive, strict=True):
+            own.append((free, nbytes - there[at] - now))
+            now = nbytes - there[at]
+    return {kind: _curve(some) for kind, some in changes.items()}
+
+
+def _curve(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """One point for each moment: what is freed then comes before what is taken."""
+    changes.sort()
+    now = accumulate(nbytes for _, nbytes in changes)
+    return list(dict(zip((time for time, _ in changes), now, strict=True)).items())
 
 
 def _grown(run: _Run, few: int, each: int, times: int, nbytes: int) -> RankClass:

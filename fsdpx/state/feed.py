@@ -11,6 +11,7 @@ from fsdpx.comm.mesh import Axes, connect
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.sort import Sorted, shapes
 from fsdpx.shapes import ShapeArray
+from fsdpx.shapes.array import metered
 
 __all__ = ["Feed", "Microbatch", "ValueShapes"]
 
@@ -47,11 +48,12 @@ class ValueShapes:
         """A value of a microbatch as a shape-only array; on rank `tensor` of the tensor axis."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
-        if key not in self._found:
-            inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
-            found = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
-            self._found[key] = [(one.shape, one.dtype) for one in found]  # arrays that stay would count as memory
-        return ShapeArray(*self._found[key][value])
+        with metered():  # a dry run does not count as memory what only says shapes
+            if key not in self._found:
+                inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
+                found = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
+                self._found[key] = [(one.shape, one.dtype) for one in found]
+            return ShapeArray(*self._found[key][value])
 
     def imagined(self, tensor: int) -> Axes:
         """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""

@@ -14,6 +14,7 @@ from fsdpx import nn, optim
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Level, Machine, predict
+from fsdpx.plan.prediction import prepared
 from fsdpx.shapes.work import counting
 
 TOKENS = "int64"
@@ -210,3 +211,30 @@ def test_many_ranks() -> None:
     found = predict(gpt(8), batch(2048 * 8), ranks=16384, machine="a100-dgx-200g", strategy="fsdp", mesh=mesh)
     assert len(found.classes) == 4
     assert found.mesh.width("shard") == 2048
+
+
+def held(strategy: str, **options: Any) -> dict[str, list[int]]:
+    """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
+    dry = prepared(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
+    found = dry.held(dry.on(FLAT))[0]
+    assert all([time for time, _ in points] == sorted({time for time, _ in points}) for points in found.values())
+    return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
+
+
+def test_memory_over_a_step_is_that_of_its_strategy() -> None:
+    page, model = 4 * (64 * 64 + 64), 4 * 4 * (64 * 64 + 64)
+    ddp, fsdp = held("ddp"), held("fsdp")
+    assert (ddp["parameters"], ddp["gradients"], ddp["optimiser"]) == ([model], [model], [2 * model])
+    assert fsdp["optimiser"] == [model]
+    assert {n - model // 2 for n in fsdp["parameters"]} == {0, page, 2 * page}  # one is used, the next is there
+    assert (fsdp["gradients"][0], fsdp["gradients"][-1]) == (0, 0)
+    assert max(fsdp["gradients"]) == 2 * page + 3 * page // 2  # two are whole, and three sums are there or on their way
+    assert max(ddp["activations"]) == max(fsdp["activations"])
+
+
+@pytest.mark.parametrize("mesh", [None, fsdpx.Mesh(replica=1, pipe=2)])
+def test_activations_over_a_step_reach_what_is_predicted(mesh: Any) -> None:
+    """Shapes that a pipe asks for before its first message are no memory."""
+    options: dict[str, Any] = {"strategy": "ddp", "mesh": mesh, "microbatches": 2}
+    found = predict(mlp(), rows(32), ranks=2, machine=FLAT, **options).classes[0].memory["activations"]
+    assert max(held(**options)["activations"]) == found
