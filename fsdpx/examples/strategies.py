@@ -38,6 +38,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "local_sgd": {"strategy": "local_sgd"},
     "diloco": {"strategy": fsdpx.Local(every=10)},
     "offload": {"offload": "a folder"},
+    "auto": {"strategy": "auto", "batch": (((SAMPLES, LENGTH), "int64"),) * 2},
 }
 """Name -> options of `as_distributed`."""
 
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         held, disk = (sum(some.values()) / 1024 for some in (report.memory, report.disk))
         print(f"{args.strategy} on {comm.size} ranks: loss {before:.3f}, after {args.steps} steps {after:.3f}")
         print(f"rank 0 holds {held:,.0f} KiB in memory, {disk:,.0f} on disk")
+        if report.planned:
+            print(f"planned: {report.planned}")
         print("and moves per step:", ", ".join(f"{axis} {kib:,.1f} KiB" for axis, kib in moved.items()) or "nothing")
         for table in report.routing_text:
             print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
@@ -31,7 +30,7 @@ from fsdpx.trainer.batch import begin
 from fsdpx.trainer.choices import ELASTIC, Beside, demand_together
 from fsdpx.trainer.fit import made
 from fsdpx.trainer.host import FixedRanks
-from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
+from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training, native
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.watch.watchdog import note, unwatch, watch_axes
 from fsdpx.words import demand_known
@@ -76,7 +75,8 @@ def distribute(
     strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
         `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md);
         or ranks at their own speed (docs/asynchronous.md): "async" or `fsdpx.Async(...)`, "gossip" or
-        `fsdpx.Gossip(...)`
+        `fsdpx.Gossip(...)`; or "auto": what a plan finds to be the quickest, which needs `batch` and takes `memory` and
+        `machine` beside (docs/planning.md)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
@@ -102,7 +102,9 @@ def distribute(
     space : a `fsdpx.Grid`: each rank has a part of every field, as its solver has it, and batches and predictions are
         such parts (docs/fields.md)
     machinery : `fsdpx.Machinery(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
-    rarely : fields of `fsdpx.Machinery` by name, `device="cuda"`; they replace those of `machinery`
+    rarely : fields of `fsdpx.Machinery` by name, `device="cuda"`; they replace those of `machinery`. With
+        strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the whole global batch, or such arrays;
+        `memory`, bytes that a rank may take, "16GiB"; and `machine`, as for `fsdpx.plan`
 
     Returns
     -------
@@ -117,25 +119,40 @@ def distribute(
         comm = space.comm
     if not isinstance(machinery, Machinery | None):
         raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
+    asked = {name: value for name in PLANNED if (value := rarely.pop(name, None)) is not None}
     chosen: dict[str, Any] = vars(machinery or Machinery()) | rarely
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
+    given |= {"strategy='auto'": True} if strategy == "auto" else {}
     with with_arguments(comm=defaults.kind(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _met(comm, *where, choice is not None, words)
     demand_known("distribute", rarely, OPTIONS)
     recipe = Recipe(
         Training(
-            *_native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
+            *native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
             precision,
         ),
         Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload, space),
         Machinery(**chosen),
     )  # fmt: skip
+    if strategy == "auto" or asked:
+        recipe = _planned(recipe, world, asked)
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
 
-OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)]
-"""All that `distribute` takes by name."""
+PLANNED = ("batch", "memory", "machine")
+OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)] + [*PLANNED]
+"""All that `distribute` takes by name. The first three are of strategy="auto" alone."""
+
+
+def _planned(recipe: Recipe, world: Communicator, asked: Mapping[str, Any]) -> Recipe:
+    """The recipe with what a plan chooses. Collective."""
+    from fsdpx.plan.auto import planned  # loaded only where it is asked for
+
+    if recipe.distribution.strategy != "auto":
+        name = next(iter(asked))
+        raise ConfigError(f"{name}={asked[name]!r}: a plan needs it, and nothing is planned; say strategy='auto'")
+    return planned(recipe, world, **asked)
 
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
@@ -202,13 +219,3 @@ def _world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -
     return default() if backend is None else open_world(backend, device_map=device_map)
 
 
-def _native(model: Any, loss: Any) -> tuple[Any, Any]:
-    """A model and a loss of PyTorch as those of fsdpx; all else as it is."""
-    theirs = getattr(sys.modules.get("torch"), "nn", None)
-    if theirs is None or not (isinstance(model, theirs.Module) or isinstance(loss, theirs.Module)):
-        return model, loss
-    from fsdpx.interop.torch import Criterion, from_torch
-
-    if isinstance(model, theirs.Module):
-        model = from_torch(model)
-    return model, Criterion(loss) if isinstance(loss, theirs.Module) else loss

@@ -6,7 +6,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +35,7 @@ from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.version import __version__
 
-__all__ = ["Baseline", "DryRun", "baseline", "dry_run", "stepped"]
+__all__ = ["Baseline", "DryRun", "baseline", "dry_run"]
 
 PATIENCE = 240.0
 """Seconds, of which compiling all kernels may take most."""
@@ -203,34 +203,17 @@ def dry_run(
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"dry_run decides {name} itself")
-    comm, alive = _world(rank, ranks, ranks_per_host), list[Activations]()
-
-    def watch(trainer: Trainer, meter: Meter) -> None:
-        alive.append(_watched(trainer, meter))
-
-    trainer, meter = stepped(model, x, y, comm, watch, options)
+    comm = _world(rank, ranks, ranks_per_host)
+    with metered() as meter:
+        trainer = distribute(model, comm=comm, device="shape", **options)
+        trainer.inspect.reset()
+        alive = _watched(trainer, meter)
+        trainer.step(_shapes(x), _shapes(y))
     program = trainer.inspect.engine.ran
     assert program is not None
     machine = comm.machine if isinstance(comm, FakeNode) else [rank]
     passes = passing(trainer.inspect.engine.state, meter)
-    return DryRun(program, trainer.report(), trainer, alive[0].most, passes, len(machine))
-
-
-def stepped(
-    model: Layer,
-    x: Any,
-    y: Any,
-    comm: FakeCommunicator,
-    prepare: Callable[[Trainer, Meter], None],
-    options: Mapping[str, Any],
-) -> tuple[Trainer, Meter]:
-    """A trainer that has made one step on shapes, and the meter of its arrays. prepare: called before that step."""
-    with metered() as meter:
-        trainer = distribute(model, comm=comm, device="shape", **options)
-        trainer.inspect.reset()
-        prepare(trainer, meter)
-        trainer.step(_shapes(x), _shapes(y))
-    return trainer, meter
+    return DryRun(program, trainer.report(), trainer, alive.most, passes, len(machine))
 
 
 def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:

@@ -7,12 +7,15 @@ import json
 import sys
 from pathlib import Path
 
-from fsdpx import plan
+from fsdpx import environment, plan
+from fsdpx.comm.local import single
 from fsdpx.comm.mesh import Mesh
 from fsdpx.errors import ConfigError
+from fsdpx.facade.functional import init
 from fsdpx.files import READABLE, write
 from fsdpx.launch.catalog import entry
 from fsdpx.launch.show import parse_recompute
+from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.fit import fit_report
 from fsdpx.plan.measuring import machine_text, measured
 from fsdpx.plan.searching import MOST
@@ -27,7 +30,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     size.add_argument("--ranks", type=int, default=None, help="number of ranks")
     size.add_argument("--hosts", type=int, default=None, help="number of hosts full of ranks")
     names = ", ".join(plan.Machine.names())
-    p.add_argument("--machine", required=True, help=f"a file of measure-machine, or one of {names}")
+    p.add_argument("--machine", default=MACHINE, help=f"a file of measure-machine (default: {MACHINE}), or {names}")
     p.add_argument("--memory", default=None, help="of a rank, such as 16GiB (default: what the machine says)")
     p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     p.add_argument("--strategy", default=None, help="only this one")
@@ -67,7 +70,7 @@ def plan_job(args: argparse.Namespace) -> str:
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:
     """The options of `measure-machine`."""
-    p.add_argument("--output", type=Path, default=Path("machine.toml"), help="the file to write")
+    p.add_argument("--output", type=Path, default=MACHINE, help="the file to write")
     p.add_argument("--name", default="mine", help="of the machine")
     p.add_argument("--fit", type=Path, default=None, help="a CSV of measured steps of a GPT to fit --machine to")
     p.add_argument("--machine", default="a100-dgx-200g", help="where fitting begins")
@@ -79,8 +82,9 @@ def measure_machine(args: argparse.Namespace) -> str:
     """Measure or fit a machine; under mpiexec on all ranks, of which the first writes."""
     if args.fit is not None:
         return fit_report(args.fit, args.machine, args.seed, args.rows)
-    found, rank = measured(args.name)
-    if rank:
+    comm = init() if environment.read().launcher is not None else single()
+    found = measured(args.name, comm)
+    if comm.rank:
         return ""
     write(args.output, machine_text(found), READABLE)
     return f"{machine_text(found)}\nwritten: {args.output}"

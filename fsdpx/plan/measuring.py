@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx import environment, nn, optim
+from fsdpx import nn, optim
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.local import single
 from fsdpx.comm.opening import node_of
-from fsdpx.facade.functional import init
 from fsdpx.nn.numeric import product
 from fsdpx.plan.machine import Compute, Level, Machine
 from fsdpx.plan.prediction import prepared
@@ -33,12 +32,10 @@ SIZES = (8, 1 << 20)
 LAYERS = (4, 16)
 
 
-def measured(name: str) -> tuple[Machine, int]:
-    """The machine, alike on all ranks, and the number of this rank. Collective where a launcher has started ranks."""
-    comm = init() if environment.read().launcher is not None else single()
+def measured(name: str, comm: Communicator) -> Machine:
+    """The machine of these ranks, alike on all of them. Collective."""
     compute = _compute(comm)
-    levels = _levels(comm, compute)
-    return Machine(name, levels, compute), comm.rank
+    return Machine(name, _levels(comm, compute), compute)
 
 
 def _seconds(call: Callable[[], Any], times: int = TIMES) -> float:

@@ -20,7 +20,6 @@ from fsdpx.config import Precision, half_name
 from fsdpx.config import precision as formats_of
 from fsdpx.engine.run import lives
 from fsdpx.errors import ConfigError
-from fsdpx.facade.dryrun import stepped
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.seconds import Lines, StepTimes
@@ -28,11 +27,17 @@ from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
 from fsdpx.program.count import filled
 from fsdpx.program.machine import by_rank, run
 from fsdpx.program.verbs import partner
+from fsdpx.shapes import ShapeArray
+from fsdpx.shapes.array import metered
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
-from fsdpx.trainer.fit import passing
+from fsdpx.trainer.fit import made, passing
+from fsdpx.trainer.host import FixedRanks
+from fsdpx.trainer.recipe import OPTIONS, Recipe, Training, native
+from fsdpx.trainer.trainer import Trainer
+from fsdpx.words import demand_known
 
-__all__ = ["Dry", "Prediction", "RankClass", "predict", "prepared"]
+__all__ = ["Dry", "Prediction", "RankClass", "batch_of", "predict", "prepared"]
 
 ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
 """Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
@@ -156,6 +161,8 @@ def predict(
 
 def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **options: Any) -> Dry:
     """The dry runs of a step, for `Dry.on`. gpu: of machines that are GPUs. options: those of `predict`."""
+    batch = batch_of(batch)
+    model, options["loss"] = native(model, options.get("loss"))
     chosen = _options(batch, gpu, options)
     mesh, chunks = (chosen["mesh"] or Mesh()).filled(chosen["strategy"], ranks), chosen.get("chunks")
     return Dry.of(WorldStep(model, batch, mesh, microbatches_of(chosen["microbatches"], chunks, mesh), chosen))
@@ -166,21 +173,33 @@ def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"predict decides {name} itself")
-    try:
-        whole = dtype_of(batch[1][1]).kind in "iu"
-    except (TypeError, IndexError, ValueError):
-        raise ConfigError(
-            f"batch={batch!r}: the shape and dtype of inputs and targets of the global batch are needed, such as "
-            "(((64, 1024), 'int64'), ((64, 1024), 'int64'))"
-        ) from None
+    demand_known("predict", options, OPTIONS)
+    if options["loss"] is None:
+        options["loss"] = nn.CrossEntropy() if dtype_of(batch[1][1]).kind in "iu" else nn.MSE()
     defaults = {
-        "loss": nn.CrossEntropy() if whole else nn.MSE(), "optimizer": optim.AdamW(), "tune": False, "strategy": "ddp",
+        "optimizer": optim.AdamW(), "tune": False, "strategy": "ddp",
         "mesh": None, "microbatches": None, "schedule": "1f1b", "recompute": None, "precision": None,
     }  # fmt: skip
     chosen = defaults | options
     if gpu and half_name(chosen["precision"]) == "float16":
         chosen["precision"] = Precision("float16", loss_scale="dynamic")
     return chosen
+
+
+def batch_of(batch: Any) -> tuple[Any, Any]:
+    """((shape, dtype), (shape, dtype)) of inputs and targets, from that or from two arrays; else ConfigError."""
+    try:
+        pairs = [(one.shape, str(one.dtype)) if hasattr(one, "shape") else one for one in batch]
+        (x, a), (y, b) = ((tuple(map(int, shape)), dtype) for shape, dtype in pairs)
+        dtype_of(a), dtype_of(b)
+        if x[0] == y[0] and min(*x, *y) > 0:
+            return (x, a), (y, b)
+    except (TypeError, IndexError, ValueError, ConfigError):
+        pass
+    raise ConfigError(
+        f"batch={batch!r}: the shape and dtype of inputs and targets of the global batch are needed, such as "
+        "(((64, 1024), 'int64'), ((64, 1024), 'int64'))"
+    )
 
 
 def _compute(choice: Any) -> str:
@@ -258,22 +277,24 @@ class WorldStep:
         return found
 
     def _run(self, rank: int, place: Coordinates, rows: int, microbatches: int) -> _Run:
-        x, y = (((rows, *shape[1:]), dtype) for shape, dtype in self.batch)
-        options = self.options | {"microbatches": microbatches}
-        comm, made = FakeCommunicator(rank, self.mesh.size), Costing()
-        with counting() as made.work:
-            trainer, meter = stepped(self.model, x, y, comm, made.watch, options)
+        options = self.options | {"microbatches": microbatches, "device": "shape"}
+        recipe, costing = Recipe(Training(self.model)).changed(options), Costing()
+        with counting() as costing.work, metered() as meter:
+            trainer = Trainer(FixedRanks(made(recipe, FakeCommunicator(rank, self.mesh.size))))
+            trainer.inspect.reset()
+            costing.watch(trainer, meter)
+            trainer.step(*(ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self.batch))
         report = trainer.report()
         state = trainer.inspect.engine.state
-        meter.peak = max(meter.peak, *(most for most, _ in made.alive))
+        meter.peak = max(meter.peak, *(most for most, _ in costing.alive))
         activations = passing(state, meter)
         memory, arena = {**report.memory, "activations": activations}, meter.peak - activations
         traffic = {key: (one.calls, one.bytes) for key, one in report.traffic.items() if key[0] != CONTROL}
         program = trainer.inspect.engine.ran
         assert program is not None
-        alive = [(most - arena, after - arena) for most, after in made.alive]
+        alive = [(most - arena, after - arena) for most, after in costing.alive]
         found = RankClass(rank, place, memory, traffic)
-        return _Run(found, dict(made.costs), alive, trainer._session, {microbatches: program})
+        return _Run(found, dict(costing.costs), alive, trainer._session, {microbatches: program})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -88,6 +89,15 @@ class Plan:
         """The line of Python that asks for the quickest."""
         return f"trainer = model.as_distributed(loss={self.loss}, optimizer=optim.AdamW(), {self.best.words})"
 
+    @property
+    def toml(self) -> str:
+        """The same for a run file, with a comment for what only Python can say."""
+        lines = ["[distribute]"]
+        for name, value in self.best.options.items():
+            plain = _mesh_text(value) if isinstance(value, Mesh) else value
+            lines.append(f"{name} = {json.dumps(plain)}" if isinstance(plain, str | int) else f"# {name}={value!r}")
+        return "\n".join(lines)
+
     def __str__(self) -> str:
         limit = "" if self.memory is None else f", {bytes_text(self.memory)} of memory per rank"
         head = f"{self.ranks} ranks of {self.machine.name}, batch {self.samples}{limit}\nsearched {self.searched}"
@@ -104,6 +114,7 @@ class Plan:
             f"where the time goes: {self.best.prediction}",
             f"with these options a global batch of {self.largest} samples still fits",
             self.line,
+            self.toml,
         ]
         return "\n\n".join(parts)
 
@@ -116,6 +127,7 @@ class Plan:
             "searched": self.searched,
             "largest_batch": self.largest,
             "line": self.line,
+            "toml": self.toml,
             "found": [_row(one) for one in self.found],
             "refused": [list(one) for one in self.refused],
         }
@@ -131,11 +143,11 @@ def _row(one: Candidate) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Mesh):
-        default = Mesh()
-        widths = (f"{a}={getattr(value, a)}" for a in AXES if getattr(value, a) != getattr(default, a))
-        return f"fsdpx.Mesh({', '.join(widths)})"
-    return repr(value)
+    return f"fsdpx.Mesh({_mesh_text(value).replace(',', ', ')})" if isinstance(value, Mesh) else repr(value)
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return ",".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(Mesh(), axis))
 
 
 def search(
@@ -214,7 +226,7 @@ class _Search:
             self._vary(one)
 
     def _least(self) -> float:
-        return min(map(_seconds, self.found))
+        return min(one.prediction.seconds for one in self.found)
 
     def _choices(self, name: str, *values: Any) -> tuple[Any, ...]:
         return (self.fixed[name],) if name in self.fixed else values
@@ -328,8 +340,9 @@ class _Search:
         return f"no configuration of {self.ranks} ranks can run: " + "; ".join(whys[:3])
 
 
-def _seconds(one: Candidate) -> float:
-    return one.prediction.seconds
+def _seconds(one: Candidate) -> tuple[float, int]:
+    """For sorting: of those that take as long, the one with least memory first."""
+    return one.prediction.seconds, one.prediction.memory
 
 
 def _floor(found: Prediction) -> int:

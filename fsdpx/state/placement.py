@@ -321,7 +321,7 @@ class Options:
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that
     run forward again. offload: what lies on disk between uses. pace: a strategy by which ranks do not make every step
-    together."""
+    together. planned: what a plan has chosen, in words."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -331,6 +331,7 @@ class Options:
     recompute: Recompute = field(default_factory=Recompute)
     offload: Offload | None = None
     pace: PaceChoice = TOGETHER
+    planned: str = ""
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,7 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
         recomputing,
         distribution.offload,
         ranks.pace,
+        distribution.planned,
     )
 
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from time import perf_counter
@@ -143,7 +143,7 @@ def _counted(recipe: Recipe, fake: Communicator, feed: Feed | None, most: int | 
     lines += [("in all", bytes_text(sum(plan.values())))]
 
     def count(changes: dict[str, Any]) -> int:
-        return sum(_planned(_changed(bare, changes), fake, batch).values())
+        return sum(_planned(bare.changed(changes), fake, batch).values())
 
     now = {**vars(bare.training), **vars(bare.distribution), **vars(bare.machinery)}
     return f"{table(lines)}\n\n{remedies(now, count, most, 0 if batch is None else len(batch[1]))}"
@@ -174,13 +174,6 @@ def _shapes(feed: Feed | None) -> tuple[Any, Any] | None:
     rows, one = sum(len(batch.target) for batch in found), found[0]
     *inputs, target = (ShapeArray((rows, *a.shape[1:]), a.dtype) for a in (*one.inputs, one.target))
     return tuple(inputs) if len(inputs) > 1 else inputs[0], target
-
-
-def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    def part(of: Any) -> Any:
-        return replace(of, **{field.name: changes[field.name] for field in fields(of) if field.name in changes})
-
-    return Recipe(*map(part, (recipe.training, recipe.distribution, recipe.machinery)))
 
 
 _END = object()  # a loader may give None, which is an error and no end

@@ -5,8 +5,9 @@ Where no loss or no optimiser was given, a stand-in takes its place: a trainer o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, NoReturn
 
@@ -27,7 +28,9 @@ from fsdpx.state.placement import PaceChoice
 from fsdpx.strategies import pace_of
 from fsdpx.trainer.choices import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 
-__all__ = ["Distribution", "Machinery", "NoLoss", "NoOptimizer", "Recipe", "Training", "demand", "lacks"]
+__all__ = [
+    "OPTIONS", "Distribution", "Machinery", "NoLoss", "NoOptimizer", "Recipe", "Training", "demand", "lacks", "native",
+]  # fmt: skip
 
 
 class NoLoss(Loss):
@@ -109,7 +112,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How the model and its state lie over the ranks, and what travels between them."""
+    """How the model and its state lie over the ranks, and what travels between them. planned: by strategy="auto", what
+    it has chosen and why."""
 
     strategy: str | Sharding | PaceChoice = "fsdp"
     mesh: Mesh | None = None
@@ -120,6 +124,7 @@ class Distribution:
     sequence: str | None = None
     offload: Offload | None = None
     space: Grid | None = None
+    planned: str = ""
 
     def __post_init__(self) -> None:
         python_fields(self)
@@ -183,6 +188,22 @@ class Machinery:
         return None if wanted is None else Trace.of(wanted)
 
 
+OPTIONS = [one.name for kind in (Training, Distribution, Machinery) for one in fields(kind) if one.name != "model"]
+"""All that a recipe chooses, by name."""
+
+
+def native(model: Any, loss: Any) -> tuple[Any, Any]:
+    """A model and a loss of PyTorch as those of fsdpx; all else as it is."""
+    theirs = getattr(sys.modules.get("torch"), "nn", None)
+    if theirs is None or not (isinstance(model, theirs.Module) or isinstance(loss, theirs.Module)):
+        return model, loss
+    from fsdpx.interop.torch import Criterion, from_torch
+
+    if isinstance(model, theirs.Module):
+        model = from_torch(model)
+    return model, Criterion(loss) if isinstance(loss, theirs.Module) else loss
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The arguments of `fsdpx.distribute`, checked as far as one rank can."""
@@ -197,6 +218,14 @@ class Recipe:
         if d.stages is not None:
             demand_together(STAGES, Beside(self))
         check_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
+
+    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+        """The same with other options, by name."""
+
+        def part(of: Any) -> Any:
+            return replace(of, **{field.name: changes[field.name] for field in fields(of) if field.name in changes})
+
+        return Recipe(*map(part, (self.training, self.distribution, self.machinery)))
 
     def on(self, mesh: Mesh) -> Recipe:
         """The same on another mesh."""

@@ -151,7 +151,7 @@ class Summary:
         one = self.reports[0]
         model = f"{one.parameters:,} parameters in {one.units} units"
         seconds = max(report.seconds for report in self.reports)
-        head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s"
+        head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s{_planned(one)}"
         routed = [f"{text}\n{ROUTED}" for text in routing_table(self.routing, whole=True)]
         parts = (f"{self._verbs()}\n{MEANING}", self._moved(), *routed, self._memory(), *self._layers())
         return "\n\n".join([head, *parts])
@@ -232,10 +232,14 @@ class Summary:
         return [_row(report) for report in self.reports]
 
 
+def _planned(report: Report) -> str:
+    return f"\nplanned: {report.planned}" if report.planned else ""
+
+
 def _row(report: Report) -> dict[str, Any]:
     names = ("rank", "ranks", "steps", "parameters", "units", "seconds", "memory", "peak_rss", "overlap", "high_water")
     return {
-        **{name: getattr(report, name) for name in names},
+        **{name: getattr(report, name) for name in (*names, "planned")},
         "times": {verb: one._asdict() for verb, one in report.times.items()},
         "layers": {path: one._asdict() for path, one in report.layers.items()},
         "routing": {path: {"chosen": one.chosen, "computed": one.computed} for path, one in report.routing.items()},
@@ -293,13 +297,14 @@ HOW = ("read", "written")
 class Moved:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
     from the program. reduces: of gradients that do not travel as they are. routing: of layers with experts, by path, of
-    this rank's positions."""
+    this rank's positions. planned: what strategy="auto" has chosen and why."""
 
     traffic: dict[tuple[str, str], Traffic]
     predicted: dict[tuple[str, str], Traffic]
     reduces: list[Reduced] = field(default_factory=list)
     per: str = "step"
     routing: dict[str, Routing] = field(default_factory=dict)
+    planned: str = ""
 
     def _moved(self) -> str:
         rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
@@ -360,7 +365,7 @@ class Report(Moved):
 
     def __str__(self) -> str:
         model = f"{self.parameters:,} parameters in {self.units} units"
-        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
+        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps{_planned(self)}"
         layers = slowest({path: {self.rank: one} for path, one in self.layers.items()})
         parts = (self._moved(), *self._reduced(), *self.routing_text, self.memory_text, self._spent(), *layers)
         return "\n\n".join([head, *parts])
@@ -442,6 +447,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         layers={} if engine.recording is None else dict(engine.recording.layers),
         disk_time=None if state.disk is None else _disk_time(state.disk, predicted, counted),
         high_water=_high_water(engine),
+        planned=place.options.planned,
         read_footprint=None if place.imaginary else reading(state),
     )
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx import nn
+from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, Plan, predict
@@ -46,10 +48,19 @@ def test_the_line_of_python_is_the_winner(found: Plan) -> None:
     )
 
 
+def test_the_lines_for_a_run_file_ask_for_the_same(found: Plan) -> None:
+    wide = next(one for one in found.found if one.kind == "ddp + pipe")
+    made = replace(found, found=(wide,))
+    plan = tomllib.loads(made.toml)
+    assert plan["distribute"] | {"mesh": Mesh.parse(plan["distribute"]["mesh"])} == dict(wide.options)
+    other = replace(wide, options={"strategy": fsdpx.Sharding(), "recompute": 2})
+    assert replace(found, found=(other,)).toml == f"[distribute]\n# strategy={fsdpx.Sharding()!r}\nrecompute = 2"
+
+
 def test_what_it_prints(found: Plan) -> None:
     text = str(found)
     assert text.startswith("4 ranks of ethernet-10g, batch 16, 1.00 GiB of memory per rank\nsearched ")
-    for part in ("the quickest of each kind", "with these options a global batch of", found.line):
+    for part in ("the quickest of each kind", "with these options a global batch of", found.line, found.toml):
         assert part in text
     assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.kinds.keys()
     assert json.loads(json.dumps(found.as_json()))["found"][0]["seconds"] == found.best.prediction.seconds
@@ -101,7 +112,9 @@ def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
         fsdpx.plan(nn.Chain(nn.Linear(8, 8), Odd()), batch=(x, x), ranks=1, machine="laptop")
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = "plan gpt-tiny --ranks 2 --machine laptop --memory 2GiB --batch 4 --most 6 --strategy fsdp".split()
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -109,6 +122,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "trainer = model.as_distributed(" in text
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
+    monkeypatch.chdir(tmp_path)
+    assert main("plan gpt-tiny --ranks 2".split()) == 2
+    assert "machine.toml: there is no such file" in capsys.readouterr().err
     assert main("plan gpt-tiny --ranks 2 --machine nowhere".split()) == 2
     assert "machine='nowhere' is none of" in capsys.readouterr().err
 

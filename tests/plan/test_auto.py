@@ -1,0 +1,180 @@
+"""strategy="auto": all ranks take what the plan of rank 0 finds, what the user fixed stays, and errors are alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.plan import Machine
+from fsdpx.plan.auto import MACHINE
+from fsdpx.plan.measuring import machine_text
+
+X = ((16, 8), "int64")
+PLAIN: dict[str, Any] = {"batch": None, "memory": None}
+TOKENS = np.arange(128).reshape(16, 8) % 64
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no machine was measured."""
+    monkeypatch.chdir(tmp_path)
+
+
+def auto(comm: Any, **options: Any) -> fsdpx.Trainer:
+    chosen = {"strategy": "auto", "batch": (X, X), "memory": "1GiB"} | options
+    return nn.GPT(64, 32, 4, 2, 8).as_distributed(
+        loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, tune=False, **chosen
+    )
+
+
+def stepped(trainer: fsdpx.Trainer) -> list[float]:
+    size, rank = trainer.data.size, trainer.data.rank
+    mine = slice(16 * rank // size, 16 * (rank + 1) // size)
+    return [trainer.step(TOKENS[mine], TOKENS[mine]) for _ in range(3)]
+
+
+def errors(size: int, **options: Any) -> set[str]:
+    def body(comm: Communicator) -> str:
+        try:
+            auto(comm, **options)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    return set(spawn(body, size))
+
+
+def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[str]) -> None:
+    found = fsdpx.plan(
+        nn.GPT(64, 32, 4, 2, 8), batch=(X, X), ranks=3, machine="ethernet-10g", memory="1GiB", precision=None
+    )
+
+    def body(comm: Communicator) -> Any:
+        with auto(comm, machine="ethernet-10g") as trainer, auto(comm, **PLAIN, **found.best.options) as same:
+            placed, asked = trainer.inspect.placement, same.inspect.placement
+            assert (placed.sharding, placed.axes.mesh) == (asked.sharding, asked.axes.mesh)
+            return trainer.report().planned, stepped(trainer)
+
+    reports = spawn(body, 3)
+    assert len({words for words, _ in reports}) == 1
+    words, losses = reports[0]
+    assert words.startswith(f"{found.best.words}; predicted are {found.best.prediction.seconds:.4g} s a step and ")
+    assert f"on 3 ranks of ethernet-10g; the quickest of {len(found.found)} configurations within 1.00 GiB" in words
+    assert capsys.readouterr().err.count(f"fsdpx: strategy='auto': {words}\n") == 1
+    alone = spawn(lambda comm: stepped(auto(comm, strategy="ddp", **PLAIN)), 1)
+    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+
+
+def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
+    def body(comm: Communicator) -> Any:
+        wide = auto(comm).inspect.placement
+        tight = auto(comm, memory="600KiB").inspect.placement
+        mesh = fsdpx.Mesh(pipe=2)
+        fixed = auto(comm, mesh=mesh, schedule="gpipe", precision="float64", recompute="all").inspect.placement
+        return wide, tight, fixed
+
+    wide, tight, fixed = spawn(body, 2)[0]
+    held = [place.sharding.full_params == "use" or place.axes.pipe.size > 1 for place in (wide, tight)]
+    assert held == [False, True]
+    assert fixed.axes.mesh == fsdpx.Mesh(pipe=2).filled("fsdp", 2)
+    assert (fixed.options.schedule, fixed.options.recompute.every, fixed.formats.master) == ("gpipe", 1, np.float64)
+
+
+def test_a_measured_machine_is_taken_from_where_the_job_is_started() -> None:
+    slow = Machine.load("ethernet-10g")
+    MACHINE.write_text(machine_text(slow).replace('"ethernet-10g"', '"ours"'))
+
+    def body(comm: Communicator) -> str:
+        return auto(comm).report().planned
+
+    assert all("on 2 ranks of ours (machine.toml)" in words for words in spawn(body, 2))
+    MACHINE.unlink()
+    assert all(
+        "on 2 ranks of laptops (there is no machine.toml, which python -m fsdpx measure-machine writes)" in words
+        for words in spawn(body, 2)
+    )
+
+
+def test_without_a_limit_the_free_memory_of_the_host_is_it() -> None:
+    def body(comm: Communicator) -> str:
+        return auto(comm, memory=None).report().planned
+
+    assert all("GiB of a rank" in words.partition("; the quickest of")[2] for words in spawn(body, 2))
+
+
+def test_the_same_error_on_all_ranks_where_nothing_fits() -> None:
+    (only,) = errors(2, memory="64KiB")
+    assert only.startswith("nothing fits into 64.00 KiB per rank: the least of ")
+    assert "parameters" in only
+    (only,) = errors(2, machine="nowhere")
+    assert only.startswith("machine='nowhere' is none of")
+
+
+def test_a_batch_is_needed_and_options_of_a_plan_need_one() -> None:
+    (only,) = errors(2, batch=None)
+    assert only.startswith("strategy='auto' plans a step of a batch that it must know: say batch=(((64, 1024), 'int64'")
+    (only,) = errors(2, batch=(X, ((8, 8), "int64")))
+    assert only.startswith("batch=(((16, 8), 'int64'), ((8, 8), 'int64')): the shape and dtype of inputs and targets")
+    (only,) = errors(2, strategy="fsdp", batch=None)
+    assert only == "memory='1GiB': a plan needs it, and nothing is planned; say strategy='auto'"
+    with pytest.raises(ConfigError, match=r"^strategy='auto': this trainer was made without optimizer, to predict"):
+        nn.Linear(2, 2).as_distributed(loss=nn.MSE(), strategy="auto", batch=(X, X))
+
+
+def test_ranks_that_ask_for_different_plans() -> None:
+    def body(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            auto(comm, memory="1GiB" if comm.rank else "2GiB")
+        with pytest.raises(ConfigError) as mixed:
+            auto(comm, **({} if comm.rank else {"strategy": "fsdp", **PLAIN}))
+        return f"{caught.value}|{mixed.value}"
+
+    first, _, second = spawn(body, 2)[0].partition("|")
+    assert first == "ranks differ in memory: rank 0 has 2GiB, rank 1 has 1GiB"
+    assert second.startswith("ranks differ in strategy='auto' (")
+
+
+def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
+    plan = {
+        "model": nn.GPT(64, 32, 4, 2, 8), "loss": nn.CrossEntropy(), "optimizer": optim.AdamW(),
+        "distribute": {"strategy": "auto", "memory": "1GiB", "batch": [[[16, 8], "int64"]] * 2},
+    }  # fmt: skip
+
+    def body(comm: Communicator) -> tuple[str, str]:
+        made = fsdpx.ModelBuilder(plan).build(comm)
+        return made.report().planned, auto(comm, batch=(TOKENS, TOKENS)).report().planned
+
+    (one, other), _ = spawn(body, 2)
+    assert one == other
+    assert one
+
+
+def test_reports_and_dry_runs_state_the_choice() -> None:
+    run = fsdpx.dry_run(
+        nn.GPT(64, 32, 4, 2, 8), ((8, 8), "int64"), ((8, 8), "int64"), ranks=2, rank=1, loss=nn.CrossEntropy(),
+        optimizer=optim.AdamW(), strategy="auto", memory="1GiB", batch=(X, X),
+    )  # fmt: skip
+    assert f"\nplanned: {run.report.planned}\n" in str(run.report)
+    assert "on 2 ranks of laptops" in run.report.planned
+    (summary,) = spawn(lambda comm: auto(comm).inspect.summary(), 1)
+    assert f"\nplanned: {summary.reports[0].planned}\n" in str(summary)
+    assert summary.as_json()[0]["planned"] == summary.reports[0].planned
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+def test_processes_train_by_the_plan_of_rank_0(world: Communicator) -> None:
+    with auto(world) as trainer, auto(world, strategy="ddp", **PLAIN) as plain:
+        words = world.all_gather_object(trainer.report().planned)
+        assert len(set(words)) == 1
+        assert f"on {world.size} ranks of laptops" in words[0]
+        np.testing.assert_allclose(stepped(trainer), stepped(plain), rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"^nothing fits into 64\.00 KiB per rank"):
+        auto(world, memory="64KiB")
