@@ -10,6 +10,8 @@ from inspect import signature
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from fsdpx import codecs, config, data, nn, optim, strategies
 from fsdpx.comm import mesh
 from fsdpx.data.loader import DataLoader
@@ -82,9 +84,16 @@ class ModelBuilder:
         if isinstance(options.get("mesh"), str):
             options["mesh"] = mesh.Mesh.parse(options["mesh"])
         options = {"loss": self._called("loss"), "optimizer": self._called("optimizer"), "comm": comm, **options}
+        if options.get("strategy") == "auto" and "data" in self.plan:
+            options.setdefault("batch", self._batch())
         model = self.model()
         self._demand(distribute, [model], options, "distribute")
         return distribute(model, **options)
+
+    def _batch(self) -> Any:
+        """Shapes and dtypes of a global batch of [loader]; None where they are not known before it is read."""
+        rows, (x, y, *_) = self._values("loader").get("batch_size"), map(np.asarray, self._called("data")[0])
+        return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
     def loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
         """The batches that [data], [validation] and [loader] describe: those to train on, and held-out ones. The loader

@@ -135,8 +135,7 @@ def distribute(
         Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload, space),
         Machinery(**chosen),
     )  # fmt: skip
-    if strategy == "auto" or asked:
-        recipe = _planned(recipe, world, asked)
+    recipe = _planned(recipe, world, asked)
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
 
@@ -146,13 +145,14 @@ OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fi
 
 
 def _planned(recipe: Recipe, world: Communicator, asked: Mapping[str, Any]) -> Recipe:
-    """The recipe with what a plan chooses. Collective."""
-    from fsdpx.plan.auto import planned  # loaded only where it is asked for
+    """The recipe, with what a plan chooses where that was asked for. Collective."""
+    if recipe.distribution.strategy == "auto":
+        from fsdpx.plan.auto import planned  # loaded only where it is asked for
 
-    if recipe.distribution.strategy != "auto":
-        name = next(iter(asked))
-        raise ConfigError(f"{name}={asked[name]!r}: a plan needs it, and nothing is planned; say strategy='auto'")
-    return planned(recipe, world, **asked)
+        return planned(recipe, world, **asked)
+    for name, value in asked.items():
+        raise ConfigError(f"{name}={value!r}: a plan needs it, and nothing is planned; say strategy='auto'")
+    return recipe
 
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:

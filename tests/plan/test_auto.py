@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import data, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine
@@ -146,14 +146,19 @@ def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
         "model": nn.GPT(64, 32, 4, 2, 8), "loss": nn.CrossEntropy(), "optimizer": optim.AdamW(),
         "distribute": {"strategy": "auto", "memory": "1GiB", "batch": [[[16, 8], "int64"]] * 2},
     }  # fmt: skip
+    loaded = {
+        **plan, "data": data.ArrayDataset(TOKENS, TOKENS), "loader": {"batch_size": 16},
+        "distribute": {"strategy": "auto", "memory": "1GiB"},
+    }  # fmt: skip
 
-    def body(comm: Communicator) -> tuple[str, str]:
-        made = fsdpx.ModelBuilder(plan).build(comm)
-        return made.report().planned, auto(comm, batch=(TOKENS, TOKENS)).report().planned
+    def body(comm: Communicator) -> set[str]:
+        made = [fsdpx.ModelBuilder(each).build(comm) for each in (plan, loaded)]
+        made.append(auto(comm, batch=(TOKENS, TOKENS)))
+        return {trainer.report().planned for trainer in made}
 
-    (one, other), _ = spawn(body, 2)
-    assert one == other
-    assert one
+    assert len({*spawn(body, 2)[0], *spawn(body, 2)[1]}) == 1
+    with pytest.raises(ConfigError, match="plans a step of a batch that it must know"):
+        fsdpx.ModelBuilder({**loaded, "loader": {}}).build()
 
 
 def test_reports_and_dry_runs_state_the_choice() -> None:
