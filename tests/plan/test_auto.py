@@ -81,6 +81,8 @@ def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
         return wide, tight, fixed
 
     wide, tight, fixed = spawn(body, 2)[0]
+    for words in ("mesh=fsdpx.Mesh(pipe=2)", "recompute='all'", "precision='float64'"):
+        assert words in fixed.options.planned.partition(";")[0]
     held = [place.sharding.full_params == "use" or place.axes.pipe.size > 1 for place in (wide, tight)]
     assert held == [False, True]
     assert fixed.axes.mesh == fsdpx.Mesh(pipe=2).filled("fsdp", 2)
