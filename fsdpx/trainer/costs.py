@@ -35,7 +35,7 @@ def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", s
     Parameters
     ----------
     model : the model, as for `distribute`
-    x : a batch, an array or a tuple of them
+    x : a batch, an array or a tuple of them; floats are converted to `dtype`
     repeat : number of runs, of which the quickest counts
     dtype : of parameters
     seed : of their initial values
@@ -47,7 +47,8 @@ def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", s
         for name, spec in specs_of(ordered).items()
     }
     arrays = x if isinstance(x, tuple) else (x,)
-    given = [as_taken(a, word, dtype) for a, word in zip(arrays, ordered.takes, strict=True)]
+    taken = [as_taken(a, word, dtype) for a, word in zip(arrays, ordered.takes, strict=True)]
+    given = [a.astype(dtype, copy=False) if a.dtype.kind == "f" else a for a in taken]
     runs = [_once(ordered, made, given, seed) for _ in range(repeat)]
     return {path: min(run[path] for run in runs) for path in runs[0]}
 

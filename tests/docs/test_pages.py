@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/tutorial").glob("*.md"))]
+PAGES = [ROOT / "README.md"]
+PAGES += [page for at in ("", "tutorial", "reference") for page in sorted((ROOT / "docs" / at).glob("*.md"))]
 WIDTH = 88
 LONGEST, MEAN = 40, 20  # words of a sentence, and of a page's sentences in the mean
 FENCE = re.compile(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1`*\s*$", re.S | re.M)

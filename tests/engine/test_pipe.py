@@ -303,3 +303,19 @@ def test_layers_are_measured() -> None:
     assert list(fsdpx.layer_costs(tied, np.zeros((2, 8), np.int64))) == [
         "embed", "dropout", "blocks.0", "blocks.1", "norm", "head"
     ]  # fmt: skip
+
+
+def test_layers_are_measured_in_their_format() -> None:
+    """Products that write float64 into gradients of float32 would write beyond them."""
+    seen = set()
+
+    class Seen(nn.Layer):
+        def forward(self, env, p, x):
+            seen.add(x.dtype.name)
+            return x, ()
+
+        def backward_input(self, env, p, saved, dy):
+            return dy, ()
+
+    fsdpx.layer_costs(nn.Chain(Seen(), nn.Linear(4, 4)), np.ones((8, 4)))
+    assert seen == {"float32"}
