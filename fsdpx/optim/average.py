@@ -10,7 +10,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import Optimizer, Slots, Wrapping, check_number, has_data
 from fsdpx.optim.segments import Segments
 
-__all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged", "average_of"]
+__all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged"]
 
 AVERAGE = "average"
 """The slot in which an average is kept, as its distance from the parameters."""
@@ -87,7 +87,7 @@ class Averaged(Wrapping):
     def __post_init__(self) -> None:
         if isinstance(self.how, type) or not callable(getattr(self.how, "keep", None)):
             raise ConfigError(f"average={self.how!r}: fsdpx.EMA(...) or fsdpx.SWA(...) is needed")
-        if average_of(self.inner) is not None:
+        if AVERAGE in self.inner.slots:
             raise ConfigError(
                 f"average={self.how!r}: {type(self.inner).__name__} keeps an average itself; leave it out"
             )
@@ -95,11 +95,6 @@ class Averaged(Wrapping):
     @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, AVERAGE)
-
-    @property
-    def average(self) -> tuple[str, float]:
-        """The average is p + factor slot."""
-        return AVERAGE, 1.0
 
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
@@ -113,9 +108,3 @@ class Averaged(Wrapping):
             self.inner.update(xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
             distance -= p
             distance *= distance.dtype.type(self.how.keep(step))
-
-
-def average_of(optimizer: Any) -> tuple[str, float] | None:
-    """The slot and the factor of an optimiser that keeps an average, which is p + factor slot; else None."""
-    found: tuple[str, float] | None = getattr(optimizer, "average", None)
-    return found

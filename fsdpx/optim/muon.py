@@ -1,9 +1,8 @@
-"""The matrices of a model and the optimiser that updates them as a whole: Muon."""
+"""Muon, which updates each matrix of a model as a whole."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -16,94 +15,10 @@ from fsdpx.optim.adam import AdamW
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_options, has_data, kept_of, places
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 
-__all__ = ["BUT", "Matrices", "Muon", "orthogonal"]
+__all__ = ["BUT", "Muon", "orthogonal"]
 
 BUT = ("*embed*", "*wte*", "*wpe*", "*head*")
 """Patterns of embeddings and heads, of which each row is by itself."""
-
-
-class Matrices(ABC):
-    """The base of these optimisers. Each rank says what it has of a matrix, and every rank that has a part of one
-    computes all of its update; parameters of one dim, and matrices whose names match `but`, are updated by another."""
-
-    lr: Rate
-    weight_decay: float
-    but: Sequence[str]
-    groups: Groups
-    slots: tuple[str, ...]
-    whole: ClassVar[bool] = True
-    arrays: ClassVar[int] = 1
-    """How many arrays of its size are put together for a matrix."""
-    sends_as: ClassVar[str] = ""
-    """The format of what ranks send: that of the update."""
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if isinstance(self.but, str):
-            kind = type(self).__name__
-            raise ConfigError(f"{kind}(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
-
-    def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
-    ) -> None:
-        """One step in place, see `Optimizer.update`."""
-        if not has_data(self, xp, p, g, slots, step, segments):
-            return
-        parts: dict[str, Any] = {}
-        own = dict(zip(segments.items, self._own(slots, segments), strict=True))
-        for s, mine in own.items():
-            at = slice(s.start, s.stop)
-            if self.is_matrix(s.name, s.shape):
-                parts[s.name] = self._part(xp, g[at], mine, scale).reshape(-1)
-            else:
-                alone = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size),))
-                theirs = {name: mine[name] for name in self._others.slots}
-                self._others.update(xp, p[at], g[at], theirs, lr=lr, step=step, segments=alone, scale=scale)
-        full = self._whole(xp, segments.together(xp, parts, self.sends, p.dtype), p.dtype)
-        for (s, mine), run in zip(own.items(), segments.overrides(self.groups), strict=True):
-            if s.name in full and s.start < s.stop:
-                self._follow(xp, p[s.start : s.stop], full[s.name], mine, s, run, lr * run.lr_scale, step)
-
-    def sends(self, s: Segment) -> int:
-        """Elements that a rank with this part of a parameter sends to each that has another part of it."""
-        return self.arrays * (s.stop - s.start) if self.is_matrix(s.name, s.shape) else 0
-
-    def _whole(self, xp: Any, known: Mapping[str, list[tuple[Segment, Any]]], dtype: Any) -> dict[str, Any]:
-        """(arrays, size) of each matrix that this rank has a part of."""
-        full = {}
-        for name, parts in known.items():
-            full[name] = xp.empty((self.arrays, parts[0][0].size), dtype)
-            assert sum(s.stop - s.start for s, _ in parts) == parts[0][0].size, f"{name} is not whole"
-            for s, part in parts:
-                full[name][:, s.offset : s.offset + s.stop - s.start] = part.reshape(self.arrays, -1)
-        return full
-
-    def _own(self, slots: Slots, segments: Segments) -> list[Slots]:
-        """The slots of each segment."""
-        where = {name: list(places(kept, segments)) for name, kept in kept_of(self).items()}
-        return [{name: slots[name][where[name][i]] for name in where} for i in range(len(segments.items))]
-
-    def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter is updated as a matrix, of as many rows as dim 0 has."""
-        return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.but)
-
-    @cached_property
-    def _others(self) -> Any:
-        """The optimiser of the other parameters."""
-        other: Any = self._other()
-        return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
-
-    @abstractmethod
-    def _other(self) -> Elementwise:
-        """The optimiser of the other parameters; its rates are given when it runs."""
-
-    @abstractmethod
-    def _part(self, xp: Any, g: Any, slots: Slots, scale: float) -> Any:
-        """This rank's part of what is put together for a matrix: `arrays` arrays, one after the other."""
-
-    @abstractmethod
-    def _follow(self, xp: Any, p: Any, full: Any, slots: Slots, s: Segment, run: Run, lr: float, step: int) -> None:
-        """Update this rank's part. full: (arrays, size) of the whole matrix."""
 
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
@@ -111,7 +26,7 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 
 
 @dataclass(frozen=True)
-class Muon(Matrices):
+class Muon:
     """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), O the matrix with the singular
     vectors of g + momentum m and singular values near 1, by five steps of Newton and Schulz (Jordan et al. 2024). The
     factor makes steps as large as AdamW's, so both have one learning rate and weight decay (Liu et al. 2025).
@@ -140,22 +55,56 @@ class Muon(Matrices):
     but: Sequence[str] = BUT
     others: Elementwise = field(default_factory=AdamW)
     groups: Groups = field(default_factory=dict)
+    whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_options(self)
+        if isinstance(self.but, str):
+            raise ConfigError(f"Muon(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
         if not isinstance(self.others, Elementwise) or "m" not in self.slots:
             raise ConfigError(f"Muon(others={self.others!r}): an optimiser with a slot m is needed, optim.AdamW()")
 
     @property
-    def slots(self) -> tuple[str, ...]:  # type: ignore[override]
+    def slots(self) -> tuple[str, ...]:
         return tuple(self.others.slots)  # type: ignore[attr-defined]
 
-    def _other(self) -> Elementwise:
-        return self.others
+    def update(
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+    ) -> None:
+        """One step in place, see `Optimizer.update`."""
+        if not has_data(self, xp, p, g, slots, step, segments):
+            return
+        parts: dict[str, Any] = {}
+        where = [list(places(kept, segments)) for kept in kept_of(self).values()]
+        for i, s in enumerate(segments.items):
+            at = slice(s.start, s.stop)
+            mine = {name: slots[name][own[i]] for name, own in zip(self.slots, where, strict=True)}
+            if self.is_matrix(s.name, s.shape):
+                parts[s.name] = self._part(g[at], mine["m"], scale)
+            else:
+                alone = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size),))
+                self._others.update(xp, p[at], g[at], mine, lr=lr, step=step, segments=alone, scale=scale)
+        known = segments.together(xp, parts, self.sends, p.dtype)
+        full = {name: _whole(xp, some, p.dtype) for name, some in known.items()}
+        for s, run in zip(segments.items, segments.overrides(self.groups), strict=True):
+            if s.name in full and s.start < s.stop:
+                self._follow(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
-    def _part(self, xp: Any, g: Any, slots: Slots, scale: float) -> Any:
+    def sends(self, s: Segment) -> int:
+        """Elements that a rank with this part of a parameter sends to each that has another part of it."""
+        return s.stop - s.start if self.is_matrix(s.name, s.shape) else 0
+
+    def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter is updated as a matrix, of as many rows as dim 0 has."""
+        return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.but)
+
+    @cached_property
+    def _others(self) -> Any:
+        other: Any = self.others
+        return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
+
+    def _part(self, g: Any, m: Any, scale: float) -> Any:
         """m = momentum m + scale g; what is made orthogonal, with Nesterov's look ahead."""
-        m = slots["m"]
         share = m.dtype.type(self.momentum)
         direction = g.astype(m.dtype) * m.dtype.type(scale)
         m *= share
@@ -163,11 +112,22 @@ class Muon(Matrices):
         direction += m * share
         return direction
 
-    def _follow(self, xp: Any, p: Any, full: Any, slots: Slots, s: Segment, run: Run, lr: float, step: int) -> None:
+    def _follow(self, xp: Any, p: Any, full: Any, s: Segment, run: Run, lr: float) -> None:
+        """Update this rank's part of a matrix, of which `full` has all elements."""
         matrix = full.reshape(s.shape[0], -1)
         o = orthogonal(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
         p *= p.dtype.type(1.0 - lr * run.decay(self.weight_decay))
         p -= o * p.dtype.type(lr * 0.2 * max(matrix.shape) ** 0.5)
+
+
+def _whole(xp: Any, parts: list[tuple[Segment, Any]], dtype: Any) -> Any:
+    """A matrix, flat, from the parts of all ranks."""
+    name, size = parts[0][0].name, parts[0][0].size
+    assert sum(s.stop - s.start for s, _ in parts) == size, f"{name} is not whole"
+    full = xp.empty(size, dtype)
+    for s, part in parts:
+        full[s.offset : s.offset + s.stop - s.start] = part
+    return full
 
 
 def orthogonal(xp: Any, matrix: Any) -> Any:

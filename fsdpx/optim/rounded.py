@@ -5,7 +5,6 @@ from typing import Any
 
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store
 from fsdpx.array.random import Stretch
-from fsdpx.optim.average import average_of
 from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, has_data, inside
 from fsdpx.optim.segments import Segments
 
@@ -36,10 +35,6 @@ class Rounded(Wrapping):
     @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "lost") if self.kahan else tuple(self.inner.slots)
-
-    @property
-    def average(self) -> tuple[str, float] | None:
-        return average_of(self.inner)
 
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,

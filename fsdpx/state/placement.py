@@ -537,8 +537,7 @@ class Placement:
             sent = {"shard": nbytes * (shard - 1), "tensor": nbytes * shard * (tensor - 1)}
             return tuple((axis, "all_gather", moved) for axis, moved in sent.items() if moved)
         count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
-        itemsize = np.dtype(getattr(optimizer, "sends_as", "") or self.formats.gradients).itemsize
-        return () if count is None else (("shard", "all_to_all", count * itemsize),)
+        return () if count is None else (("shard", "all_to_all", count * self.formats.gradients.itemsize),)
 
     @cached_property
     def kept(self) -> dict[str, Kept]:

@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
 from fsdpx.nn import moves
 from fsdpx.nn.numeric import is_index
-from fsdpx.optim.average import AVERAGE, average_of
+from fsdpx.optim.average import AVERAGE
 from fsdpx.program import Slot
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
@@ -142,19 +142,16 @@ def remember(state: TrainState) -> Callable[[], None]:
 def put_averages(state: TrainState) -> Callable[[], None]:
     """Put the averages that the optimiser keeps where the parameters are, as a function that puts these back: both on
     all ranks, once all of them have come to it."""
-    found, place = average_of(state.placement.optimizer), state.placement
-    if found is None:
+    place = state.placement
+    if AVERAGE not in place.kept:
         raise ConfigError("with_='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
     if place.pace.owner == "replica":
         raise ConfigError("with_='average': in local training each replica has another one; leave with_ out")
-    slot, factor = found
-    kind = "average" if slot == AVERAGE else "slot"
     put_back = remember(state)
     for p in () if place.imaginary else place.stage.trained:
-        master, kept = state.ledger.array("master", p), state.ledger.array(kind, p, slot)
+        master, kept = state.ledger.array("master", p), state.ledger.array("average", p, AVERAGE)
         for at in (slice(start, start + BLOCK) for start in range(0, master.size, BLOCK)):
             x, difference = (narrowed(place.xp, array[at], place.formats.gradients) for array in (master, kept))
-            difference *= factor
             x += difference
             store(place.xp, x, master[at])
     state.replaced()

@@ -13,7 +13,7 @@ from fsdpx import optim
 from fsdpx.errors import ConfigError
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim import optimizer as updates
-from fsdpx.optim.average import Averaged, average_of
+from fsdpx.optim.average import AVERAGE, Averaged
 from fsdpx.optim.optimizer import kept_of, zeros
 from fsdpx.testing import demand_close
 from fsdpx.testing.optimizer import OptimizerContract
@@ -175,8 +175,7 @@ def trained(optimizer, p, gs):
     for step, g in enumerate(gs, 1):
         lr = optim.rate(optimizer, step)
         optimizer.update(np, p, g * 4.0, slots, lr=lr, step=step, segments=SEGMENTS, scale=0.25)
-        name, factor = average_of(optimizer) or (None, 0.0)
-        found.append((p.copy(), None if name is None else p + factor * slots[name]))
+        found.append((p.copy(), p + slots[AVERAGE] if AVERAGE in slots else None))
     return found
 
 
