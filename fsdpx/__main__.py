@@ -5,11 +5,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdpx.errors import FsdpxError
 from fsdpx.version import __version__
+
+Options = Callable[[argparse.ArgumentParser], None] | str
+"""What adds options to a command's parser, or its name, see `_found`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,16 +39,14 @@ class Parser(argparse.ArgumentParser):
 
     options: adds those of a command, when it is the one that is asked for: a launcher need not import what trains."""
 
-    def __init__(
-        self, *args: Any, options: Callable[[argparse.ArgumentParser], None] | None = None, **more: Any
-    ) -> None:
+    def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
         self._options = options
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
         options, self._options = self._options, None
         if options is not None:
-            options(self)
+            (_found(options) if isinstance(options, str) else options)(self)
         return super().parse_known_args(*args, **more)
 
     def error(self, message: str) -> NoReturn:
@@ -59,61 +61,24 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command")
-    for name, (help, options) in COMMANDS.items():
+    for name, (help, _, options) in COMMANDS.items():
         commands.add_parser(name, help=help, options=options)
     return p
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.command == "info":
-        from fsdpx.comm.mpi.start import left
-        from fsdpx.launch.info import info
-
-        print(*left(), sep="\n") if args.left else print(info())
+    status = _found(COMMANDS[args.command][1])(args)
+    if isinstance(status, str):
+        print(status)
         return 0
-    if args.command == "doctor":
-        from fsdpx.launch.doctor import doctor
+    return int(status)
 
-        return doctor(args)
-    if args.command == "bench":
-        from fsdpx.launch.bench import bench
 
-        return bench(args)
-    if args.command == "run":
-        from fsdpx.launch import run
-
-        return run.main(args)
-    if args.command == "generate":
-        from fsdpx.launch.generate import generate
-
-        return generate(args)
-    if args.command == "train":
-        from fsdpx.launch.train import train
-
-        return train(args)
-    if args.command == "show":
-        from fsdpx.launch.show import show
-
-        print(show(args))
-        return 0
-    if args.command in ("plan", "measure-machine"):
-        from fsdpx.launch.plan import measure_machine, plan_job
-
-        print(plan_job(args) if args.command == "plan" else measure_machine(args))
-        return 0
-    if args.command == "ckpt":
-        from fsdpx.launch.ckpt import ckpt
-
-        return ckpt(args)
-    if args.command == "diff":
-        from fsdpx.launch.diff import diff
-
-        return diff(args)
-    if args.command in ("trace", "report", "runs"):
-        return _observe(args)
-    from fsdpx.launch.verify import verify
-
-    return verify(args)
+def _found(function: str) -> Callable[..., Any]:
+    """"module:function", in a file of fsdpx/launch, which is imported when it is asked for."""
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"fsdpx.launch.{module}"), name)
+    return found
 
 
 def _met() -> bool:
@@ -151,24 +116,6 @@ def _report(p: argparse.ArgumentParser) -> None:
 def _runs(p: argparse.ArgumentParser) -> None:
     p.add_argument("run", nargs="*", type=Path, help="folders of runs to compare (default: list all)")
     p.add_argument("--in", dest="folder", type=Path, default=Path("runs"), help="where runs are (default: runs)")
-
-
-def _ckpt(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.ckpt import add_options
-
-    add_options(p)
-
-
-def _bench(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.bench import add_options
-
-    add_options(p)
-
-
-def _observe(args: argparse.Namespace) -> int:
-    from fsdpx.launch.runs import report, runs, trace
-
-    return {"trace": trace, "report": report, "runs": runs}[args.command](args)
 
 
 def _trace(p: argparse.ArgumentParser) -> None:
@@ -213,12 +160,6 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
 
 
-def _generate(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.generate import add_options
-
-    add_options(p)
-
-
 def _train(p: argparse.ArgumentParser) -> None:
     p.add_argument("file", help="run.toml (docs/run-file.md)")
     p.add_argument(
@@ -234,15 +175,13 @@ def _train(p: argparse.ArgumentParser) -> None:
 
 
 def _show(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.show import add_options
-
     p.add_argument(
         "example", nargs="?", default="gpt-tiny",
         help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, unet2d, unet3d, fno2d, or a function of yours, "
         "mymodule:make_model",
     )  # fmt: skip
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
-    add_options(p)
+    _found("show:add_options")(p)
     p.add_argument("--ranks", type=int, default=None, help="number of ranks (default: those of the mesh, or 4)")
     p.add_argument("--rank", type=int, default=None, help="the rank to look at (default: the first that has samples)")
     p.add_argument("--ranks-per-host", type=int, default=None, help="ranks that share memory (default: all)")
@@ -264,53 +203,42 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--png", default=None, help="draw the schedule into this file")
 
 
-def _plan(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.plan import add_options
-
-    add_options(p)
-
-
-def _measure_machine(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.plan import add_measure_options
-
-    add_measure_options(p)
-
-
-def _diff(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.diff import add_options
-
-    add_options(p)
-
-
 def _verify(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.show import add_options
-
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid, or `all`")
     p.add_argument("--precision", default="all", help="float64, float32, or `all`: both")
-    add_options(p, also=", or `all`")
+    _found("show:add_options")(p, also=", or `all`")
     p.add_argument("--microbatches", type=int, default=None, help="default: 2, in a pipe 2 per rank of it")
     p.add_argument("--chunks", type=int, default=None, help="ask for bit-identical results; needs batches that divide")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
 
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "info": ("what this machine has: MPI, BLAS, Numba, GPU", _info),
-    "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", _doctor),
-    "bench": ("how fast the verbs of a communicator are, and steps by strategy", _bench),
-    "run": ("start ranks; restart from the last checkpoint when a death ends the job", _start),
-    "train": ("train what a run file in TOML describes; under mpiexec on all ranks", _train),
-    "generate": ("let a model of a folder go on with a text", _generate),
-    "show": ("a step's program, units, traffic and memory, without MPI", _show),
-    "plan": ("which strategy, mesh and microbatches to ask for on a machine, without MPI", _plan),
-    "measure-machine": ("write a machine.toml for this machine; under mpiexec with its links", _measure_machine),
-    "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", _ckpt),
-    "trace": ("traces of all ranks in one file, on one clock, for Perfetto", _trace),
-    "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", _report),
-    "runs": ("list the runs in runs/, or compare some of them", _runs),
-    "diff": ("the first step, action, tensor and element at which two runs differ", _diff),
-    "verify": ("under mpiexec: train N ranks against one process on the same batches", _verify),
-}
+COMMANDS: dict[str, tuple[str, str, Options]] = {
+    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:text", _info),
+    "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _doctor),
+    "bench": (
+        "how fast the verbs of a communicator are, and steps by strategy", "bench:bench", "bench:add_options",
+    ),
+    "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _start),
+    "train": ("train what a run file in TOML describes; under mpiexec on all ranks", "train:train", _train),
+    "generate": ("let a model of a folder go on with a text", "generate:generate", "generate:add_options"),
+    "show": ("a step's program, units, traffic and memory, without MPI", "show:show", _show),
+    "plan": (
+        "which strategy, mesh and microbatches to ask for on a machine, without MPI", "plan:plan_job",
+        "plan:add_options",
+    ),
+    "measure-machine": (
+        "write a machine.toml for this machine; under mpiexec with its links", "plan:measure_machine",
+        "plan:add_measure_options",
+    ),
+    "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", "ckpt:ckpt", "ckpt:add_options"),
+    "trace": ("traces of all ranks in one file, on one clock, for Perfetto", "runs:trace", _trace),
+    "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:report", _report),
+    "runs": ("list the runs in runs/, or compare some of them", "runs:runs", _runs),
+    "diff": ("the first step, action, tensor and element at which two runs differ", "diff:diff", "diff:add_options"),
+    "verify": ("under mpiexec: train N ranks against one process on the same batches", "verify:verify", _verify),
+}  # fmt: skip
+"""A command by name: its help; "module:function", which returns an exit status or text to print; its options."""
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -20,7 +21,7 @@ from fsdpx.state.tuning import BUSY, bytes_text, stored
 from fsdpx.version import __version__
 
 __all__ = [
-    "LEFT", "cupy", "first_line", "free_shared", "info", "launcher", "library", "mpi", "shared", "version",
+    "LEFT", "cupy", "first_line", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version",
 ]  # fmt: skip
 
 LEFT = "python -m fsdpx info --left"
@@ -59,6 +60,11 @@ def info() -> Info:
     rows += [(f"{config.half_name(kind)} in use", _products(kind)) for kind in ("bfloat16", "float16")]
     rows += _tuned()
     return Info(here | dict(rows))
+
+
+def text(args: argparse.Namespace) -> str:
+    """What the command prints."""
+    return "\n".join(map(str, left())) if args.left else str(info())
 
 
 def _products(kind: str) -> str:

@@ -19,7 +19,7 @@ from fsdpx.array.parallel import over, over_columns
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import register_jitable
 
-__all__ = ["argument_of", "column_sums", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "sigmoid_of"]
+__all__ = ["column_sums"]
 
 
 @register_jitable
@@ -53,13 +53,6 @@ def gelu_tanh_of(x):
 
 
 @register_jitable
-def gelu_tanh_slope(x, s):
-    """The derivative of `gelu_tanh_of`, s being `sigmoid_of(argument_of(x))`."""
-    slope = (x * x * like(s, 3.0 * CUBIC) + like(s, 1.0)) * like(s, SLOPE)
-    return s + x * s * (like(s, 1.0) - s) * slope
-
-
-@register_jitable
 def relu_of(x):
     return like(x, 0.0) if x <= 0 else x  # NaN stays NaN
 
@@ -67,6 +60,25 @@ def relu_of(x):
 @register_jitable
 def silu_of(x):
     return x * sigmoid_of(x)
+
+
+@register_jitable
+def silu_slope_of(x):
+    s = sigmoid_of(x)
+    return s + x * s * (like(s, 1.0) - s)
+
+
+@register_jitable
+def gelu_slope_of(x):
+    bell = density(x)
+    return integral_of(x, bell) + x * bell * like(bell, DENSITY)
+
+
+@register_jitable
+def gelu_tanh_slope_of(x):
+    s = sigmoid_of(argument_of(x))
+    slope = (x * x * like(s, 3.0 * CUBIC) + like(s, 1.0)) * like(s, SLOPE)
+    return s + x * s * (like(s, 1.0) - s) * slope
 
 
 def _mapped(of: Any) -> Any:
@@ -90,30 +102,19 @@ def _relu_backward_loop(y, dy, dx):
         dx[i] = dy[i] if real(y[i]) > 0 else dy.dtype.type(0)
 
 
-@jit
-def _silu_backward_loop(x, dy, dx):
-    widest()
-    for i in range(x.size):
-        v = real(x[i])
-        s = sigmoid_of(v)
-        dx[i] = put(dx, real(dy[i]) * (s + v * s * (like(s, 1.0) - s)))
+def _sloped(slope_of: Any) -> Any:
+    """The loop dx = dy slope_of(x)."""
+
+    def loop(x, dy, dx):
+        widest()
+        for i in range(x.size):
+            dx[i] = put(dx, real(dy[i]) * slope_of(real(x[i])))
+
+    return jit(loop, name=f"sloped_{slope_of.__name__}")
 
 
-@jit
-def _gelu_backward_loop(x, dy, dx):
-    widest()
-    for i in range(x.size):
-        v = real(x[i])
-        bell = density(v)
-        dx[i] = put(dx, real(dy[i]) * (integral_of(v, bell) + v * bell * like(bell, DENSITY)))
-
-
-@jit
-def _gelu_tanh_backward_loop(x, dy, dx):
-    widest()
-    for i in range(x.size):
-        v = real(x[i])
-        dx[i] = put(dx, real(dy[i]) * gelu_tanh_slope(v, sigmoid_of(argument_of(v))))
+_silu_backward_loop, _gelu_backward_loop = _sloped(silu_slope_of), _sloped(gelu_slope_of)
+_gelu_tanh_backward_loop = _sloped(gelu_tanh_slope_of)
 
 
 def _over(loop: Any, *arrays: np.ndarray) -> np.ndarray:
@@ -156,23 +157,6 @@ def gelu(xp: Any, x: np.ndarray, approximate: str = "none") -> np.ndarray:
 @form(lambda x, w, s: (x, x))
 def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     return _over(_gelu_backward_loop if exact(approximate) else _gelu_tanh_backward_loop, x, dy)
-
-
-@register_jitable
-def silu_slope_of(x):
-    s = sigmoid_of(x)
-    return s + x * s * (like(s, 1.0) - s)
-
-
-@register_jitable
-def gelu_slope_of(x):
-    bell = density(x)
-    return integral_of(x, bell) + x * bell * like(bell, DENSITY)
-
-
-@register_jitable
-def gelu_tanh_slope_of(x):
-    return gelu_tanh_slope(x, sigmoid_of(argument_of(x)))
 
 
 def _forward(of: Any) -> Any:
@@ -227,25 +211,20 @@ def gated_backward(
     return out[0], out[1]
 
 
-@jit
-def _gelu_recomputed(x, dy, y):
-    widest()
-    for i in range(x.size):
-        v = real(x[i])
-        bell = density(v)
-        below = integral_of(v, bell)
-        y[i] = put(y, v * below)
-        dy[i] = put(dy, real(dy[i]) * (below + v * bell * like(bell, DENSITY)))
+def _both(of: Any, slope_of: Any) -> Any:
+    """The loops y = of(x) and dy = dy slope_of(x)."""
+
+    def loop(x, dy, y):
+        widest()
+        for i in range(x.size):
+            v = real(x[i])
+            y[i] = put(y, of(v))
+            dy[i] = put(dy, real(dy[i]) * slope_of(v))
+
+    return jit(loop, name=f"both_{of.__name__}")
 
 
-@jit
-def _gelu_tanh_recomputed(x, dy, y):
-    widest()
-    for i in range(x.size):
-        v = real(x[i])
-        s = sigmoid_of(argument_of(v))
-        y[i] = put(y, v * s)
-        dy[i] = put(dy, real(dy[i]) * gelu_tanh_slope(v, s))
+_gelu_recomputed, _gelu_tanh_recomputed = _both(gelu_of, gelu_slope_of), _both(gelu_tanh_of, gelu_tanh_slope_of)
 
 
 @form(lambda x, w, s: (x, x.copy()))
@@ -259,10 +238,8 @@ def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "n
         return y
     x = np.ascontiguousarray(x)
     y = np.empty_like(x)
-    over(
-        _gelu_recomputed if exact(approximate) else _gelu_tanh_recomputed,
-        (x.reshape(-1), dy.reshape(-1), y.reshape(-1)),
-    )
+    loop = _gelu_recomputed if exact(approximate) else _gelu_tanh_recomputed
+    over(loop, (x.reshape(-1), dy.reshape(-1), y.reshape(-1)))
     return y
 
 
