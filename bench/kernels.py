@@ -24,7 +24,6 @@ from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch, normal
 from fsdpx.optim import Segment, Segments
-from fsdpx.optim.optimizer import use
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
 HEADS = {"2x2x32x16": (2, 2, 32, 16), "tiny 8x4x256x64": (8, 4, 256, 64), "long 1x4x1024x64": (1, 4, 1024, 64)}
@@ -190,7 +189,7 @@ def in_turns(run: Callable[[], Any], repeat: int) -> list[float]:
     samples: dict[kernels.Mode, list[float]] = {"plain": [], "numba": []}
     for _ in range(repeat):
         for mode, taken in samples.items():
-            with kernels.use(mode), use(mode):
+            with kernels.use(mode):
                 taken.append(microseconds(run, 1))
     return [min(taken) for taken in samples.values()]
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpx.array.kernels.choice import installed
+from fsdpx.array.kernels import choice
 from fsdpx.array.parallel import over
 from fsdpx.config import python_fields, python_number
 from fsdpx.cuda.kernels import update as on_gpu
@@ -28,7 +26,7 @@ from fsdpx.optim.segments import NORMS, Groups, Segment, Segments
 __all__ = [
     "BLOCK", "BY_NAME", "UNSCHEDULED", "Elementwise", "Formula", "Kept", "Optimizer", "Rate", "Slots", "Wrapping",
     "inside", "kept_of", "needs_whole", "no_decay", "places", "rate", "scheduled", "square_toward", "toward", "update",
-    "use", "with_decay", "zeros",
+    "with_decay", "zeros",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -286,24 +284,8 @@ def has_data(owner: object, xp: Any, p: Any, g: Any, slots: Slots, step: int, se
     return not getattr(xp, "holds_no_data", False)
 
 
-Version = Literal["default", "plain", "numba"]
-_version: ContextVar[Version] = ContextVar("version", default="default")
 BLOCK = 1 << 16  # elements
 DEVICE_BLOCK = 1 << 24  # a launch costs more than a pass over 64 Ki elements
-
-
-@contextmanager
-def use(version: Version) -> Iterator[None]:
-    """Within: every update runs this version ("numba" still leaves what it cannot compile to "plain")."""
-    if version not in ("default", "plain", "numba"):
-        raise ConfigError(f"unknown kernel version {version!r}: choose one of default, plain, numba")
-    if version == "numba" and not installed():
-        raise ConfigError("kernel version 'numba' needs Numba: pip install numba")
-    token = _version.set(version)
-    try:
-        yield
-    finally:
-        _version.reset(token)
 
 
 class Formula:
@@ -328,10 +310,10 @@ class Formula:
         if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
             return
         values = tuple(map(dtype.type, numbers))
-        version = _version.get()
-        if version != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays) and installed():
+        plain = choice.active == "plain"
+        if not plain and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays) and choice.installed():
             over(self.loop, arrays, *values)
-        elif xp.__name__ != "cupy" or version == "plain" or not on_gpu(self.name, arrays, values):
+        elif xp.__name__ != "cupy" or plain or not on_gpu(self.name, arrays, values):
             self.in_blocks(xp, arrays, values)
 
     def in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:

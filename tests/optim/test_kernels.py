@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx import optim
-from fsdpx.errors import ConfigError
+from fsdpx.array import kernels
+from fsdpx.array.kernels import choice
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim import optimizer as updates
 from fsdpx.optim.average import AVERAGE, Averaged
@@ -32,11 +33,11 @@ OPTIMIZERS = {
 ALL = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
-def train(optimizer, p, g, steps=3, version="default"):
+def train(optimizer, p, g, steps=3, mode="default"):
     segments = Segments((Segment("w", 0, p.size, 0, p.size),) if p.size else ())
     slots = zeros(np, optimizer, segments, p.dtype)
     state = {"p": p.copy(), **slots}
-    with updates.use(version):
+    with kernels.use(mode):
         for step in range(1, steps + 1):
             optimizer.update(np, state["p"], g / step, slots, lr=0.03 / step, step=step, segments=segments, scale=0.3)
     return state
@@ -49,7 +50,7 @@ def test_compiled_and_plain_give_the_same_bits(optimizer, dtype, n):
     random = np.random.default_rng(n)
     p = (random.standard_normal(n) * 10.0 ** random.integers(-6, 4, n)).astype(dtype)
     g = (random.standard_normal(n) * 10.0 ** random.integers(-12, 4, n)).astype(dtype)
-    demand_close(train(optimizer, p, g, version="numba"), train(optimizer, p, g, version="plain"))
+    demand_close(train(optimizer, p, g, mode="numba"), train(optimizer, p, g, mode="plain"))
 
 
 @ALL
@@ -57,24 +58,24 @@ def test_compiled_and_plain_agree_on_numbers_at_the_edge(optimizer):
     tiny, huge = np.finfo("float32").smallest_subnormal, np.finfo("float32").max
     values = np.array([0.0, -0.0, tiny, -tiny, 1e-38, huge, -huge, np.inf, -np.inf, np.nan, 1.0], "float32")
     g, p = (a.ravel() for a in np.meshgrid(values, values))
-    a, b = (train(optimizer, p.copy(), g.copy(), version=v) for v in ("numba", "plain"))
+    a, b = (train(optimizer, p.copy(), g.copy(), mode=v) for v in ("numba", "plain"))
     for name in a:
         assert np.array_equal(np.isnan(a[name]), np.isnan(b[name])), name
         assert np.array_equal(np.nan_to_num(a[name], nan=0.0), np.nan_to_num(b[name], nan=0.0)), name
 
 
 @ALL
-@pytest.mark.parametrize("version", ["plain", "numba"])
+@pytest.mark.parametrize("mode", ["plain", "numba"])
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(15))
 @given(cuts=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 99), single=st.booleans())
-def test_any_cut_gives_the_bits_of_the_whole(optimizer, version, cuts, seed, single):
+def test_any_cut_gives_the_bits_of_the_whole(optimizer, mode, cuts, seed, single):
     if isinstance(optimizer, optim.LAMB):
         cuts = []  # it sees whole parameters: its cuts are tested in test_contract.py and test_lamb.py
     random = np.random.default_rng(seed)
     p, g = (random.standard_normal(300).astype("float32" if single else "float64") for _ in range(2))
-    whole = train(optimizer, p, g, version=version)
+    whole = train(optimizer, p, g, mode=mode)
     bounds = [0, *sorted(cuts), 300]
-    parts = [train(optimizer, p[a:b], g[a:b], version=version) for a, b in pairwise(bounds)]
+    parts = [train(optimizer, p[a:b], g[a:b], mode=mode) for a, b in pairwise(bounds)]
     demand_close(whole, {name: np.concatenate([part[name] for part in parts]) for name in whole})
 
 
@@ -84,19 +85,19 @@ def test_plain_blocks_do_not_show(optimizer, monkeypatch):
     p, g = random.standard_normal((2, 5000))
     if isinstance(optimizer, optim.LAMB):
         monkeypatch.setattr("fsdpx.optim.lamb.BLOCK", 2048)
-    whole = train(optimizer, p, g, version="plain")
+    whole = train(optimizer, p, g, mode="plain")
     monkeypatch.setattr(updates, "BLOCK", 777)
-    demand_close(whole, train(optimizer, p, g, version="plain"))
+    demand_close(whole, train(optimizer, p, g, mode="plain"))
 
 
 @ALL
-@pytest.mark.parametrize("version", ["plain", "numba"])
-def test_scratch_is_a_few_blocks(optimizer, version):
+@pytest.mark.parametrize("mode", ["plain", "numba"])
+def test_scratch_is_a_few_blocks(optimizer, mode):
     n = 40 * updates.BLOCK
     p, g = np.ones((2, n), "float32")
     segments = Segments((Segment("w", 0, n, 0, n),))
     slots = zeros(np, optimizer, segments, p.dtype)
-    with updates.use(version):
+    with kernels.use(mode):
         optimizer.update(np, p, g, slots, lr=0.1, step=1, segments=segments)
         tracemalloc.start()
         optimizer.update(np, p, g, slots, lr=0.1, step=2, segments=segments)
@@ -112,19 +113,9 @@ def test_gradients_of_another_format_are_widened():
 
 
 def test_without_numba_the_plain_version_runs(monkeypatch):
-    monkeypatch.setattr(updates, "installed", lambda: False)
+    monkeypatch.setattr(choice, "installed", lambda: False)
     monkeypatch.setattr(updates, "over", None)
-    with pytest.raises(ConfigError, match="kernel version 'numba' needs Numba: pip install numba"):
-        train(optim.AdamW(), np.ones(3), np.ones(3), version="numba")
     train(optim.AdamW(), np.ones(3), np.ones(3))
-
-
-def test_unknown_version():
-    with (
-        pytest.raises(ConfigError, match="unknown kernel version 'fast': choose one of default, plain, numba"),
-        updates.use("fast"),
-    ):
-        pass
 
 
 def test_arrays_that_hold_no_data_cost_nothing():

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import fsdpx
 from fsdpx import optim
+from fsdpx.array import kernels
 from fsdpx.array.sums import PARTS, expansion, padded
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.optim import Run, Segment, Segments, optimizer, schedules
+from fsdpx.optim import Run, Segment, Segments, schedules
 from fsdpx.optim.average import Averaged
 from fsdpx.testing.optimizer import OptimizerContract
 
@@ -249,9 +250,9 @@ def test_gaps_and_places_outside_are_refused():
 
 
 @pytest.fixture(params=["plain", "numba"])
-def version(request, monkeypatch):
-    if request.param == "plain":
-        monkeypatch.setattr(optimizer, "installed", lambda: False)
+def mode(request):
+    with kernels.use(request.param):
+        yield
 
 
 KINDS = {
@@ -266,7 +267,7 @@ KINDS = {
     "Muon": (optim.Muon, {}),
     "LAMB": (optim.LAMB, {"grain": 1024}),
 }
-BOTH = pytest.mark.usefixtures("version")
+BOTH = pytest.mark.usefixtures("mode")
 for _name, (_make, _more) in KINDS.items():
     _body = {"make": lambda self, make=_make, **options: make(**options), "pytestmark": BOTH, **_more}
     globals()[f"Test{_name}"] = type(f"Test{_name}", (OptimizerContract,), _body)

@@ -13,7 +13,6 @@ from fsdpx.array import kernels
 from fsdpx.array.namespace import dtype
 from fsdpx.errors import ShapeError
 from fsdpx.optim import Segment, Segments
-from fsdpx.optim.optimizer import use as updates
 from fsdpx.optim.optimizer import zeros
 from fsdpx.optim.rounded import BLOCK, Rounded
 
@@ -92,7 +91,7 @@ def test_nor_on_blocks_or_on_what_compiled_it() -> None:
     optimizer, found = Rounded(optim.AdamW()), []
     for mode in ("plain", "numba"):
         p, slots = held(optimizer, n)
-        with kernels.use(mode), updates(mode):
+        with kernels.use(mode):
             steps(optimizer, p, slots, part, 2, 0.01)
         found.append([a.view(np.uint16) for a in (p, *slots.values())])
     for got, want in zip(*found, strict=True):
@@ -184,7 +183,7 @@ def compare(case: Any, g: Any, wild: Any, n: int, step: int, lr: float, scale: f
     with np.errstate(all="ignore"):
         start = p.astype(np.float64) + before.pop("lost", 0.0)
         want = formula(inner, start, g.astype(np.float64) * scale, lr, step, **before)
-        with kernels.use(mode), updates(mode):
+        with kernels.use(mode):
             part = Segments((Segment("w", 0, n, 0, n),))
             optimizer.update(np, p, g, slots, lr=lr, step=step, segments=part, scale=scale)
         for name, (exact, size) in want.items():
