@@ -14,10 +14,12 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.files import READABLE, write
 from fsdpx.launch.catalog import entry
+from fsdpx.launch.drawing import draw_step
 from fsdpx.launch.show import parse_recompute
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.fit import fit_report
 from fsdpx.plan.measuring import machine_text, measured
+from fsdpx.plan.prediction import prepared
 from fsdpx.plan.searching import MOST
 
 __all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
@@ -61,10 +63,11 @@ def plan_job(args: argparse.Namespace) -> str:
         say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
     )  # fmt: skip
     if args.png is not None:
-        from fsdpx.observe.plots import draw
-
-        title = f"{args.example} on {found.ranks} ranks of {found.machine.name}: {found.best.words}"
-        draw(list(found.best.prediction.events), args.png, title)
+        batch = example.x(example.batch), example.y(example.batch)
+        options = {**fixed, **found.best.options, "loss": example.loss}
+        dry = prepared(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
+        title = f"{args.example}: {found.best.words}"
+        print(draw_step(dry, dry.on(found.machine), title, args.png), file=sys.stderr)
     return json.dumps(found.as_json(), indent=1) if args.json else f"{args.example}: {example.about}\n{found}"
 
 

@@ -15,16 +15,18 @@ from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
+from fsdpx.launch.drawing import draw_step
 from fsdpx.layout.grid import Grid
 from fsdpx.layout.tree import chunks_of
-from fsdpx.observe.plots import draw
+from fsdpx.plan.machine import Machine
+from fsdpx.plan.prediction import prepared
 from fsdpx.program import SCHEDULES, Costs, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.report import call_text
 
-__all__ = ["add_options", "check_axes", "draw", "mesh_text", "parse_recompute", "show"]
+__all__ = ["add_options", "check_axes", "mesh_text", "parse_recompute", "show"]
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
@@ -84,7 +86,7 @@ def show(args: argparse.Namespace) -> str:
     parts[-1] += budget
     schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
-    parts += [_drawing(schedule, args.png)] if args.png else []
+    parts += [_drawn(args, example, batch * prod(dims), options)] if args.png else []
     return "\n\n".join(parts)
 
 
@@ -261,10 +263,12 @@ def _count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def _drawing(schedule: PipelineSchedule, path: str) -> str:
-
-    pieces = _count(schedule.microbatches, "microbatch", "es")
-    title = f"{schedule.name}, {len(schedule.ranks)} ranks, {pieces}"
-    if len(schedule.ranks) == 1:  # strategies differ in what they send, which takes no time here
-        title = f"no pipe: what each rank computes, whatever the strategy; {pieces}"
-    return f"drawn: {draw(simulate(schedule, UNIT), path, title)}"
+def _drawn(args: argparse.Namespace, example: CatalogModel, samples: int, options: dict[str, Any]) -> str:
+    """samples: of all data ranks, those that have parts of one sample counted each."""
+    machine = Machine.load(args.machine)
+    chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
+    batch = example.x(samples), example.y(samples)
+    dry = prepared(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
+    where = "" if options["mesh"] is None else f" on {mesh_text(options['mesh'])}"
+    title = f"{args.strategy}{where}: {args.example}, batch {args.batch or example.batch}, on {machine.name}"
+    return draw_step(dry, dry.on(machine), title, args.png)

@@ -158,10 +158,13 @@ def _figures(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[Any]:
     if rows := folder.metrics():
         yield plots.curves(rows)
     if any(_measured(traces)):
-        names = [name for n in range(len(traces)) for name in (f"rank {n} measured", "simulated")]
+        names = [name for n in range(len(traces)) for name in (f"rank {n}\nmeasured", "simulated")]
         measured = [replace(event, rank=2 * event.rank) for event in _measured(traces)]
         simulated = [replace(event, rank=2 * event.rank + 1) for event in _simulated(traces)]
-        yield plots.step([*measured, *simulated], names, _alive(traces))
+        title = "one step: measured, and simulated with messages that take no time"
+        alive = [[(1e3 * at, nbytes) for at, nbytes in one.header.alive] for one in traces]
+        held = [row for points in alive for row in ({"activations": points} if points else {}, {})]
+        yield plots.figure([plots.StepLanes(title, [*measured, *simulated], names, held, second=1e3)])
 
 
 def _image(figure: Any) -> str:

@@ -222,7 +222,7 @@ def array_of(placement: Placement, value: Any, name: str = "") -> Any:
     if value is None:
         raise DataError(f"got None where an array is needed: {_called(name)}")
     if placement.imaginary:
-        return value.astype(compute) if value.dtype.kind == "f" else value
+        return value.astype(compute) if value.dtype.kind == "f" and value.dtype != compute else value
     try:
         array = value if is_on_gpu(value) else np.asarray(value)
     except (TypeError, ValueError) as error:

@@ -214,15 +214,41 @@ def test_show_of_a_pipe_has_its_grid_bubble_and_drawing(capsys: pytest.CaptureFi
     assert f"drawn: {png}" in text
 
 
-def test_a_drawing_without_a_pipe_says_what_it_shows(
+def test_a_picture_tells_strategies_apart(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same model and ranks, without a pipe as well."""
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    words = {}
+    for strategy in ("ddp", "fsdp"):
+        path = tmp_path / f"{strategy}.svg"
+        said = shown(capsys, f"mlp --ranks 2 --strategy {strategy} --machine laptop --png {path}")
+        assert re.search(rf"^drawn: {path}, a step of 2 ranks of laptop: \S+ s \(compute ", said, re.M)
+        words[strategy] = set(re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8")))
+        assert {strategy, "mlp, batch 256, on laptop", "rank 0", "rank 1", "optimiser", "memory"} <= words[strategy]
+    assert {"gather"} <= words["fsdp"] - words["ddp"]
+    (least, most) = (
+        next(float(word.split()[0]) for word in words[one] if re.fullmatch(r"\d+ MiB", word)) for one in ("fsdp", "ddp")
+    )
+    assert least < 0.7 * most
+
+
+def test_a_picture_of_many_ranks_has_a_row_for_each_stage(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    shown(capsys, f"mlp --ranks 2 --microbatches 2 --png {tmp_path / 'step.svg'}")
-    assert ">no pipe: what each rank computes, whatever the strategy; 2 microbatches</text>" in (
-        tmp_path / "step.svg"
-    ).read_text(encoding="utf-8")
+    path = tmp_path / "step.svg"
+    line = "gpt-tiny --mesh pipe=2,replica=8 --strategy ddp --microbatches 16 --batch 128"
+    said = shown(capsys, f"{line} --png {path}")
+    assert f"drawn: {path}, a step of 16 ranks of epyc-100g, 8 of 16 microbatches: " in said
+    words = re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
+    assert [words.count(word) for word in ("rank 0", "rank 8", "and 7 more", "message")] == [1, 1, 2, 1]
+    with pytest.raises(SystemExit):
+        main(["show", "mlp", "--machine"])
+    assert main(["show", "mlp", "--ranks", "8", "--machine", "laptop", "--png", str(path)]) == 2
+    assert "machine 'laptop': its last level, host, holds 4 ranks" in capsys.readouterr().err
 
 
 def test_show_of_a_grid_without_a_pipe_has_one_row(capsys: pytest.CaptureFixture[str]) -> None:

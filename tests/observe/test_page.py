@@ -21,7 +21,7 @@ from fsdpx.observe.chrome import RankTrace, TraceHeader
 from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import waits
-from fsdpx.observe.plots import DARKER, draw
+from fsdpx.observe.plots import DARKER, THEMES, StepLanes, draw, figure
 from fsdpx.program.machine import Costs, Event, simulate
 from fsdpx.program.schedules import schedule
 from fsdpx.program.verbs import parse
@@ -261,17 +261,31 @@ def text_of(path: Path) -> str:
 
 
 @in_full
-def test_verbs_ranks_and_microbatches_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_do_and_microbatches_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     drawn = text_of(draw(STEP, tmp_path / "step.svg", title="one step"))
-    for word in ("one step", "rank 0", "GATHER", "F", "LOSS", "B", "REDUCE", "NORM", "UPDATE"):
+    for word in ("one step", "rank 0", "gather", "forward", "backward", "reduce", "update", "waiting"):
         assert f">{word}</text>" in drawn, word
-    assert ">SETTLE</text>" not in drawn  # it takes no time
+    assert ">message</text>" not in drawn
     many = text_of(draw(simulate(schedule("1f1b", 2, 200), Costs(1, 1, 1)), tmp_path / "many.svg"))
     assert ">199</text>" not in many  # boxes too narrow for their number
     two = text_of(draw(simulate(schedule("zbv", 2, 3), Costs(1, 1, 1)), tmp_path / "two.svg"))
     assert (f">{DARKER}</text>" in two, f">{DARKER}</text>" in many) == (True, False)
+
+
+@in_full
+def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    held = [{"activations": [(0.0, 3 << 20), (6.0, 1 << 20)], "parameters": [(0.0, 4 << 20)], "odd": [(5.0, 1 << 20)]}]
+    panel = StepLanes("name: about", STEP, ["rank 0"], held, "unit", second=2.0)
+    both = [figure([panel, panel], theme) for theme in THEMES]
+    assert [one.get_facecolor()[0] > 0.5 for one in both] == [True, False]
+    words = [text.get_text() for text in both[0].axes[1].texts]
+    for word in ("name", "about", "rank 0", "parameters", "activations", "8 MiB", "5 s", "memory"):  # at 5.0 in all
+        assert word in words, word
+    ends = [(text.xyann[0], text.xy[0]) for text in both[0].axes[1].texts if hasattr(text, "xyann")][1:]
+    assert ends == [(1, 1)]  # F waits for GATHER0; what other ranks are late with comes from no box
 
 
 def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
