@@ -19,6 +19,7 @@ import safetensors.numpy
 from amount import in_full
 from models import make
 from savers import build, refused, steps
+from threads import on_ranks
 
 from fsdpx import optim, spawn
 from fsdpx.checkpoint import background, commit, disk, write
@@ -159,15 +160,13 @@ def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: 
     assert loaded(tmp_path / "a") == before != after
 
 
-def test_the_background_commits_without_another_call(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        trainer = make(comm, "wide")
-        trainer.save(tmp_path / "a", background=True)
-        if comm.rank == 0:
-            trainer.host.saving._thread.join(20)  # type: ignore[union-attr]
-            assert (tmp_path / "a/manifest.json").exists()
-
-    spawn(body, 3)
+@on_ranks(3)
+def test_the_background_commits_without_another_call(comm: Communicator, tmp_path: Path) -> None:
+    trainer = make(comm, "wide")
+    trainer.save(tmp_path / "a", background=True)
+    if comm.rank == 0:
+        trainer.host.saving._thread.join(20)  # type: ignore[union-attr]
+        assert (tmp_path / "a/manifest.json").exists()
 
 
 def test_no_permission_and_no_folder(tmp_path: Path) -> None:
@@ -539,15 +538,13 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
     in_words({"weight_map": wrong}, f"is in {files[0]}, the index says {files[1]}")
 
 
-def test_a_closed_trainer_saves_nothing(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        trainer = make(comm, "mlp")
-        trainer.close()
-        for call in (trainer.save, trainer.load, trainer.load_weights):
-            with pytest.raises(ConfigError, match="this trainer is closed"):
-                call(tmp_path / "a")
-
-    spawn(body, 2)
+@on_ranks(2)
+def test_a_closed_trainer_saves_nothing(comm: Communicator, tmp_path: Path) -> None:
+    trainer = make(comm, "mlp")
+    trainer.close()
+    for call in (trainer.save, trainer.load, trainer.load_weights):
+        with pytest.raises(ConfigError, match="this trainer is closed"):
+            call(tmp_path / "a")
 
 
 def test_manifests_are_read_to_the_last_byte() -> None:

@@ -12,6 +12,7 @@ import pytest
 from amount import few, in_full, pairs
 from models import KNOWN, STRATEGIES, make, part
 from savers import ALL, build, contents, everywhere, loader, steps
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Checkpoints, Precision, Trainer, data, nn, optim, spawn
@@ -203,20 +204,18 @@ def test_what_keeps_a_run_from_going_on(tmp_path: Path) -> None:
         Checkpoints(tmp_path, every=0)
 
 
-def test_gradients_that_wait_are_not_lost_silently(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        trainer = make(comm, "mlp")
-        x, y = KNOWN["mlp"].batch(np.random.default_rng(0), 4)
+@on_ranks(2)
+def test_gradients_that_wait_are_not_lost_silently(comm: Communicator, tmp_path: Path) -> None:
+    trainer = make(comm, "mlp")
+    x, y = KNOWN["mlp"].batch(np.random.default_rng(0), 4)
+    trainer.save(tmp_path / "a")
+    trainer.accumulate(x, y)
+    with pytest.raises(CheckpointError, match="gradients of accumulate or backward are waiting"):
         trainer.save(tmp_path / "a")
-        trainer.accumulate(x, y)
-        with pytest.raises(CheckpointError, match="gradients of accumulate or backward are waiting"):
-            trainer.save(tmp_path / "a")
-        trainer.load(tmp_path / "a")
-        with pytest.raises(ConfigError, match="there are no gradients"):
-            trainer.update()
-        trainer.step(x, y)
-
-    spawn(body, 2)
+    trainer.load(tmp_path / "a")
+    with pytest.raises(ConfigError, match="there are no gradients"):
+        trainer.update()
+    trainer.step(x, y)
 
 
 @in_full

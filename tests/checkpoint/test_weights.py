@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import savers
+from threads import on_ranks
 
 from fsdpx import Mesh, Trainer, WeightsReport, nn, optim, spawn
 from fsdpx.checkpoint.weights import LEFT_OUT, REMEDY
@@ -93,16 +94,14 @@ def test_names_of_pytorch_are_known(mesh: str, kind: str, tmp_path: Path) -> Non
             assert text[2] == "needed for nothing: 3.num_batches_tracked"
 
 
-def test_layers_inside_of_a_unit_are_known_too() -> None:
-    def body(comm: Communicator) -> None:
-        model = nn.Chain(nn.TransformerBlock(4, 2))
-        t = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
-        values = {name.replace("attn.qkv.", "attn.in_proj_"): value + 1 for name, value in t.parameters().items()}
-        report = t.load_weights(values)
-        assert dict(report.renamed) == {f"0.attn.in_proj_{x}": f"0.attn.qkv.{x}" for x in ("weight", "bias")}
-        same(t.parameters(), {name.replace("attn.in_proj_", "attn.qkv."): v for name, v in values.items()})
-
-    spawn(body, 2)
+@on_ranks(2)
+def test_layers_inside_of_a_unit_are_known_too(comm: Communicator) -> None:
+    model = nn.Chain(nn.TransformerBlock(4, 2))
+    t = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+    values = {name.replace("attn.qkv.", "attn.in_proj_"): value + 1 for name, value in t.parameters().items()}
+    report = t.load_weights(values)
+    assert dict(report.renamed) == {f"0.attn.in_proj_{x}": f"0.attn.qkv.{x}" for x in ("weight", "bias")}
+    same(t.parameters(), {name.replace("attn.in_proj_", "attn.qkv."): v for name, v in values.items()})
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -205,14 +204,12 @@ def test_patterns_that_cannot_be(rename: Any, message: str) -> None:
     assert refused(pytorch(), rename=rename, strict=False) == f"load_weights: rank 0: rename: {message}"
 
 
-def test_the_first_pattern_that_fits_counts() -> None:
-    def body(comm: Communicator) -> None:
-        t = trainer(comm)
-        theirs = {"a.b.weight": np.ones((4, 3), np.float32), "a.c.weight": np.zeros((2, 4), np.float32)}
-        report = t.load_weights(theirs, strict=False, rename={"a.b.*": "0.*", "*.*.weight": "nowhere.*.*"})
-        assert (report.taken, report.extra) == (("0.weight",), ("a.c.weight",))
-
-    spawn(body, 2)
+@on_ranks(2)
+def test_the_first_pattern_that_fits_counts(comm: Communicator) -> None:
+    t = trainer(comm)
+    theirs = {"a.b.weight": np.ones((4, 3), np.float32), "a.c.weight": np.zeros((2, 4), np.float32)}
+    report = t.load_weights(theirs, strict=False, rename={"a.b.*": "0.*", "*.*.weight": "nowhere.*.*"})
+    assert (report.taken, report.extra) == (("0.weight",), ("a.c.weight",))
 
 
 def test_encoder_layers_of_pytorch_give_the_same_output() -> None:

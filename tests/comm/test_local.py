@@ -12,6 +12,7 @@ import pytest
 from amount import examples, in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import on_ranks
 
 import fsdpx.comm as comms
 from fsdpx.comm import Communicator, Counted, Counters, Guarded, ReduceOp, opening, spawn
@@ -272,16 +273,14 @@ def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():
         spawn(body, 2)
 
 
-def test_agreement_goes_on_for_ever_after():
-    def body(comm):
-        guarded = Guarded(comm)
-        x = np.ones(4, np.float16)
-        for call in range(20):
-            guarded.all_reduce(x, what=f"x{call}").wait()
-            x[:] = 1
-        guarded.close()
-
-    spawn(body, 3)
+@on_ranks(3)
+def test_agreement_goes_on_for_ever_after(comm):
+    guarded = Guarded(comm)
+    x = np.ones(4, np.float16)
+    for call in range(20):
+        guarded.all_reduce(x, what=f"x{call}").wait()
+        x[:] = 1
+    guarded.close()
 
 
 def test_a_guard_that_waits_moves_other_transfers_on():

@@ -16,6 +16,7 @@ import pytest
 from amount import examples, in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import on_ranks
 
 from fsdpx import spawn
 from fsdpx.array.kernels import narrowed, store
@@ -159,14 +160,12 @@ def test_among_threads() -> None:
     spawn(counts, 3, delays=1)
 
 
-def test_a_wait_ends_with_the_rank_and_what_it_waited_for() -> None:
-    def run(comm: Communicator) -> None:
-        window = comm.window(64)
-        with pytest.raises(CommTimeout, match=f"rank {comm.rank} waited 0.2 s for rank {1 - comm.rank}: a word"):
-            window.wait(lambda: [1 - comm.rank], "a word")
-        comm.barrier().wait()
-
-    spawn(run, 2, timeout=0.2)
+@on_ranks(2, timeout=0.2)
+def test_a_wait_ends_with_the_rank_and_what_it_waited_for(comm: Communicator) -> None:
+    window = comm.window(64)
+    with pytest.raises(CommTimeout, match=f"rank {comm.rank} waited 0.2 s for rank {1 - comm.rank}: a word"):
+        window.wait(lambda: [1 - comm.rank], "a word")
+    comm.barrier().wait()
 
 
 def test_a_thread_that_returned_is_named_at_once() -> None:
@@ -179,18 +178,16 @@ def test_a_thread_that_returned_is_named_at_once() -> None:
         spawn(run, 2)
 
 
-def test_a_thread_that_died_is_gone() -> None:
-    def run(comm: Communicator) -> None:
-        window = comm.window(64)
-        comm.barrier().wait()
-        if comm.rank == 1:
-            with window.open(0, 0, 8):
-                raise Died
-        window.wait(lambda: [1] * (not window.gone(1)), "its death")
+@on_ranks(2, survive=True)
+def test_a_thread_that_died_is_gone(comm: Communicator) -> None:
+    window = comm.window(64)
+    comm.barrier().wait()
+    if comm.rank == 1:
         with window.open(0, 0, 8):
-            assert not window.gone(0)
-
-    spawn(run, 2, survive=True)
+            raise Died
+    window.wait(lambda: [1] * (not window.gone(1)), "its death")
+    with window.open(0, 0, 8):
+        assert not window.gone(0)
 
 
 @pytest.mark.world

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from threads import on_ranks
 
 from fsdpx import environment
 from fsdpx.comm import DONE, FakeCommunicator, Guarded, ReduceOp, local, single, spawn
@@ -258,15 +259,13 @@ def test_a_broken_transfer_does_not_follow_into_the_new_communicator() -> None:
     assert spawn(body, N, timeout=20, survive=True) == [None, 2, 2]
 
 
-def test_settle_returns_what_is_neither_complete_nor_broken() -> None:
-    def body(comm: Survivor) -> None:
-        handle = comm.recv(np.ones(1), 1 - comm.rank)
-        assert settle([DONE, handle], 0.01) == [handle]
-        comm.barrier().wait()
-        comm.revoke()
-        assert settle([handle], 10) == []
-
-    spawn(body, 2, timeout=20, survive=True)
+@on_ranks(2, timeout=20, survive=True)
+def test_settle_returns_what_is_neither_complete_nor_broken(comm: Survivor) -> None:
+    handle = comm.recv(np.ones(1), 1 - comm.rank)
+    assert settle([DONE, handle], 0.01) == [handle]
+    comm.barrier().wait()
+    comm.revoke()
+    assert settle([handle], 10) == []
 
 
 def test_settle_waits_for_the_other_requests_of_a_handle() -> None:

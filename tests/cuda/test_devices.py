@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from stand_in import Cupy, Device
+from threads import on_ranks
 
 from fsdpx import environment, nn, optim, spawn
 from fsdpx.comm import default
@@ -146,14 +147,12 @@ def test_a_batch_on_the_wrong_device(cupy: Cupy, x: str, y: str, device: str, wo
         train(None, put(X, x), put(Y, y), device=device)
 
 
-def test_send_and_recv_of_one_call_on_two_devices(cupy: Cupy) -> None:
-    def body(comm: Any) -> None:
-        with pytest.raises(
-            ConfigError, match=r"all_gather of w on rank \d: send lies on GPU 0, recv on the host: put "
-        ):
-            comm.all_gather(cupy.zeros(1), np.zeros(2), what="w")
-
-    spawn(body, 2)
+@on_ranks(2)
+def test_send_and_recv_of_one_call_on_two_devices(comm: Any, cupy: Cupy) -> None:
+    with pytest.raises(
+        ConfigError, match=r"all_gather of w on rank \d: send lies on GPU 0, recv on the host: put "
+    ):
+        comm.all_gather(cupy.zeros(1), np.zeros(2), what="w")
 
 
 def test_another_thread_writes_back_to_the_gpu_that_the_array_is_on(cupy: Cupy) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from on_gpu import OnGpu
 from stand_in import Cupy, Device
+from threads import on_ranks
 
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
@@ -36,22 +37,20 @@ class TestContract(CommunicatorContract):
             spawn(lambda comm: body(OnGpu(NcclCommunicator(comm, timeout=20))), size, timeout=30)
 
 
-def test_arrays_of_the_host_and_messages_go_by_mpi(cupy: Cupy) -> None:
-    def body(mpi: Any) -> None:
-        comm = NcclCommunicator(mpi, timeout=20)
-        calls = comm.link.calls
-        x = np.ones(3)
-        comm.all_reduce(x).wait()
-        assert x.tolist() == [2, 2, 2]
-        y = cupy.asarray(np.full(2, float(comm.rank)))
-        other = 1 - comm.rank
-        handles = [comm.send(y, other), comm.recv(z := cupy.zeros(2), other)]
-        for handle in handles:
-            handle.wait()
-        assert z.get().tolist() == [other, other]
-        assert comm.link.calls == calls
-
-    spawn(body, 2)
+@on_ranks(2)
+def test_arrays_of_the_host_and_messages_go_by_mpi(mpi: Any, cupy: Cupy) -> None:
+    comm = NcclCommunicator(mpi, timeout=20)
+    calls = comm.link.calls
+    x = np.ones(3)
+    comm.all_reduce(x).wait()
+    assert x.tolist() == [2, 2, 2]
+    y = cupy.asarray(np.full(2, float(comm.rank)))
+    other = 1 - comm.rank
+    handles = [comm.send(y, other), comm.recv(z := cupy.zeros(2), other)]
+    for handle in handles:
+        handle.wait()
+    assert z.get().tolist() == [other, other]
+    assert comm.link.calls == calls
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
@@ -68,22 +67,20 @@ def test_without_the_library_the_package_is_named(cupy: Cupy) -> None:
         spawn(lambda comm: NcclCommunicator(comm, timeout=1), 1)
 
 
-def test_an_error_and_a_wait_in_vain_end_the_communicator(cupy: Cupy) -> None:
-    def body(mpi: Any) -> None:
-        comm = NcclCommunicator(mpi, timeout=20)
-        handle = comm.all_reduce(cupy.zeros(2), what="w")
-        comm.link.error = "unhandled system error"
-        with pytest.raises(CommError, match=rf"all_reduce of w on rank {mpi.rank} of 2: NCCL: unhandled system error"):
-            handle.wait()
-        assert comm.link is None
-        comm = NcclCommunicator(mpi, timeout=0.1)
-        comm.stream.stuck = True
-        link = comm.link
-        with pytest.raises(CommTimeout, match=rf"all_reduce of w on rank {mpi.rank} of 2 is not complete after 0.1 s"):
-            comm.all_reduce(cupy.zeros(2), what="w").wait()
-        assert link.error == "aborted"
-
-    spawn(body, 2)
+@on_ranks(2)
+def test_an_error_and_a_wait_in_vain_end_the_communicator(mpi: Any, cupy: Cupy) -> None:
+    comm = NcclCommunicator(mpi, timeout=20)
+    handle = comm.all_reduce(cupy.zeros(2), what="w")
+    comm.link.error = "unhandled system error"
+    with pytest.raises(CommError, match=rf"all_reduce of w on rank {mpi.rank} of 2: NCCL: unhandled system error"):
+        handle.wait()
+    assert comm.link is None
+    comm = NcclCommunicator(mpi, timeout=0.1)
+    comm.stream.stuck = True
+    link = comm.link
+    with pytest.raises(CommTimeout, match=rf"all_reduce of w on rank {mpi.rank} of 2 is not complete after 0.1 s"):
+        comm.all_reduce(cupy.zeros(2), what="w").wait()
+    assert link.error == "aborted"
 
 
 def test_it_is_of_gpus() -> None:

@@ -14,6 +14,7 @@ from assembled import Tensors, assembled, bits, demand_equal, elements
 from hypothesis import given
 from hypothesis import strategies as st
 from models import KNOWN, make, part
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Trainer
@@ -239,54 +240,52 @@ def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
         assert found == [0, nbytes // 2, nbytes, nbytes, nbytes]
 
 
-def test_a_snapshot_under_way_harms_no_complete_one() -> None:
-    def body(comm: Communicator) -> None:
-        trainer = build(comm, FROM["fsdp 4"], "mlp")
-        kept, then = copies_of(comm, trainer), {}
+@on_ranks(4, timeout=60, delays=1)
+def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
+    trainer = build(comm, FROM["fsdp 4"], "mlp")
+    kept, then = copies_of(comm, trainer), {}
 
-        def demand(*steps: int) -> None:
-            found = kept.generations()
-            assert [one.step for one in found] == list(steps)
-            for one in found:
-                assert same(one, then[one.step])
+    def demand(*steps: int) -> None:
+        found = kept.generations()
+        assert [one.step for one in found] == list(steps)
+        for one in found:
+            assert same(one, then[one.step])
 
-        def step(number: int) -> None:
-            train(trainer, "mlp", number, number + 1)
-            kept.take(scalars_of(trainer.inspect.engine.state, None, None))
+    def step(number: int) -> None:
+        train(trainer, "mlp", number, number + 1)
+        kept.take(scalars_of(trainer.inspect.engine.state, None, None))
 
-        def complete() -> None:
-            arrive(kept, comm)
-            kept.promote()
-            newest = kept.generations()[0]
-            then[newest.step] = copied(newest.parts)
-
-        demand()
-        step(0)
-        demand()
-        complete()
-        demand(1)
-        step(1)
-        demand(1)  # 2 is under way
-        comm.barrier().wait()
+    def complete() -> None:
         arrive(kept, comm)
-        demand(1)  # 2 has arrived, and not all know
         kept.promote()
-        then[2] = copied(kept.generations()[0].parts)
-        demand(2, 1)
-        step(2)
-        demand(2)  # 3 took the place of 1
-        arrive(kept, comm)
-        kept.abandon()
-        demand(2)
-        kept.abandon()
-        step(3)
-        demand(2)
-        complete()
-        demand(4, 2)
-        assert kept.copying > 0
-        assert kept.travelling >= kept.copying
+        newest = kept.generations()[0]
+        then[newest.step] = copied(newest.parts)
 
-    fsdpx.spawn(body, 4, timeout=60, delays=1)
+    demand()
+    step(0)
+    demand()
+    complete()
+    demand(1)
+    step(1)
+    demand(1)  # 2 is under way
+    comm.barrier().wait()
+    arrive(kept, comm)
+    demand(1)  # 2 has arrived, and not all know
+    kept.promote()
+    then[2] = copied(kept.generations()[0].parts)
+    demand(2, 1)
+    step(2)
+    demand(2)  # 3 took the place of 1
+    arrive(kept, comm)
+    kept.abandon()
+    demand(2)
+    kept.abandon()
+    step(3)
+    demand(2)
+    complete()
+    demand(4, 2)
+    assert kept.copying > 0
+    assert kept.travelling >= kept.copying
 
 
 def same(found: Generation, then: list[Held]) -> bool:
@@ -294,21 +293,19 @@ def same(found: Generation, then: list[Held]) -> bool:
     return all(describe(a) == describe(b) and np.array_equal(bits(a.array), bits(b.array)) for a, b in pairs)
 
 
-def test_calls_out_of_order_are_refused() -> None:
-    def body(comm: Communicator) -> None:
-        trainer = build(comm, FROM["fsdp 2"], "mlp")
-        kept, state = copies_of(comm, trainer), scalars_of(trainer.inspect.engine.state, None, None)
-        assert kept.arrived()
-        with pytest.raises(AssertionError, match="promote without take"):
-            kept.promote()
-        kept.take(state, step=7)
-        with pytest.raises(AssertionError, match="have not been promoted or abandoned"):
-            kept.take(state)
-        arrive(kept, comm)
+@on_ranks(2, timeout=60)
+def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
+    trainer = build(comm, FROM["fsdp 2"], "mlp")
+    kept, state = copies_of(comm, trainer), scalars_of(trainer.inspect.engine.state, None, None)
+    assert kept.arrived()
+    with pytest.raises(AssertionError, match="promote without take"):
         kept.promote()
-        assert [one.step for one in kept.generations()] == [7]
-
-    fsdpx.spawn(body, 2, timeout=60)
+    kept.take(state, step=7)
+    with pytest.raises(AssertionError, match="have not been promoted or abandoned"):
+        kept.take(state)
+    arrive(kept, comm)
+    kept.promote()
+    assert [one.step for one in kept.generations()] == [7]
 
 
 @in_full

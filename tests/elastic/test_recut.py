@@ -5,7 +5,6 @@ import pickle
 import tracemalloc
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from assembled import assembled, bits, demand_equal, elements
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh
@@ -169,37 +169,30 @@ def test_those_that_have_the_same_take_turns() -> None:
 
 
 @pytest.mark.parametrize("here", [[(2, 3), (5, 6), (8, 10)], [(2, 3), (5, 7), (9, 10)], [(1, 3), (4, 40), (41, 42)]])
-def test_pieces_at_irregular_distances(here: list[tuple[int, int]]) -> None:
+@on_ranks(2, timeout=20)
+def test_pieces_at_irregular_distances(comm: Communicator, here: list[tuple[int, int]]) -> None:
     """Rank 1 has a few elements; what it gets for the others is of one size, or nearly."""
+    have = [flat("a", 0, 48)] if comm.rank == 0 else [flat("a", a, b) for a, b in here]
+    want = [] if comm.rank == 0 else [Held("a", np.zeros(48, "float32"), 0, Spec((48,)), 0, 1)]
+    recut(comm, have, want)
+    for part in want:
+        np.testing.assert_array_equal(part.array, np.arange(48))
 
-    def body(comm: Communicator) -> None:
-        have = [flat("a", 0, 48)] if comm.rank == 0 else [flat("a", a, b) for a, b in here]
-        want = [] if comm.rank == 0 else [Held("a", np.zeros(48, "float32"), 0, Spec((48,)), 0, 1)]
+
+@on_ranks(3, timeout=20)
+def test_what_nobody_has_is_said_by_all_and_nothing_moves(comm: Communicator) -> None:
+    have = [flat("a", 0, 12)] if comm.rank == 0 else []
+    want = [flat("a", 8, 16)] if comm.rank == 2 else []
+    with pytest.raises(AssertionError, match=r"name='a', start=8.*held by no rank"):
         recut(comm, have, want)
-        for part in want:
-            np.testing.assert_array_equal(part.array, np.arange(48))
-
-    fsdpx.spawn(body, 2, timeout=20)
 
 
-def test_what_nobody_has_is_said_by_all_and_nothing_moves() -> None:
-    def body(comm: Communicator) -> Any:
-        have = [flat("a", 0, 12)] if comm.rank == 0 else []
-        want = [flat("a", 8, 16)] if comm.rank == 2 else []
-        with pytest.raises(AssertionError, match=r"name='a', start=8.*held by no rank"):
-            recut(comm, have, want)
-
-    fsdpx.spawn(body, 3, timeout=20)
-
-
-def test_formats_are_not_mixed() -> None:
-    def body(comm: Communicator) -> Any:
-        have = [flat("a", 0, 48)] if comm.rank == 0 else []
-        want = [flat("a", 0, 48, kind="float64")] if comm.rank == 1 else []
-        with pytest.raises(AssertionError, match="a is float32 and float64"):
-            recut(comm, have, want)
-
-    fsdpx.spawn(body, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_formats_are_not_mixed(comm: Communicator) -> None:
+    have = [flat("a", 0, 48)] if comm.rank == 0 else []
+    want = [flat("a", 0, 48, kind="float64")] if comm.rank == 1 else []
+    with pytest.raises(AssertionError, match="a is float32 and float64"):
+        recut(comm, have, want)
 
 
 @in_full

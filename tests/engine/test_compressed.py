@@ -13,6 +13,7 @@ import pytest
 from amount import few, in_full, pairs
 from bits import bits
 from models import CASES, KNOWN, make, part
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -90,21 +91,18 @@ def test_a_dry_run_predicts_the_same(name: str, strategy: str) -> None:
 
 @quantised
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_bytes_are_those_of_the_formula(name: str, strategy: str) -> None:
+@on_ranks(3)
+def test_bytes_are_those_of_the_formula(comm: Communicator, name: str, strategy: str) -> None:
     """Per page and rank: what the packed parts of the others have, once, and for all ranks once more."""
-
-    def body(comm: Communicator) -> None:
-        trainer, _ = run(comm, name, strategy, 1, 1)
-        codec, pages = trainer.inspect.placement.route(0).shard, trainer.inspect.placement.pages.values()
-        whole = [[p.size * (r + 1) // 3 - p.size * r // 3 for r in range(3)] for p in pages]
-        foreign = sum(codec.nbytes(n) for counts in whole for r, n in enumerate(counts) if r != comm.rank)
-        moved = trainer.report().traffic
-        axis = "replica" if strategy == "ddp" else "shard"
-        assert moved[axis, "all_to_all"].bytes == foreign
-        if strategy == "ddp":
-            assert moved[axis, "all_gather"].bytes == foreign
-
-    spawn(body, 3)
+    trainer, _ = run(comm, name, strategy, 1, 1)
+    codec, pages = trainer.inspect.placement.route(0).shard, trainer.inspect.placement.pages.values()
+    whole = [[p.size * (r + 1) // 3 - p.size * r // 3 for r in range(3)] for p in pages]
+    foreign = sum(codec.nbytes(n) for counts in whole for r, n in enumerate(counts) if r != comm.rank)
+    moved = trainer.report().traffic
+    axis = "replica" if strategy == "ddp" else "shard"
+    assert moved[axis, "all_to_all"].bytes == foreign
+    if strategy == "ddp":
+        assert moved[axis, "all_gather"].bytes == foreign
 
 
 @in_full
@@ -299,18 +297,16 @@ def test_ranks_that_differ_in_codecs_are_named() -> None:
 
 
 @quantised
-def test_what_is_kept_is_a_row_of_memory(name: str) -> None:
-    def body(comm: Communicator) -> None:
-        trainer, _ = run(comm, name, "hybrid", 1, 1, mesh=Mesh(replica=2, shard=2))
-        codec = trainer.inspect.placement.route(0).shard
-        wanted = sum(
-            sum(codec.memory(n).values())
-            for p in trainer.inspect.placement.pages.values()
-            for n in (p.size, p.mine.size)
-        )
-        assert trainer.report().memory["codec memory"] == 4 * wanted
-
-    spawn(body, 4)
+@on_ranks(4)
+def test_what_is_kept_is_a_row_of_memory(comm: Communicator, name: str) -> None:
+    trainer, _ = run(comm, name, "hybrid", 1, 1, mesh=Mesh(replica=2, shard=2))
+    codec = trainer.inspect.placement.route(0).shard
+    wanted = sum(
+        sum(codec.memory(n).values())
+        for p in trainer.inspect.placement.pages.values()
+        for n in (p.size, p.mine.size)
+    )
+    assert trainer.report().memory["codec memory"] == 4 * wanted
 
 
 def test_a_dynamic_loss_scale_is_refused() -> None:

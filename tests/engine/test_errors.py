@@ -9,6 +9,7 @@ import pytest
 from amount import in_full
 from bits import bits
 from models import CASES, STRATEGIES, alike, make, mlp, part, placed
+from threads import on_ranks
 
 from fsdpx import FakeCommunicator, Mesh, Precision, Sharding, nn, optim, spawn
 from fsdpx.comm import Communicator
@@ -466,24 +467,21 @@ def test_every_verb_has_an_operation() -> None:
     assert set(operations.OPERATIONS) == set(VERBS)
 
 
-def test_a_refused_batch_leaves_no_mark() -> None:
+@on_ranks(2)
+def test_a_refused_batch_leaves_no_mark(comm: Communicator) -> None:
     """Whatever comes next begins anew: the three calls, or nothing to update."""
-
-    def run(comm: Communicator) -> None:
-        trainer = make(comm, "mlp", "ddp")
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
-        with pytest.raises((DataError, ValueError)):
-            trainer.step(x[:, :5], y)
-        with pytest.raises(ConfigError, match="update: there are no gradients"):
-            trainer.update()
-        trainer.backward(np.ones_like(trainer.forward(x)))
+    trainer = make(comm, "mlp", "ddp")
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+    with pytest.raises((DataError, ValueError)):
+        trainer.step(x[:, :5], y)
+    with pytest.raises(ConfigError, match="update: there are no gradients"):
         trainer.update()
-        trainer.forward(x)
-        with pytest.raises(DataError, match="dy has shape"):
-            trainer.backward(np.ones((4, 3)))
-        trainer.step(x, y)
-
-    spawn(run, 2)
+    trainer.backward(np.ones_like(trainer.forward(x)))
+    trainer.update()
+    trainer.forward(x)
+    with pytest.raises(DataError, match="dy has shape"):
+        trainer.backward(np.ones((4, 3)))
+    trainer.step(x, y)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import KNOWN, make, part
+from threads import on_ranks
 
 from fsdpx import Mesh, dry_run, nn, optim, spawn
 from fsdpx.array import blas
@@ -147,34 +148,31 @@ def test_products_of_a_frozen_trunk(monkeypatch: pytest.MonkeyPatch, how: str, g
     assert calls == ["affine"] * 4 + ["linear_backward", "linear_gradients"]
 
 
-def test_freezing_changes_the_program() -> None:
+@on_ranks(2)
+def test_freezing_changes_the_program(comm: Communicator) -> None:
     """`freeze` and `distribute(frozen=...)` run the same step; after `unfreeze` it is the first one again."""
-
-    def run(comm: Communicator) -> None:
-        names = ["0.*", "2.bias"]
-        trainer = make(comm, "mlp", "fsdp", group_bytes=0)
-        x, y = KNOWN["mlp"].batch(np.random.default_rng(0), 8)
-        batch = x[part(comm, 8)], y[part(comm, 8)]
-        first = str(trainer.program)
-        trainer.step(*batch)
-        trainer.freeze("0.*")
-        assert str(trainer.program) == str(make(comm, "mlp", "fsdp", group_bytes=0, frozen=["0.*"]).program) != first
-        trainer.step(*batch)
-        trainer.freeze(*names)
-        trainer.accumulate(*batch)
-        assert not trainer.inspect.engine.state.holding("saved")
-        found = trainer.gradients()
-        assert not np.any(found["0.weight"])
-        assert not np.any(found["2.bias"])
-        assert np.any(found["2.weight"])
-        trainer.update()
-        trainer.freeze("*", undo=True)
-        assert str(trainer.program) == first
-        before = trainer.parameters()
-        trainer.step(*batch)
-        assert all(np.any(trainer.parameters()[name] != before[name]) for name in before)
-
-    spawn(run, 2)
+    names = ["0.*", "2.bias"]
+    trainer = make(comm, "mlp", "fsdp", group_bytes=0)
+    x, y = KNOWN["mlp"].batch(np.random.default_rng(0), 8)
+    batch = x[part(comm, 8)], y[part(comm, 8)]
+    first = str(trainer.program)
+    trainer.step(*batch)
+    trainer.freeze("0.*")
+    assert str(trainer.program) == str(make(comm, "mlp", "fsdp", group_bytes=0, frozen=["0.*"]).program) != first
+    trainer.step(*batch)
+    trainer.freeze(*names)
+    trainer.accumulate(*batch)
+    assert not trainer.inspect.engine.state.holding("saved")
+    found = trainer.gradients()
+    assert not np.any(found["0.weight"])
+    assert not np.any(found["2.bias"])
+    assert np.any(found["2.weight"])
+    trainer.update()
+    trainer.freeze("*", undo=True)
+    assert str(trainer.program) == first
+    before = trainer.parameters()
+    trainer.step(*batch)
+    assert all(np.any(trainer.parameters()[name] != before[name]) for name in before)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
@@ -404,11 +402,9 @@ def test_one_note_names_them(unit: bool) -> None:
     assert [name for name, g in found.items() if not g.any()] == names
 
 
-def test_frozen_ones_are_not_named() -> None:
-    def run(comm: Communicator) -> None:
-        chain = nn.Chain({"a": nn.Linear(6, 6), "b": Stop(), "c": nn.Linear(6, 2)})
-        trainer = chain.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, frozen=["a.weight"])
-        trainer.freeze("a.bias")
-        trainer.step(np.ones((4, 6)), np.ones((4, 2)))
-
-    spawn(run, 2)  # a warning would be an error
+@on_ranks(2)
+def test_frozen_ones_are_not_named(comm: Communicator) -> None:
+    chain = nn.Chain({"a": nn.Linear(6, 6), "b": Stop(), "c": nn.Linear(6, 2)})
+    trainer = chain.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, frozen=["a.weight"])
+    trainer.freeze("a.bias")
+    trainer.step(np.ones((4, 6)), np.ones((4, 2)))

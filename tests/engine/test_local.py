@@ -9,6 +9,7 @@ import pytest
 from amount import few, in_full
 from bits import Bits, bits
 from models import KNOWN, make, part
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Local, Mesh, data, nn, optim, spawn
@@ -292,40 +293,36 @@ def test_rounds_that_cannot_be(options: dict[str, Any], message: str) -> None:
         ({"strategy": Local(within="ddp"), "mesh": Mesh(shard=2)}, "strategy 'ddp' wants a shard axis of width 1"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_on_all_ranks(options: dict[str, Any], message: str | None) -> None:
-    def run(comm: Communicator) -> None:
-        chosen = {"strategy": "diloco", "precision": "float32", **options}
-        if message is None:
-            make(comm, "mlp", **chosen)
-            return
-        with pytest.raises(ConfigError, match=message):
-            make(comm, "mlp", **chosen)
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_what_it_cannot_serve_is_refused_on_all_ranks(comm: Any, options: Any, message: str | None) -> None:
+    chosen = {"strategy": "diloco", "precision": "float32", **options}
+    if message is None:
+        make(comm, "mlp", **chosen)
+        return
+    with pytest.raises(ConfigError, match=message):
+        make(comm, "mlp", **chosen)
 
 
-def test_bad_calls_are_named() -> None:
-    def run(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match="layer '1': it speaks with all ranks in every step; take one that does"):
-            make(comm, "norms", "diloco")
-        with pytest.raises(ConfigError, match=r"ranks differ in pace: rank 0 has every=8, .*, rank 1 has every=9, "):
-            make(comm, "mlp", Local(every=8 + comm.rank))
-        trainer = make(comm, "mlp", Local(every=2, outer=MEAN))
-        steps(trainer, "mlp", (8,))
-        with pytest.raises(ConfigError, match="freeze: replicas have parameters of their own after step 1; call it at"):
-            trainer.freeze("0.*")
-        x, y = KNOWN["mlp"].batch(np.random.default_rng(1), 4)
-        with pytest.raises(DesyncError, match="ranks called different methods: rank 0: step; rank 1: evaluate"):
-            trainer.step(x, y) if comm.rank == 0 else trainer.evaluate(x, y)
-        trainer.step(x, y)
+@on_ranks(2)
+def test_bad_calls_are_named(comm: Communicator) -> None:
+    with pytest.raises(ConfigError, match="layer '1': it speaks with all ranks in every step; take one that does"):
+        make(comm, "norms", "diloco")
+    with pytest.raises(ConfigError, match=r"ranks differ in pace: rank 0 has every=8, .*, rank 1 has every=9, "):
+        make(comm, "mlp", Local(every=8 + comm.rank))
+    trainer = make(comm, "mlp", Local(every=2, outer=MEAN))
+    steps(trainer, "mlp", (8,))
+    with pytest.raises(ConfigError, match="freeze: replicas have parameters of their own after step 1; call it at"):
         trainer.freeze("0.*")
-        before = trainer.parameters()
-        steps(trainer, "mlp", (8, 8))
-        after = trainer.parameters()
-        demand_close(after["0.weight"], before["0.weight"])
-        assert difference(after["2.weight"], before["2.weight"]) is not None
-
-    spawn(run, 2)
+    x, y = KNOWN["mlp"].batch(np.random.default_rng(1), 4)
+    with pytest.raises(DesyncError, match="ranks called different methods: rank 0: step; rank 1: evaluate"):
+        trainer.step(x, y) if comm.rank == 0 else trainer.evaluate(x, y)
+    trainer.step(x, y)
+    trainer.freeze("0.*")
+    before = trainer.parameters()
+    steps(trainer, "mlp", (8, 8))
+    after = trainer.parameters()
+    demand_close(after["0.weight"], before["0.weight"])
+    assert difference(after["2.weight"], before["2.weight"]) is not None
 
 
 def test_a_dry_run_counts_a_round() -> None:

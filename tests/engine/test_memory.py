@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import train
 from models import CASES, STRATEGIES, make, part, placed
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Precision, Sharding, nn, optim, spawn
@@ -220,25 +221,22 @@ def test_the_arena_keeps_by_name() -> None:
 
 
 @in_full
-def test_no_sync_gives_its_memory_back() -> None:
+@on_ranks(2)
+def test_no_sync_gives_its_memory_back(comm: Communicator) -> None:
     """Whole gradients are held while they are local, and by nobody after the update."""
-
-    def run(comm: Communicator) -> None:
-        trainer = make(comm, "mlp", "fsdp", group_bytes=0)
-        batch = CASES["mlp"].batch(np.random.default_rng(0), 4)
-        trainer.step(*batch)
-        before = trainer.report().memory["gradients"]
-        for _ in range(2):
-            with trainer.no_sync():
-                trainer.accumulate(*batch)
-            held = weakref.ref(trainer.inspect.engine.state.ledger.array("grad", 0, "local"))
-            assert trainer.report().memory["gradients"] > before
-            trainer.update()
-            gc.collect()
-            assert held() is None
-            assert trainer.report().memory["gradients"] == before
-
-    spawn(run, 2)
+    trainer = make(comm, "mlp", "fsdp", group_bytes=0)
+    batch = CASES["mlp"].batch(np.random.default_rng(0), 4)
+    trainer.step(*batch)
+    before = trainer.report().memory["gradients"]
+    for _ in range(2):
+        with trainer.no_sync():
+            trainer.accumulate(*batch)
+        held = weakref.ref(trainer.inspect.engine.state.ledger.array("grad", 0, "local"))
+        assert trainer.report().memory["gradients"] > before
+        trainer.update()
+        gc.collect()
+        assert held() is None
+        assert trainer.report().memory["gradients"] == before
 
 
 WIDTH, ROWS, RANKS = 64, 4, 4

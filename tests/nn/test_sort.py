@@ -5,6 +5,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import on_ranks
 
 from fsdpx import FakeCommunicator, nn, shapes, spawn
 from fsdpx.errors import ShapeError
@@ -316,18 +317,16 @@ def test_what_is_moved():
         np.testing.assert_array_equal(whole, want)
 
 
-def test_one_rank_copies_nothing():
-    def body(comm):
-        x = np.ones((2, 4))
-        for move in (moves.copy, moves.sum):
-            assert move(np, comm, x) is x
-        for move in (moves.gather, moves.scatter_sum, moves.join):
-            assert move(np, comm, x, 1) is x
-        assert np.shares_memory(moves.cut(np, comm, x, 1), x)
-        assert moves.exchange(np, comm, x, 0, 1) is x
-        assert moves.dispatch(np, comm, x, [2], [2]) is x
-
-    spawn(body, 1)
+@on_ranks(1)
+def test_one_rank_copies_nothing(comm):
+    x = np.ones((2, 4))
+    for move in (moves.copy, moves.sum):
+        assert move(np, comm, x) is x
+    for move in (moves.gather, moves.scatter_sum, moves.join):
+        assert move(np, comm, x, 1) is x
+    assert np.shares_memory(moves.cut(np, comm, x, 1), x)
+    assert moves.exchange(np, comm, x, 0, 1) is x
+    assert moves.dispatch(np, comm, x, [2], [2]) is x
 
 
 def test_shapes_without_data():

@@ -19,6 +19,7 @@ import pytest
 from amount import in_full
 from bits import bits
 from models import CASES, make, part
+from threads import on_ranks
 from trials import ROOT
 
 import fsdpx
@@ -166,27 +167,25 @@ def counted(imported: Imported) -> int:
         return int(tables.execute(query).fetchone()[0])
 
 
-def test_events_are_the_program_and_their_bytes_all_that_moved(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> None:
-        trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
-        turns = list(trainer.inspect.engine.recording.turns)
-        assert [turn.number for turn in turns] == [0, 1]
-        assert all(turn.complete for turn in turns)
-        place = TracePlace.of(trainer.inspect.placement.axes)
-        moved = 0
-        for turn in turns:
-            events = events_of(turn, place)
-            assert [event.action for event in events] == list(turn.program.actions)
-            computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
-            assert all(before.end <= after.start for before, after in pairwise(computing))
-            moved += sum(event.nbytes for event in events)
-        counted = {call: n.bytes for (axis, call), n in trainer.report().traffic.items() if axis == "shard"}
-        assert sum(counted.values()) <= moved <= trainer.inspect.placement.axes.counters.total
-        keys = comm.all_gather_object([event.key for event in events if VERBS[event.action.op].lane == "shard"])
-        assert len(keys[0]) > 0
-        assert all(other == keys[0] for other in keys)
-
-    spawn(run, 3)
+@on_ranks(3)
+def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicator, tmp_path: Path) -> None:
+    trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
+    turns = list(trainer.inspect.engine.recording.turns)
+    assert [turn.number for turn in turns] == [0, 1]
+    assert all(turn.complete for turn in turns)
+    place = TracePlace.of(trainer.inspect.placement.axes)
+    moved = 0
+    for turn in turns:
+        events = events_of(turn, place)
+        assert [event.action for event in events] == list(turn.program.actions)
+        computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
+        assert all(before.end <= after.start for before, after in pairwise(computing))
+        moved += sum(event.nbytes for event in events)
+    counted = {call: n.bytes for (axis, call), n in trainer.report().traffic.items() if axis == "shard"}
+    assert sum(counted.values()) <= moved <= trainer.inspect.placement.axes.counters.total
+    keys = comm.all_gather_object([event.key for event in events if VERBS[event.action.op].lane == "shard"])
+    assert len(keys[0]) > 0
+    assert all(other == keys[0] for other in keys)
 
 
 def test_a_message_is_not_sent_after_it_came() -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from amount import in_full
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -46,64 +47,56 @@ def step(trainer: Any, seed: int = 0) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-def test_rows_follow_the_placement(strategy: str) -> None:
+@on_ranks(2)
+def test_rows_follow_the_placement(comm: Communicator, strategy: str) -> None:
     """Lifetimes and owners are those of the strategy; every row that is kept has an array of its size."""
-
-    def run(comm: Communicator) -> None:
-        state = make(comm, strategy).inspect.engine.state
-        whole = state.placement.axes.shard.size == 1
-        for row in state.ledger:
-            array = state.ledger.arrays.get(row.key)
-            assert (array is not None) == (row.kept and not row.passing)
-            assert array is None or (array.size, array.dtype) == (row.elements, row.dtype)
-        kept = {kind: {row.kept for row in state.ledger if row.key.kind == kind} for kind in ("full", "grad")}
-        assert kept["full"] == {whole or strategy in ("zero1", "zero2")}
-        assert kept["grad"] == {whole or strategy in ("ddp", "zero1")}
-        spans = {row.span.size for row in state.ledger if row.key == Key("slot", 0, "m")}
-        assert spans == {state.placement.pages[0].mine.size}
-        assert {row.owner for row in state.ledger if row.key.kind == "grad"} == {"private"}
-        assert {row.owner for row in state.ledger if row.key.kind == "statistic"} == {"all"}
-
-    spawn(run, 2)
+    state = make(comm, strategy).inspect.engine.state
+    whole = state.placement.axes.shard.size == 1
+    for row in state.ledger:
+        array = state.ledger.arrays.get(row.key)
+        assert (array is not None) == (row.kept and not row.passing)
+        assert array is None or (array.size, array.dtype) == (row.elements, row.dtype)
+    kept = {kind: {row.kept for row in state.ledger if row.key.kind == kind} for kind in ("full", "grad")}
+    assert kept["full"] == {whole or strategy in ("zero1", "zero2")}
+    assert kept["grad"] == {whole or strategy in ("ddp", "zero1")}
+    spans = {row.span.size for row in state.ledger if row.key == Key("slot", 0, "m")}
+    assert spans == {state.placement.pages[0].mine.size}
+    assert {row.owner for row in state.ledger if row.key.kind == "grad"} == {"private"}
+    assert {row.owner for row in state.ledger if row.key.kind == "statistic"} == {"all"}
 
 
-def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update() -> None:
+@on_ranks(2)
+def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update(comm: Communicator) -> None:
     """Activations are gone by then, and so is their memory when the next ones are made."""
+    trainer = make(comm, "fsdp")
+    ledger, seen = trainer.inspect.engine.state.ledger, dict[str, int]()
+    parts = [row.key for row in ledger if row.key.kind == "part"]
 
-    def run(comm: Communicator) -> None:
-        trainer = make(comm, "fsdp")
-        ledger, seen = trainer.inspect.engine.state.ledger, dict[str, int]()
-        parts = [row.key for row in ledger if row.key.kind == "part"]
+    def held() -> int:
+        return sum(key in ledger.arrays for key in parts)
 
-        def held() -> int:
-            return sum(key in ledger.arrays for key in parts)
-
-        trainer.inspect.engine.observers.append(lambda action: seen.update({str(action): held()}))
-        before = trainer.report().memory
-        step(trainer, 0)
-        first = len(parts) - 1
-        assert seen[f"B{first}.0"] == 0
-        assert [seen[f"REDUCE{p}"] for p in range(first, -1, -1)] == list(range(1, len(parts) + 1))
-        assert seen["SCALE"] == len(parts)
-        assert held() == 0
-        assert trainer.report().memory["gradients"] == before["gradients"] == sum(ledger.rows[k].nbytes for k in parts)
-
-    spawn(run, 2)
+    trainer.inspect.engine.observers.append(lambda action: seen.update({str(action): held()}))
+    before = trainer.report().memory
+    step(trainer, 0)
+    first = len(parts) - 1
+    assert seen[f"B{first}.0"] == 0
+    assert [seen[f"REDUCE{p}"] for p in range(first, -1, -1)] == list(range(1, len(parts) + 1))
+    assert seen["SCALE"] == len(parts)
+    assert held() == 0
+    assert trainer.report().memory["gradients"] == before["gradients"] == sum(ledger.rows[k].nbytes for k in parts)
 
 
-def test_a_row_inside_another_has_no_memory_of_its_own() -> None:
-    def run(comm: Communicator) -> None:
-        state = make(comm, "zero1").inspect.engine.state
-        for p, page in state.placement.pages.items():
-            master, full = state.ledger.array("master", p), state.ledger.array("full", p)
-            assert np.shares_memory(master, full)
-            assert master.size == page.mine.size
-            if page.page.trainable:
-                assert np.shares_memory(state.ledger.array("part", p), state.ledger.array("grad", p))
-        parameters = sum(page.size for page in state.placement.pages.values()) * F32.itemsize
-        assert state.nbytes()["parameters"] == parameters
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_a_row_inside_another_has_no_memory_of_its_own(comm: Communicator) -> None:
+    state = make(comm, "zero1").inspect.engine.state
+    for p, page in state.placement.pages.items():
+        master, full = state.ledger.array("master", p), state.ledger.array("full", p)
+        assert np.shares_memory(master, full)
+        assert master.size == page.mine.size
+        if page.page.trainable:
+            assert np.shares_memory(state.ledger.array("part", p), state.ledger.array("grad", p))
+    parameters = sum(page.size for page in state.placement.pages.values()) * F32.itemsize
+    assert state.nbytes()["parameters"] == parameters
 
 
 def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from amount import in_full
 from bits import Bits, bits
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Async, Gossip, Mesh, nn, optim, spawn
@@ -252,12 +253,10 @@ PREFIX = r"strategy Async\(staleness=0, by_staleness=False\): "
         ({"elastic": True}, PREFIX.replace(": ", "") + ": elastic ranks step together; leave elastic out"),
     ],
 )
-def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(options: dict[str, Any], wrong: str) -> None:
-    def run(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match=wrong):
-            make(comm, Async(staleness=0), **options)
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(comm: Any, options: Any, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        make(comm, Async(staleness=0), **options)
 
 
 @pytest.mark.parametrize(
@@ -267,12 +266,10 @@ def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(options: dict[str, 
         ("gossip", r"strategy Gossip\(every=1\): the pipe axis of 2 ranks keeps step; leave it out"),
     ],
 )
-def test_no_strategy_of_ranks_apart_serves_a_pipe(strategy: str, words: str) -> None:
-    def run(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match=words):
-            make(comm, strategy, mesh=Mesh(pipe=2))
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_no_strategy_of_ranks_apart_serves_a_pipe(comm: Communicator, strategy: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(comm, strategy, mesh=Mesh(pipe=2))
 
 
 class Without(Wrapper):
@@ -282,12 +279,10 @@ class Without(Wrapper):
 
 
 @pytest.mark.parametrize("strategy", ["async", "gossip"])
-def test_ranks_without_one_sided_operations_are_told_on_all_ranks(strategy: str) -> None:
-    def run(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match=r"a window on .*, which has no one-sided operations: use "):
-            make(Without(comm), strategy)
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_ranks_without_one_sided_operations_are_told_on_all_ranks(comm: Communicator, strategy: str) -> None:
+    with pytest.raises(ConfigError, match=r"a window on .*, which has no one-sided operations: use "):
+        make(Without(comm), strategy)
 
 
 @pytest.mark.parametrize(
@@ -307,17 +302,15 @@ def test_bad_choices_are_named(wrong: Callable[[], Any], text: str) -> None:
         wrong()
 
 
-def test_what_is_no_whole_step_is_refused() -> None:
-    def run(comm: Communicator) -> None:
-        trainer = make(comm, "async", optimizer=optim.LAMB())
-        with pytest.raises(ConfigError, match="accumulate: ranks that step at their own speed train by whole steps"):
-            trainer.accumulate(X, Y)
-        with pytest.raises(
-            ConfigError, match="needs norms of whole parameters, which asynchronous ranks have in shards"
-        ):
-            trainer.step(X, Y)
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_what_is_no_whole_step_is_refused(comm: Communicator) -> None:
+    trainer = make(comm, "async", optimizer=optim.LAMB())
+    with pytest.raises(ConfigError, match="accumulate: ranks that step at their own speed train by whole steps"):
+        trainer.accumulate(X, Y)
+    with pytest.raises(
+        ConfigError, match="needs norms of whole parameters, which asynchronous ranks have in shards"
+    ):
+        trainer.step(X, Y)
 
 
 # -- processes: through the memory of a machine, and through windows of MPI

@@ -9,6 +9,7 @@ import pytest
 from amount import in_full
 from bits import Bits, bits
 from ranks import from_rank_0
+from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -135,28 +136,24 @@ def test_a_state_is_re_cut_in_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MAKE if name != "Muon"])  # whose v of matrices is never written
-def test_frozen_parameters_keep_their_state(name: str) -> None:
-    def run(comm: Communicator) -> None:
-        trainer = make(comm, name)
-        train(trainer, 1)
-        trainer.freeze("2.*")
-        before = {one.name: one.array.copy() for one in held(trainer.inspect.engine.state)}
-        train(trainer, 1)
-        for one in held(trainer.inspect.engine.state):
-            assert np.array_equal(one.array, before[one.name]) == ("2." in one.name), one.name
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_frozen_parameters_keep_their_state(comm: Communicator, name: str) -> None:
+    trainer = make(comm, name)
+    train(trainer, 1)
+    trainer.freeze("2.*")
+    before = {one.name: one.array.copy() for one in held(trainer.inspect.engine.state)}
+    train(trainer, 1)
+    for one in held(trainer.inspect.engine.state):
+        assert np.array_equal(one.array, before[one.name]) == ("2." in one.name), one.name
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    def run(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match="Muon needs whole parameters, the tensor axis of 2 ranks cuts t"):
-            make(comm, "Muon", mesh=Mesh(tensor=2), chunks=None, tensor_plan={"0": nn.Column, "2": nn.Row})
-        make(comm, "LAMB").save(tmp_path / "a")
-        with pytest.raises(CheckpointError, match="LAMB with slots m, v in the checkpoint"):
-            make(comm, "LAMB", optimizer=optim.SGD()).load(tmp_path / "a")
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_what_does_not_fit_is_named(comm: Communicator, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Muon needs whole parameters, the tensor axis of 2 ranks cuts t"):
+        make(comm, "Muon", mesh=Mesh(tensor=2), chunks=None, tensor_plan={"0": nn.Column, "2": nn.Row})
+    make(comm, "LAMB").save(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="LAMB with slots m, v in the checkpoint"):
+        make(comm, "LAMB", optimizer=optim.SGD()).load(tmp_path / "a")
 
 
 @pytest.mark.world
@@ -191,22 +188,20 @@ def train_averaging(trainer: fsdpx.Trainer, steps: int = 5) -> list[dict[str, np
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 @pytest.mark.parametrize("average", [fsdpx.EMA(0.8), fsdpx.SWA(start=2, every=2)])
-def test_they_are_the_means_of_what_training_went_through(strategy: str, average: Any) -> None:
-    def run(comm: Communicator) -> None:
-        trainer = make_averaging(comm, strategy=strategy, average=average)
-        path = train_averaging(trainer)
-        mine, last = trainer.parameters(with_="average"), trainer.parameters()
-        for name, array in mine.items():
-            if isinstance(average, fsdpx.SWA):
-                want = (path[2][name] + path[4][name]) / 2
-            else:
-                want = path[1][name]
-                for now in path[2:]:
-                    want = 0.8 * want + 0.2 * now[name]
-            np.testing.assert_allclose(array, want, rtol=1e-5, atol=1e-6)
-            np.testing.assert_array_equal(last[name], path[-1][name])
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_they_are_the_means_of_what_training_went_through(comm: Communicator, strategy: str, average: Any) -> None:
+    trainer = make_averaging(comm, strategy=strategy, average=average)
+    path = train_averaging(trainer)
+    mine, last = trainer.parameters(with_="average"), trainer.parameters()
+    for name, array in mine.items():
+        if isinstance(average, fsdpx.SWA):
+            want = (path[2][name] + path[4][name]) / 2
+        else:
+            want = path[1][name]
+            for now in path[2:]:
+                want = 0.8 * want + 0.2 * now[name]
+        np.testing.assert_allclose(array, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(last[name], path[-1][name])
 
 
 def test_evaluation_and_prediction_with_them() -> None:
@@ -295,49 +290,43 @@ def test_both_can_be_saved(tmp_path: Path) -> None:
     assert set(spawn(load, 2)) == {after}
 
 
-def test_parameters_that_are_frozen_for_a_while_keep_their_average() -> None:
-    def run(comm: Communicator) -> None:
-        trainer = make_averaging(comm)
-        trainer.freeze("0.*")
-        first = train_averaging(trainer, 2)[0]
-        found = trainer.parameters(with_="average")
-        np.testing.assert_array_equal(found["0.weight"], first["0.weight"])
-        assert not np.array_equal(found["2.weight"], first["2.weight"])
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_parameters_that_are_frozen_for_a_while_keep_their_average(comm: Communicator) -> None:
+    trainer = make_averaging(comm)
+    trainer.freeze("0.*")
+    first = train_averaging(trainer, 2)[0]
+    found = trainer.parameters(with_="average")
+    np.testing.assert_array_equal(found["0.weight"], first["0.weight"])
+    assert not np.array_equal(found["2.weight"], first["2.weight"])
 
 
-def test_an_error_puts_the_parameters_back() -> None:
-    def run(comm: Communicator) -> None:
-        trainer = make_averaging(comm)
-        train_averaging(trainer)
-        before = bits(trainer)
+@on_ranks(1)
+def test_an_error_puts_the_parameters_back(comm: Communicator) -> None:
+    trainer = make_averaging(comm)
+    train_averaging(trainer)
+    before = bits(trainer)
 
-        def fail(action: Any) -> None:
-            raise RuntimeError("on purpose")
+    def fail(action: Any) -> None:
+        raise RuntimeError("on purpose")
 
-        trainer.inspect.engine.observers.append(fail)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            trainer.evaluate(*part(trainer), with_="average")
-        trainer.inspect.engine.observers.clear()
-        assert bits(trainer) == before
-
-    spawn(run, 1)
+    trainer.inspect.engine.observers.append(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.evaluate(*part(trainer), with_="average")
+    trainer.inspect.engine.observers.clear()
+    assert bits(trainer) == before
 
 
-def test_what_cannot_be_is_refused() -> None:
-    def run(comm: Communicator) -> None:
-        trainer = make_averaging(comm, average=None)
-        with pytest.raises(ConfigError, match=r"no average is kept; say distribute\(..., average=fsdpx.EMA\(0.999\)\)"):
-            trainer.evaluate(*part(trainer), with_="average")
-        with pytest.raises(ConfigError, match="with_='ema': choose parameters or average"):
-            trainer.predict(X, with_="ema")
-        with pytest.raises(ConfigError, match="weights alone have no place in the data; leave loader out"):
-            trainer.save("nowhere", loader=object(), with_="average")
-        with pytest.raises(ConfigError, match=r"average=0.9: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"):
-            make_averaging(comm, average=0.9)
-        differs = r"ranks differ in average: rank 0 has EMA\(decay=0\), rank 1 has EMA\(decay=0.1\)"
-        with pytest.raises(ConfigError, match=differs):
-            make_averaging(comm, average=fsdpx.EMA(comm.rank / 10 if comm.rank else 0))
-
-    spawn(run, 2)
+@on_ranks(2)
+def test_what_cannot_be_is_refused(comm: Communicator) -> None:
+    trainer = make_averaging(comm, average=None)
+    with pytest.raises(ConfigError, match=r"no average is kept; say distribute\(..., average=fsdpx.EMA\(0.999\)\)"):
+        trainer.evaluate(*part(trainer), with_="average")
+    with pytest.raises(ConfigError, match="with_='ema': choose parameters or average"):
+        trainer.predict(X, with_="ema")
+    with pytest.raises(ConfigError, match="weights alone have no place in the data; leave loader out"):
+        trainer.save("nowhere", loader=object(), with_="average")
+    with pytest.raises(ConfigError, match=r"average=0.9: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"):
+        make_averaging(comm, average=0.9)
+    differs = r"ranks differ in average: rank 0 has EMA\(decay=0\), rank 1 has EMA\(decay=0.1\)"
+    with pytest.raises(ConfigError, match=differs):
+        make_averaging(comm, average=fsdpx.EMA(comm.rank / 10 if comm.rank else 0))
