@@ -114,13 +114,13 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
     if not shown:
         raise ConfigError("draw: there is no event that takes time")
     names = [f"rank {rank}" for rank in range(max(event.rank for event in shown) + 1)]
-    return save(figure([StepLanes(title, shown, names)]), path)
+    return Path(save(figure([StepLanes(title, shown, names)]), path))
 
 
-def save(drawn: Any, path: str | Path) -> Path:
-    """Write a figure; returns its path."""
+def save(drawn: Any, path: Any) -> Any:
+    """Write a figure to a path or a file, and return that."""
     drawn.savefig(path, dpi=160, facecolor=drawn.get_facecolor())
-    return Path(path)
+    return path
 
 
 def figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
