@@ -33,6 +33,24 @@ def test_its_paths_exist() -> None:
     assert missing(text, ROOT) == []
 
 
+def strangers(text: str, root: Path) -> list[str]:
+    """What a page says to be in a file, as in "`name` in `fsdpx/file.py`", and is not."""
+    named = re.findall(r"`([\w.]+)`(?: of [^`|;.]*| and [^`|;.]*)? in `(fsdpx/[\w/]+\.py)`", text)
+    return [f"{name} in {path}" for name, path in named if name.split(".")[-1] not in (root / path).read_text()]
+
+
+@needs_page
+def test_what_it_names_is_where_it_says() -> None:
+    assert strangers(PAGE.read_text(), ROOT) == []
+
+
+def test_what_is_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "fsdpx").mkdir()
+    (tmp_path / "fsdpx" / "a.py").write_text("def here(): ...")
+    text = "`A.here` in `fsdpx/a.py`, `gone` of the step in `fsdpx/a.py`; `here` and a method in `fsdpx/a.py`"
+    assert strangers(text, tmp_path) == ["gone in fsdpx/a.py"]
+
+
 @needs_page
 def test_every_folder_is_on_it() -> None:
     assert unnamed(PAGE.read_text(), ROOT) == []
