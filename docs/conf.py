@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import terms
 
 from fsdpx.version import __version__
 
@@ -55,3 +58,4 @@ def _escaped(line):
 
 def setup(app):
     app.connect("autodoc-process-docstring", plain)
+    app.connect("doctree-resolved", terms.on_page)
