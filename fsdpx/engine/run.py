@@ -132,6 +132,10 @@ class Activations:
         self._users: dict[int, int] = {}
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
+    def held(self) -> dict[Slot, dict[int, int]]:
+        """Slot -> (identity -> bytes) of the memory behind what lies there now."""
+        return dict(self._held)
+
     def within(self, arena: Arena) -> None:
         """A program begins whose buffers lie there."""
         state = (arena.generation, len(arena.kept))

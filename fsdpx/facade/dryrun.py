@@ -6,11 +6,10 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
-from itertools import cycle
 from typing import Any
 from zlib import crc32
 
@@ -18,16 +17,14 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
-from fsdpx.comm.calls import Transfer
-from fsdpx.engine.run import Activations, is_activation
 from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import distribute
 from fsdpx.files import typed
 from fsdpx.native import image
 from fsdpx.nn.layer import Layer
-from fsdpx.program import Action, Program
-from fsdpx.program.pipeline import Slots
-from fsdpx.shapes.array import Meter, metered
+from fsdpx.plan.peak import Peak, PeakWatch
+from fsdpx.program import Program
+from fsdpx.shapes.array import metered
 from fsdpx.state import tuning
 from fsdpx.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.trainer.fit import passing
@@ -143,7 +140,8 @@ system (see array/arena.py) and none of them is moved. As measured on transforme
 class DryRun:
     """program: the step. report: counted traffic and memory of one step. activations: most bytes of activations alive
     at once between actions, in forward outputs, what backward keeps, and their gradients. passing: most bytes beside
-    the arena at any time, with what layers need while they compute. ranks_here: ranks of this rank's host."""
+    the arena at any time, with what layers need while they compute. ranks_here: ranks of this rank's host. peak: when
+    most memory is held, what, and whose."""
 
     program: Program
     report: Report
@@ -151,6 +149,7 @@ class DryRun:
     activations: int
     passing: int
     ranks_here: int
+    peak: Peak
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -207,13 +206,14 @@ def dry_run(
     with metered() as meter:
         trainer = distribute(model, comm=comm, device="shape", **options)
         trainer.inspect.reset()
-        alive = _watched(trainer, meter)
+        watch = PeakWatch(trainer, meter)
         trainer.step(_shapes(x), _shapes(y))
     program = trainer.inspect.engine.ran
     assert program is not None
     machine = comm.machine if isinstance(comm, FakeNode) else [rank]
     passes = passing(trainer.inspect.engine.state, meter)
-    return DryRun(program, trainer.report(), trainer, alive.most, passes, len(machine))
+    most, peak = watch.activations.most, watch.peak()
+    return DryRun(program, trainer.report(), trainer, most, passes, len(machine), peak)
 
 
 def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
@@ -223,33 +223,6 @@ def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
     if min(ranks, ranks_per_host) == 1 or not environment.read().shares_memory or not 0 <= rank < ranks:
         return FakeCommunicator(rank, ranks)
     return FakeNode(rank, [one // ranks_per_host for one in range(ranks)])
-
-
-def _watched(trainer: Trainer, meter: Meter) -> Activations:
-    """Follows activations from now on. The meter's peak begins with the first action: checking the batch made shapes,
-    too."""
-    alive, engine = Activations(), trainer.inspect.engine
-    ran: Program | None = None
-    slots_of: Iterator[Slots] = iter(())
-
-    def look(_: Action) -> None:
-        nonlocal ran, slots_of
-        if ran is None:
-            meter.peak = meter.live
-        if ran is not engine.ran:
-            ran = engine.ran
-            assert ran is not None
-            slots_of = cycle(ran.slots)
-        slots, store = next(slots_of), engine.state.store
-        alive.within(engine.state.arena)
-        for slot in slots.takes:
-            alive.take(slot)
-        for slot in filter(is_activation, (*slots.gives, *slots.adds)):
-            value = store[slot]
-            alive.give(slot, value.finish() if isinstance(value, Transfer) else value)  # on its way, or there
-
-    engine.observers.append(look)
-    return alive
 
 
 def _shapes(spec: Any) -> Any:

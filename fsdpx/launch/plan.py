@@ -19,6 +19,7 @@ from fsdpx.launch.show import parse_recompute
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.fit import fit_report
 from fsdpx.plan.measuring import machine_text, measured
+from fsdpx.plan.peak import lowered_text
 from fsdpx.plan.prediction import prepared
 from fsdpx.plan.searching import MOST
 
@@ -68,7 +69,13 @@ def plan_job(args: argparse.Namespace) -> str:
         dry = prepared(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best.words}"
         print(draw_step(dry, dry.on(found.machine), title, args.png), file=sys.stderr)
-    return json.dumps(found.as_json(), indent=1) if args.json else f"{args.example}: {example.about}\n{found}"
+    best = found.best.prediction
+    changes = best.lowered()
+    if args.json:
+        more = {"peak": best.peak.as_json(), "lower": [one.as_json() for one in changes]}
+        return json.dumps(found.as_json() | more, indent=1)
+    explained = f"{best.peak}\n\n{lowered_text(changes, best.memory, best.seconds)}"
+    return f"{args.example}: {example.about}\n{found}\n\nof the quickest {explained}"
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:

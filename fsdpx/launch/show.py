@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from fsdpx.launch.drawing import draw_step
 from fsdpx.layout.grid import Grid
 from fsdpx.layout.tree import chunks_of
 from fsdpx.plan.machine import Machine
+from fsdpx.plan.peak import Change, lowered, lowered_text
 from fsdpx.plan.prediction import prepared
 from fsdpx.program import SCHEDULES, Costs, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.state.tuning import bytes_text, table
@@ -78,16 +80,35 @@ def show(args: argparse.Namespace) -> str:
     def count(changes: dict[str, Any]) -> int:
         return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).footprint.pss
 
+    def peak(changes: dict[str, Any]) -> tuple[int, None]:
+        return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).peak.nbytes, None
+
+    changes = lowered(options, rows, peak)
+    if args.json:
+        return json.dumps(_as_json(args, run, rows, changes), indent=1)
     budget = _budget(run, args.memory, partial(remedies, options, count, rows=rows))
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     head += "" if space is None else f", with {' x '.join(map(str, space.parts.local(space.place)))} cells of {space}"
-    parts = [head, _program(run), _units(run), _traffic(run), _memory(run), str(run.footprint)]
-    parts[-1] += budget
+    parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
+    parts += [str(run.peak), lowered_text(changes, run.peak.nbytes), f"{run.footprint}{budget}"]
     schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
     parts += [_drawn(args, example, batch * prod(dims), options)] if args.png else []
     return "\n\n".join(parts)
+
+
+def _as_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[Change]) -> dict[str, Any]:
+    """The same for programs."""
+    moved = [{"axis": axis, "call": call, **vars(n)} for (axis, call), n in sorted(run.report.traffic.items())]
+    process = {name: {"rss": part.rss, "pss": part.pss} for name, part in run.footprint.parts.items()}
+    axes = run.trainer.inspect.placement.axes
+    return {
+        "model": args.example, "strategy": args.strategy, "rank": axes.world.rank, "ranks": axes.world.size,
+        "mesh": {axis: axes.mesh.width(axis) for axis in AXES}, "samples": rows, "program": str(run.program).split(),
+        "traffic": moved, "memory": run.report.memory, "activations": run.activations, "disk": run.report.disk,
+        "peak": run.peak.as_json(), "lower": [one.as_json() for one in changes], "process": process,
+    }  # fmt: skip
 
 
 def _options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int) -> dict[str, Any]:

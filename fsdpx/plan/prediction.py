@@ -22,6 +22,7 @@ from fsdpx.engine.run import lives
 from fsdpx.errors import ConfigError
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
+from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
 from fsdpx.plan.seconds import Lines, StepTimes
 from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
 from fsdpx.program.count import filled
@@ -47,18 +48,23 @@ CONTROL = "world"
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that do the same. rank: one of them. memory: kind -> bytes at the step's peak. traffic: (axis, call) ->
-    (calls, bytes) of a step."""
+    """Ranks that do the same. rank: one of them. peak: when it holds most memory, what, and whose. traffic: (axis,
+    call) -> (calls, bytes) of a step."""
 
     rank: int
     place: Coordinates
-    memory: Mapping[str, int]
+    peak: Peak
     traffic: Mapping[tuple[str, str], tuple[int, int]]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Kind -> bytes at the step's peak."""
+        return self.peak.memory
 
     @property
     def nbytes(self) -> int:
         """Memory in all."""
-        return sum(self.memory.values())
+        return self.peak.nbytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Prediction:
     classes : of equal ranks
     mesh, microbatches : as they are filled in
     events : when each action of each rank of the pipe runs, of as many microbatches as were simulated
+    step : what was asked for
     """
 
     seconds: float
@@ -82,6 +89,7 @@ class Prediction:
     mesh: Mesh
     microbatches: int
     machine: Machine
+    step: WorldStep = field(repr=False)
     events: tuple[Event, ...] = field(repr=False, default=())
 
     @property
@@ -105,6 +113,25 @@ class Prediction:
                     sent[axis] = sent.get(axis, 0) + nbytes
             found |= {axis: max(nbytes, found.get(axis, 0)) for axis, nbytes in sent.items()}
         return found
+
+    @property
+    def peak(self) -> Peak:
+        """When a rank of the class with most memory holds it, what, and whose. Printed, a table."""
+        return self.worst.peak
+
+    def lowered(self) -> list[Change]:
+        """Which single choices would lower the peak, to how many bytes and at what time of a step, most first. Each is
+        a prediction of its own."""
+        step = self.step
+
+        def count(changes: dict[str, Any]) -> tuple[int, float | None]:
+            found = self
+            if changes:
+                other = WorldStep.of(step.model, step.batch, step.mesh.size, step.options | changes)
+                found = Dry.of(other).on(self.machine)
+            return found.memory, None if "offload" in changes else found.seconds  # machines say nothing of disks
+
+        return lowered(step.options, step.rows(self.mesh.width("data") - 1), count)
 
     @property
     def bubble(self) -> float:
@@ -164,8 +191,7 @@ def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **o
     batch = batch_of(batch)
     model, options["loss"] = native(model, options.get("loss"))
     chosen = _options(batch, gpu, options)
-    mesh, chunks = (chosen["mesh"] or Mesh()).filled(chosen["strategy"], ranks), chosen.get("chunks")
-    return Dry.of(WorldStep(model, batch, mesh, microbatches_of(chosen["microbatches"], chunks, mesh), chosen))
+    return Dry.of(WorldStep.of(model, batch, ranks, chosen))
 
 
 def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +260,12 @@ class WorldStep:
     microbatches: int
     options: dict[str, Any]
 
+    @classmethod
+    def of(cls, model: nn.Layer, batch: tuple[Any, Any], ranks: int, options: dict[str, Any]) -> WorldStep:
+        """With the mesh and the microbatches that these options mean."""
+        mesh = (options["mesh"] or Mesh()).filled(options["strategy"], ranks)
+        return cls(model, batch, mesh, microbatches_of(options["microbatches"], options.get("chunks"), mesh), options)
+
     @property
     def samples(self) -> int:
         return int(self.batch[0][0][0])
@@ -283,17 +315,17 @@ class WorldStep:
             trainer = Trainer(FixedRanks(made(recipe, FakeCommunicator(rank, self.mesh.size))))
             trainer.inspect.reset()
             costing.watch(trainer, meter)
+            watch = PeakWatch(trainer, meter)
             trainer.step(*(ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self.batch))
         report = trainer.report()
         state = trainer.inspect.engine.state
         meter.peak = max(meter.peak, *(most for most, _ in costing.alive))
-        activations = passing(state, meter)
-        memory, arena = {**report.memory, "activations": activations}, meter.peak - activations
+        arena = meter.peak - passing(state, meter)
         traffic = {key: (one.calls, one.bytes) for key, one in report.traffic.items() if key[0] != CONTROL}
         program = trainer.inspect.engine.ran
         assert program is not None
         alive = [(most - arena, after - arena) for most, after in costing.alive]
-        found = RankClass(rank, place, memory, traffic)
+        found = RankClass(rank, place, watch.peak(), traffic)
         return _Run(found, dict(costing.costs), alive, trainer._session, {microbatches: program})
 
 
@@ -330,7 +362,7 @@ class Dry:
             classes = [_grown(run, few, each, times, rows * step.sample_bytes) for run in runs]
         overhead = machine.compute.overhead
         parts = {"overhead": overhead, **parts}
-        found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, tuple(events)
+        found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, step, tuple(events)
         return Prediction(*found)
 
     def held(self, prediction: Prediction) -> list[dict[str, list[tuple[float, int]]]]:
@@ -379,8 +411,8 @@ def _grown(run: _Run, few: int, each: int, times: int, nbytes: int) -> RankClass
             if axis != CONTROL:
                 traffic[axis, call][0] += calls * more * times
                 traffic[axis, call][1] += moved * more * times
-    memory = {**run.found.memory, "activations": run.found.memory["activations"] + nbytes}
-    return replace(run.found, memory=memory, traffic={key: (both[0], both[1]) for key, both in traffic.items()})
+    counted = {key: (both[0], both[1]) for key, both in traffic.items()}
+    return replace(run.found, peak=run.found.peak.larger(nbytes), traffic=counted)
 
 
 def _actions(program: Program, few: int) -> dict[Action, int]:

@@ -43,7 +43,7 @@ from fsdpx.trainer.session import Session
 from fsdpx.watch.preempt import Preemption
 from fsdpx.words import refusing
 
-__all__ = ["fit", "made", "passing", "remedies"]
+__all__ = ["ENOUGH", "cheaper", "fit", "made", "passing", "remedies"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """From most memory to least."""
@@ -76,7 +76,7 @@ def remedies(now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], lim
     bytes of the plan with these choices instead. limit: what fits. rows: samples of a rank, 0 if they are not known."""
     changed, least = dict[str, Any](), count({})
     lines: list[tuple[str, ...]] = [("what would take less", "bytes", "")]
-    for name, value in _cheaper(now, rows):
+    for name, value in cheaper(now, rows):
         try:
             nbytes = count({**changed, name: value})
         except FsdpxError:  # not a choice for this model and these ranks
@@ -93,9 +93,11 @@ def remedies(now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], lim
     return "\n".join([*found, f"none of the choices that fsdpx knows fits: {more}" if limit is not None else more])
 
 
-def _cheaper(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
+def cheaper(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
+    """Options that may take less memory than those of now, of which several may have one name."""
     strategy = now.get("strategy")
-    yield from (("strategy", name) for name in STRATEGIES[STRATEGIES.index(strategy) + 1 :] if strategy in STRATEGIES)
+    strategies = STRATEGIES if strategy in STRATEGIES else ("hybrid", "fsdp") if strategy == "hybrid" else (strategy,)
+    yield from (("strategy", name) for name in strategies[strategies.index(strategy) + 1 :])
     if now.get("recompute") is None:
         yield "recompute", "all"
     pieces = (now.get("microbatches") or 1) * 2

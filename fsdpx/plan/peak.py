@@ -1,0 +1,298 @@
+"""The peak of memory in words: at which action it is, what a rank holds there and whose, and what would lower it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from fsdpx.array.arena import Life
+from fsdpx.comm.calls import Transfer
+from fsdpx.comm.mesh import AXES, Mesh
+from fsdpx.config import Offload
+from fsdpx.engine.executable import about
+from fsdpx.engine.run import Activations, is_activation, lives, roots
+from fsdpx.errors import FsdpxError
+from fsdpx.program import SLOTS, Action, Program, Slot
+from fsdpx.shapes.array import Meter
+from fsdpx.state.ledger import KINDS, LedgerRow
+from fsdpx.state.state import TrainState
+from fsdpx.state.tuning import bytes_text, table
+from fsdpx.trainer.fit import ENOUGH, cheaper, passing
+from fsdpx.trainer.trainer import Trainer
+
+__all__ = ["Change", "Holding", "Peak", "PeakWatch", "lowered", "lowered_text"]
+
+WORDS = {
+    "master": "that the optimiser updates", "full": "that layers compute with", "grad": "as backward adds them up",
+    "part": "summed over ranks", "slot": "of each parameter", "memory": "of codecs", "trace": "of codecs",
+    "statistic": "running statistics",
+}  # fmt: skip
+"""Of rows of the ledger, by kind; of others the kind itself."""
+LENT = {"full": "gathered parameters", "grad": "gradients of whole pages"}
+"""Of buffers that programs plan."""
+KEPT = {
+    "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
+    "dact": "gradients of values", "act": "values between units",
+}  # fmt: skip
+"""Of activations, by kind of slot: what lies in two of them counts in the first."""
+OF_UNITS = ("saved", "held", "kept")
+"""Kinds of slots with a number of a unit; others have that of a value."""
+SCHEDULES = ("gpipe", "interleaved", "zb-h2", "zbv")
+"""That keep more microbatches alive than 1F1B."""
+BATCH = "the batch"
+SHOWN, WIDE = 4, 80
+"""Units, and characters, of a row."""
+
+
+class Holding(NamedTuple):
+    """kind: of memory. what: of it, in words. nbytes: in all. units: whose, and bytes of each, where it is theirs."""
+
+    kind: str
+    what: str
+    nbytes: int
+    units: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a step at which a rank holds most memory.
+
+    Parameters
+    ----------
+    action : of the program, "B8.0"
+    about : what it works on, "unit 'blocks.7..head'"
+    number, actions : which of how many actions it is, from 1
+    holdings : what is held then, all of it
+    """
+
+    action: str
+    about: str
+    number: int
+    actions: int
+    holdings: tuple[Holding, ...]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Kind of memory -> bytes."""
+        found: dict[str, int] = {}
+        for one in self.holdings:
+            found[one.kind] = found.get(one.kind, 0) + one.nbytes
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in all."""
+        return sum(one.nbytes for one in self.holdings)
+
+    def larger(self, nbytes: int) -> Peak:
+        """The same with a batch that is larger by so many bytes."""
+        found = [one._replace(nbytes=one.nbytes + nbytes * (one.what == BATCH)) for one in self.holdings]
+        return replace(self, holdings=tuple(found))
+
+    def __str__(self) -> str:
+        head = f"the peak, {bytes_text(self.nbytes)}, is in {self.action} ({self.about}), "
+        rows: list[tuple[str, ...]] = [("held then", "bytes", "by unit")]
+        kinds = list(self.memory)
+        for one in sorted(self.holdings, key=lambda one: (kinds.index(one.kind), -one.nbytes)):
+            rows.append((f"{one.kind}: {one.what}", bytes_text(one.nbytes), _units(one.units)))
+        return f"{head}action {self.number} of {self.actions}\n{table(rows)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        held = [one._asdict() | {"units": dict(one.units)} for one in self.holdings]
+        return {
+            "bytes": self.nbytes, "action": self.action, "about": self.about, "number": self.number,
+            "actions": self.actions, "kinds": self.memory, "held": held,
+        }  # fmt: skip
+
+
+def _units(units: Iterable[tuple[str, int]]) -> str:
+    """Units one after another that hold as much are one."""
+    parts = []
+    for nbytes, group in groupby(units, key=lambda unit: unit[1]):
+        names = [name for name, _ in group]
+        many = names[0] if len(names) == 1 else f"{len(names)} units, {names[0]} to {names[-1]},"
+        parts.append((nbytes * len(names), f"{many} {bytes_text(nbytes)}" + " each" * (len(names) > 1)))
+    most = [words for _, words in sorted(parts, key=lambda part: -part[0])]
+    shown = next((n for n in range(SHOWN, 0, -1) if len(", ".join(most[:n])) <= WIDE), 1)
+    return ", ".join(most[:shown]) + ", ..." * (len(most) > shown)
+
+
+class PeakWatch:
+    """Follows the memory of a dry run from action to action, from its making on. activations: of its program."""
+
+    def __init__(self, trainer: Trainer, meter: Meter) -> None:
+        self.activations = Activations()
+        self._meter, self._trainer = meter, trainer
+        self._ran: Program | None = None
+        self._next = self._at = self._most = self._parts = 0
+        self._then: dict[Slot, dict[int, int]] = {}
+        self._batch: dict[int, int] = {}
+        trainer.inspect.engine.observers.append(self._look)
+
+    def _look(self, _: Action) -> None:
+        """After an action."""
+        engine, alive, meter = self._trainer.inspect.engine, self.activations, self._meter
+        if self._ran is not engine.ran:
+            if self._ran is None:  # the peak begins here: checking the batch made shapes, too
+                meter.peak = meter.live
+                self._batch = dict(roots([(one.inputs, one.target) for one in engine.batch if one is not None]))
+            self._ran, self._next = engine.ran, 0
+        assert self._ran is not None
+        if meter.peak > self._most:
+            self._most, self._at, self._then = meter.peak, self._next, alive.held()
+            self._parts = sum(row.nbytes for row in _passing(engine.state))
+        slots, store = self._ran.slots[self._next], engine.state.store
+        self._next = (self._next + 1) % len(self._ran.actions)
+        alive.within(engine.state.arena)
+        for slot in slots.takes:
+            alive.take(slot)
+        for slot in filter(is_activation, (*slots.gives, *slots.adds)):
+            value = store[slot]
+            alive.give(slot, value.finish() if isinstance(value, Transfer) else value)  # on its way, or there
+
+    def peak(self) -> Peak:
+        """What was held at most."""
+        engine = self._trainer.inspect.engine
+        program, state = self._ran, engine.state
+        assert program is not None
+        action = program.actions[self._at]
+        alive = [life for life in lives(state, program) if life.start <= self._at <= life.stop]
+        found = [*_kept(state, self._parts), *_lent(state, alive), *self._activations(state)]
+        words = str(action), about(engine.placement, action, program.kind), self._at + 1, len(program.actions)
+        return Peak(*words, tuple(one for one in found if one.nbytes))
+
+    def _activations(self, state: TrainState) -> Iterator[Holding]:
+        """What lies beside the arena."""
+        units, rest = state.placement.layout.units, passing(state, self._meter) - self._parts
+        makers = {value: unit.index for unit in units for value in unit.outputs}
+        known, batch = set(self._batch), sum(self._batch.values())
+        found = [Holding("activations", BATCH, batch)]
+        for kind, what in KEPT.items():
+            owners = Counter[int]()
+            for slot, held in self._then.items():
+                if slot.kind == kind:
+                    nbytes = sum(n for root, n in held.items() if root not in known)
+                    assert slot.at is not None
+                    owners[slot.at if kind in OF_UNITS else makers.get(slot.at, 0)] += nbytes
+                    known |= held.keys()
+            of_units = tuple((units[n].name, owners[n]) for n in sorted(owners) if owners[n])
+            found.append(Holding("activations", what, sum(owners.values()), of_units))
+        yield from found
+        yield Holding("activations", "what the action computes", rest - sum(one.nbytes for one in found))
+
+
+def _passing(state: TrainState) -> list[LedgerRow]:
+    """Rows that have memory only now."""
+    return [row for row in state.ledger if row.passing and row.key in state.ledger.arrays]
+
+
+def _kept(state: TrainState, parts: int) -> Iterator[Holding]:
+    """What the ledger holds beside `parts`, which live for a pass."""
+    found = Counter[tuple[str, str]]()
+    for row in state.ledger:
+        kind = KINDS[row.key.kind].memory
+        if row.kept and not row.passing and row.inside is None and row.level != "map":
+            what = f"{WORDS.get(row.key.kind, row.key.kind)}, {np.dtype(row.dtype).name}"
+            found[kind, what] += row.nbytes // row.sharers
+    found["gradients", f"{WORDS['part']} so far"] += parts
+    yield from (Holding(kind, what, nbytes) for (kind, what), nbytes in found.items())
+
+
+def _lent(state: TrainState, alive: Iterable[Life]) -> Iterator[Holding]:
+    """What the buffers that programs plan are for: the slab has room for those that are alive together."""
+    units = state.placement.layout.units
+    owners = {page: unit.name for unit in reversed(units) for page in unit.pages}
+    found: dict[str, list[tuple[str, int]]] = {}
+    for life in alive:
+        slot = cast(Slot, life.name)
+        assert slot.at is not None
+        memory = SLOTS[slot.kind].memory
+        name = units[slot.at].name if memory == "activations" else owners[slot.at]
+        usual = "buffers of collectives" if memory == "scratch" else f"{memory} from disk"
+        found.setdefault(LENT.get(slot.kind, usual), []).append((name, life.nbytes))
+    held = [Holding("working set", what, sum(n for _, n in units), tuple(units)) for what, units in found.items()]
+    yield from held
+    yield Holding("working set", "free then", state.arena.slab_nbytes - sum(one.nbytes for one in held))
+
+
+# -- what would lower it -----------------------------------------------------------------------------------------------
+
+
+def text(value: Any) -> str:
+    """The value of an option as it is written in Python."""
+    if isinstance(value, Mesh):
+        default = Mesh()
+        widths = (f"{a}={getattr(value, a)}" for a in AXES if getattr(value, a) != getattr(default, a))
+        return f"fsdpx.Mesh({', '.join(widths)})"
+    if isinstance(value, Offload):
+        return f"fsdpx.Offload({value.folder!r}, {', '.join(map(repr, value.what))})"
+    return repr(value)
+
+
+class Change(NamedTuple):
+    """options: of `distribute`, in place of those that were asked for. nbytes: the peak then. seconds: of a step then,
+    if they are known."""
+
+    options: dict[str, Any]
+    nbytes: int
+    seconds: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The options as they are written in Python."""
+        return ", ".join(f"{name}={text(value)}" for name, value in self.options.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return self._asdict() | {"options": {name: text(value) for name, value in self.options.items()}}
+
+
+Counted = tuple[int, float | None]
+"""Bytes of the peak, and seconds of a step if they are known."""
+
+
+def lowered(now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], Counted]) -> list[Change]:
+    """Changes of one choice that lower the peak, most first. now: the options. rows: samples of a rank. count: the peak
+    with these options instead."""
+    least, found = count({})[0], []
+    for options in _changes(now, rows):
+        try:
+            one = Change(options, *count(options))
+        except FsdpxError:  # not a choice for this model and these ranks
+            continue
+        if one.nbytes < ENOUGH * least:
+            found.append(one)
+    return sorted(found, key=lambda one: one.nbytes)
+
+
+def _changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
+    mesh, names = now.get("mesh"), set[str]()
+    for name, value in cheaper(now, rows):
+        if name != "microbatches" or name not in names:  # twice as many
+            cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
+            yield {name: value, **cut}
+        names.add(name)
+    if now.get("recompute") is None:
+        yield {"recompute": "attention"}
+    if now.get("schedule") in SCHEDULES:
+        yield {"schedule": "1f1b"}
+    yield from ({name: 0} for name in ("group_bytes", "ahead") if now.get(name) != 0)
+    if now.get("offload") is None:
+        yield from ({"offload": Offload("/local/disk", what)} for what in ("optimizer", "activations"))
+
+
+def lowered_text(changes: Sequence[Change], peak: int, seconds: float | None = None) -> str:
+    """A table. peak, seconds: without a change."""
+    if not changes:
+        return "no other single choice lowers it by more than 1 %"
+    rows: list[tuple[str, ...]] = [("what alone would lower it", "by", "to", *["step"] * (seconds is not None))]
+    for one in changes:
+        step = "not known" if seconds is None or one.seconds is None else f"{one.seconds / seconds - 1:+.1%}"
+        rows.append((one.words, bytes_text(peak - one.nbytes), bytes_text(one.nbytes), step)[: len(rows[0])])
+    return table(rows)

@@ -1,0 +1,150 @@
+"""The peak of memory in words: what it consists of, and that changes lower it as far as is said."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.__main__ import main
+from fsdpx.comm import Communicator
+from fsdpx.facade.dryrun import DryRun
+from fsdpx.plan import predict
+from fsdpx.plan.peak import Change, Holding, Peak, lowered, lowered_text
+
+WIDTH = 64
+PAGE = 4 * WIDTH * WIDTH
+ROWS = 8
+
+
+def chain(layers: int = 4) -> nn.Layer:
+    return nn.Chain(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+
+def dry(**options: Any) -> DryRun:
+    x = ((ROWS, WIDTH), "float32")
+    chosen = {"loss": nn.MSE(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False} | options
+    return fsdpx.dry_run(chain(), x, x, ranks=2, **chosen)
+
+
+def held(peak: Peak) -> dict[str, int]:
+    return {one.what: one.nbytes for one in peak.holdings}
+
+
+def test_what_is_held_is_known() -> None:
+    """DDP: parameters and gradients in full; a linear layer keeps its input."""
+    peak, value = dry(strategy="ddp").peak, 4 * ROWS * WIDTH
+    assert held(peak) == {
+        "that layers compute with, float32": 4 * PAGE,
+        "as backward adds them up, float32": 4 * PAGE,
+        "the batch": 2 * value,
+        "kept for backward": 3 * value,  # the first keeps the batch
+        "values between units": value,
+        "what the action computes": value,  # the gradient
+    }
+    assert (peak.action, peak.about) == ("LOSS.0", "the step program")
+    kept = next(one for one in peak.holdings if one.what == "kept for backward")
+    assert kept.units == (("1", value), ("2", value), ("3", value))
+    assert peak.memory == {"parameters": 4 * PAGE, "gradients": 4 * PAGE, "activations": 7 * value}
+
+
+def test_gathered_parameters_are_those_of_units_and_the_sum_is_all() -> None:
+    run = dry(strategy="fsdp")
+    peak = run.peak
+    assert held(peak)["that the optimiser updates, float32"] == 2 * PAGE
+    gathered = next(one for one in peak.holdings if one.what == "gathered parameters")
+    assert all(name in "0123" and nbytes == PAGE for name, nbytes in gathered.units)
+    passing = sum(row.nbytes for row in run.trainer.inspect.engine.state.ledger if row.passing)
+    assert peak.nbytes == sum(run.report.memory.values()) + run.passing - passing
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "ddp", "recompute": "all"}, {"microbatches": 4}])
+def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None:
+    """By slot, when the action that holds most begins."""
+    x = np.zeros((ROWS, WIDTH), "float32")
+    peak = dry(**options).peak
+
+    def run(comm: Communicator) -> int:
+        trainer = chain().as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(), group_bytes=0, tune=False, comm=comm, **options
+        )
+        from fsdpx.engine.recording import Recording
+
+        recording = trainer.inspect.engine.recording = Recording(1)
+        trainer.step(x, x)
+        acted = recording.turns[-1].acted
+        return acted[peak.number - 2].alive if str(acted[peak.number - 1].action) == peak.action else -1
+
+    slots = ("kept for backward", "kept to compute it once more", "gradients of values", "values between units")
+    there = sum(held(peak).get(what, 0) for what in slots)
+    for alive in fsdpx.spawn(run, 2):
+        assert there <= alive <= there + held(peak)["the batch"]  # a slot may hold a view of the batch
+
+
+def test_units_one_after_another_that_hold_as_much_are_one() -> None:
+    units = tuple((f"blocks.{n}", 10 if n < 3 else 2048) for n in range(4))
+    peak = Peak("B3.0", "unit 'blocks.3'", 8, 20, (Holding("activations", "kept for backward", 2078, units),))
+    first, head, _, row = str(peak).splitlines()
+    assert first == "the peak, 2.03 KiB, is in B3.0 (unit 'blocks.3'), action 8 of 20"
+    assert head.split() == ["held", "then", "bytes", "by", "unit"]
+    assert row.endswith("blocks.3 2.00 KiB, 3 units, blocks.0 to blocks.2, 10 B each")
+
+
+def test_changes_lower_the_peak_to_what_they_then_hold() -> None:
+    now = {"strategy": "ddp", "microbatches": 1, "schedule": "1f1b", "recompute": None, "group_bytes": 0}
+    found = lowered(now, ROWS, lambda changes: (dry(**{**now, **changes}).peak.nbytes, None))
+    words = [one.words for one in found]
+    assert {"strategy='zero2'", "strategy='fsdp'", "microbatches=2", "precision='bf16-true'"} <= set(words)
+    assert [one.nbytes for one in found] == sorted(one.nbytes for one in found)
+    for one in found:
+        assert one.nbytes == dry(**{**now, **one.options}).peak.nbytes < dry(**now).peak.nbytes
+    assert "microbatches=4" not in words  # once more is another change
+
+
+def test_changes_of_a_mesh_leave_its_other_axes() -> None:
+    now = {"strategy": "ddp", "mesh": fsdpx.Mesh(replica=4, shard=1, pipe=2), "schedule": "gpipe"}
+    tried = []
+
+    def count(changes: dict[str, Any]) -> tuple[int, None]:
+        tried.append(Change(changes, 0).words)
+        return 1, None
+
+    assert lowered(now, 1, count) == []
+    assert "strategy='fsdp', mesh=fsdpx.Mesh(pipe=2)" in tried
+    assert "schedule='1f1b'" in tried
+    assert "offload=fsdpx.Offload('/local/disk', 'optimizer')" in tried
+
+
+def test_times_of_changes_are_beside_them() -> None:
+    found = [Change({"recompute": "all"}, 1024, 3.0), Change({"ahead": 0}, 2048)]
+    last = [line.split() for line in lowered_text(found, 4096, 2.0).splitlines()[2:]]
+    assert last[0] == ["recompute='all'", "3.00", "KiB", "1.00", "KiB", "+50.0%"]
+    assert last[1][-2:] == ["not", "known"]
+    assert lowered_text([], 4096) == "no other single choice lowers it by more than 1 %"
+
+
+def test_a_prediction_says_what_would_lower_its_peak() -> None:
+    x = ((16, WIDTH), "float32")
+    found = predict(chain(), (x, x), ranks=2, machine="laptop", group_bytes=0)
+    one = next(one for one in found.lowered() if one.words == "strategy='fsdp'")
+    again = predict(chain(), (x, x), ranks=2, machine="laptop", group_bytes=0, strategy="fsdp")
+    assert (one.nbytes, one.seconds) == (again.memory, again.seconds)
+    assert found.peak.nbytes == found.memory > again.memory
+
+
+def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("show gpt-tiny --ranks 4 --strategy ddp".split()) == 0
+    text = capsys.readouterr().out
+    assert "is in B3.0 (unit 'blocks.3..head'), action " in text
+    assert "\nwhat alone would lower it" in text
+    assert main("show gpt-tiny --ranks 4 --strategy ddp --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["peak"]["action"] == "B3.0"
+    assert found["peak"]["bytes"] == sum(found["peak"]["kinds"].values())
+    assert min(one["nbytes"] for one in found["lower"]) < found["peak"]["bytes"]
+    assert main("plan gpt-tiny --ranks 2 --machine laptop --batch 4 --most 2 --strategy fsdp --json".split()) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["peak"]["bytes"] == planned["found"][0]["memory"]
+    assert {"recompute": "'all'"} in [one["options"] for one in planned["lower"]]
