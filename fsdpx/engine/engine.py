@@ -1,7 +1,5 @@
 """The engine of one rank: the one loop that runs programs. It fills and empties slots as the table says, waits where a
-value is first needed, moves transfers on between actions, keeps time, and names the action when something fails.
-
-`warm` makes a trainer's kernels ready before its first step: compiled, or loaded from the cache on disk."""
+value is first needed, moves transfers on between actions, keeps time, and names the action when something fails."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import blas
-from fsdpx.array.kernels.warm import warm as warm_kernels
 from fsdpx.array.parallel import flushed
 from fsdpx.comm.calls import Poker, Transfer
 from fsdpx.comm.communicator import DONE, Handle
@@ -23,14 +20,12 @@ from fsdpx.engine.recording import Recording
 from fsdpx.engine.run import ProgramRun, Views, Worlds
 from fsdpx.errors import CommTimeout
 from fsdpx.layout.units import Unit
-from fsdpx.nn.layer import Env, Layer, Parameters
-from fsdpx.optim.optimizer import zeros
-from fsdpx.optim.segments import Segment, Segments
+from fsdpx.nn.layer import Env, Parameters
 from fsdpx.program import VERBS, Action, Program, Request, Slot
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import PROGRESS, Clock, TrainState
 
-__all__ = ["Engine", "warm"]
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -244,41 +239,3 @@ class Engine:
         self._views = None
         self.direct.clear()
         self.state.close()
-
-
-def warm(xp: Any, model: Layer, loss: Any, optimizer: Any, dtypes: tuple[Any, Any, Any], norm: bool) -> None:
-    """Run each kernel once on a few numbers. dtypes: of what is computed, of gradients, and of what is updated, by an
-    optimizer if there is one. norm: the gradient's norm is wanted. On the CPU only."""
-    dtype, gradients, master = map(np.dtype, dtypes)
-    if xp is not np:
-        return
-    with flushed():
-        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
-        if norm:
-            warm_kernels(["square_sum", "square_sums"], gradients)
-        if optimizer is not None:
-            _warm_optimizer(optimizer, master, gradients)
-
-
-def _kernels(layer: Layer) -> dict[str, None]:
-    """Names of what a layer and those inside it run, each once, in a fixed order."""
-    names: dict[str, None] = {}
-    seen: set[int] = set()
-
-    def visit(one: Layer) -> None:
-        if id(one) not in seen:
-            seen.add(id(one))
-            names.update(dict.fromkeys(one.runs))
-            for child in one.children().values():
-                visit(child)
-
-    visit(layer)
-    return names
-
-
-def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
-    """One update of one number, of a parameter without a name."""
-    p, g = np.zeros(1, dtype), np.zeros(1, gradients)
-    segments = Segments((Segment("", 0, 1, 0, 1, (1,)),))
-    slots = zeros(np, optimizer, segments, dtype)
-    optimizer.update(np, p, g, slots, lr=0.0, step=1, segments=segments, scale=1.0)

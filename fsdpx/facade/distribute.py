@@ -25,7 +25,7 @@ from fsdpx.layout.grid import Grid
 from fsdpx.layout.units import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
-from fsdpx.state.placement import PaceChoice
+from fsdpx.state.pace import PaceChoice
 from fsdpx.trainer.batch import begin
 from fsdpx.trainer.choices import ELASTIC, Beside, demand_together
 from fsdpx.trainer.fit import made

@@ -1,7 +1,7 @@
 """Strategies by which ranks do not make every step together. Each owns its verbs, programs, rows and pace."""
 
 from fsdpx.optim.sgd import SGD
-from fsdpx.state.placement import NAMED, pace_of
+from fsdpx.state.pace import NAMED, pace_of
 from fsdpx.strategies.local import Local
 from fsdpx.strategies.own_speed import Async, Gossip
 

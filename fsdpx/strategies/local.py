@@ -27,7 +27,8 @@ from fsdpx.optim.optimizer import Kept, kept_of, scheduled
 from fsdpx.optim.sgd import SGD
 from fsdpx.program import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Sync, Verb
 from fsdpx.state.ledger import KINDS, Key, Kind, LedgerRow, of_replica
-from fsdpx.state.placement import Pace, PaceChoice, Placement, put_for_now
+from fsdpx.state.pace import Pace, PaceChoice, put_for_now
+from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
 __all__ = ["Local", "Outer", "Rounds"]

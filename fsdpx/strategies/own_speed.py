@@ -27,7 +27,8 @@ from fsdpx.program import KINDS, SLOTS, VERBS, Action, ProgramKind, Request, Slo
 from fsdpx.program.passes import page as paged
 from fsdpx.state import ledger
 from fsdpx.state.ledger import Key, LedgerRow
-from fsdpx.state.placement import Pace, PaceChoice, Placement, put_for_now, segments_of
+from fsdpx.state.pace import Pace, PaceChoice, put_for_now
+from fsdpx.state.placement import Placement, segments_of
 
 __all__ = ["Async", "CommonMemory", "Gossip", "Span"]
 

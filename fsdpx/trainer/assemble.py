@@ -29,7 +29,8 @@ from fsdpx.comm.mesh import Axes, FieldRanks, Mesh, connect
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.cuda.devices import current, take
-from fsdpx.engine.engine import Engine, warm
+from fsdpx.engine.engine import Engine
+from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
 from fsdpx.nn.layer import Layer
@@ -44,18 +45,8 @@ from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
-from fsdpx.state.placement import (
-    TOGETHER,
-    FieldParts,
-    Formats,
-    Options,
-    PaceChoice,
-    Pipe,
-    Placement,
-    Recompute,
-    recompute,
-    statistics_of,
-)
+from fsdpx.state.pace import TOGETHER, PaceChoice
+from fsdpx.state.placement import FieldParts, Formats, Options, Pipe, Placement, Recompute, recompute, statistics_of
 from fsdpx.state.tuning import Tuning, kept, tune_for
 from fsdpx.trainer.choices import (
     CHUNKS,
@@ -237,15 +228,15 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
     chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
     return Options(
-        training.seed,
-        training.clip_norm,
-        training.chunks,
-        machinery.check_finite,
-        schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
-        recomputing,
-        distribution.offload,
-        ranks.pace,
-        distribution.planned,
+        seed=training.seed,
+        clip_norm=training.clip_norm,
+        chunks=training.chunks,
+        check_finite=machinery.check_finite,
+        schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
+        recompute=recomputing,
+        offload=distribution.offload,
+        pace=ranks.pace,
+        planned=distribution.planned,
     )
 
 

@@ -13,8 +13,8 @@ from fsdpx import shapes as xp
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import alone
 from fsdpx.engine import computing
-from fsdpx.engine.engine import warm
 from fsdpx.engine.run import roots
+from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Env, Layer, dotted, time_of
 from fsdpx.nn.numeric import as_taken

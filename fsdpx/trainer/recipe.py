@@ -24,7 +24,7 @@ from fsdpx.nn.losses import Loss
 from fsdpx.observe.trace import Trace
 from fsdpx.optim.optimizer import inside
 from fsdpx.state.accumulation import check_chunks
-from fsdpx.state.placement import PaceChoice
+from fsdpx.state.pace import PaceChoice
 from fsdpx.strategies import pace_of
 from fsdpx.trainer.choices import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 

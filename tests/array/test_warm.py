@@ -9,14 +9,14 @@ from amount import few, in_full
 
 from fsdpx.array import dtype as dtype_of
 from fsdpx.array.kernels import choice
-from fsdpx.array.kernels.warm import OTHERS, warm
+from fsdpx.engine.warm import OTHERS, warm_kernels
 from fsdpx.native import image
 
 COUNT = """
 import gc
 import numpy as np
 from fsdpx.array import kernels
-from fsdpx.array.kernels.warm import warm
+from fsdpx.engine.warm import warm_kernels
 
 def ready():
     from fsdpx.native.compiled import Compiled
@@ -31,7 +31,7 @@ def test_warm_reaches_every_compiled_kernel(dtype):
     bodies, reached = {body.__code__: name for name, body in choice.names().items()}, set()
     sys.setprofile(lambda frame, event, argument: reached.add(bodies.get(frame.f_code)))
     try:
-        warm([*choice.names(), *OTHERS], dtype_of(dtype))
+        warm_kernels([*choice.names(), *OTHERS], dtype_of(dtype))
     finally:
         sys.setprofile(None)
     assert {*bodies.values()} - reached == {"normal", "round_randomly"}
@@ -40,11 +40,11 @@ def test_warm_reaches_every_compiled_kernel(dtype):
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "float16", "bf16"], 4))
 def test_warm_takes_forms_of_kernels(mode, dtype):
     forms = [f"{name}{form}" for name in ("gated", "gated_backward") for form in ("", " gelu", " gelu tanh")]
-    warm([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], dtype_of(dtype))
+    warm_kernels([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], dtype_of(dtype))
 
 
 def test_unknown_names_cost_nothing():
-    warm(["no such kernel"], np.float32)
+    warm_kernels(["no such kernel"], np.float32)
 
 
 @in_full
@@ -52,7 +52,7 @@ def test_a_warm_kernel_compiles_and_loads_nothing():
     code = (
         COUNT
         + """
-warm(["gelu", "layer_norm", "cross_entropy", "bfloat16"], np.float32)
+warm_kernels(["gelu", "layer_norm", "cross_entropy", "bfloat16"], np.float32)
 before = ready()
 x, w = np.ones((5, 4), np.float32), np.ones(4, np.float32)
 kernels.gelu(np, x)
@@ -76,13 +76,13 @@ def test_a_step_finds_all_kernels_warm(precision):
         + """
 import warnings
 from fsdpx import nn, optim
-from fsdpx.engine.engine import warm as warm_all
+from fsdpx.engine.warm import warm
 warnings.filterwarnings("ignore", "fsdpx: bf16 is computed as float32")  # on processors without instructions for it
 block = nn.TransformerBlock(8, 2, dropout=0.1)
 model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))
 loss, optimizer = nn.CrossEntropy(), optim.LAMB()
 trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
-warm_all(np, model, loss, optimizer, (trainer.inspect.placement.formats.compute, "float32", "float32"), True)
+warm(np, model, loss, optimizer, (trainer.inspect.placement.formats.compute, "float32", "float32"), True)
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)
@@ -119,8 +119,8 @@ def test_a_second_process_needs_no_compiler():
     code = """
 import sys
 import numpy as np
-from fsdpx.array.kernels.warm import warm
-warm(["gelu", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "float16", "bfloat16"], np.float32)
+from fsdpx.engine.warm import warm_kernels
+warm_kernels(["gelu", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "float16", "bfloat16"], np.float32)
 print("numba" in sys.modules, "llvmlite" in sys.modules)
 """
     run = [sys.executable, "-W", "error", "-c", code]

@@ -1,4 +1,7 @@
-"""Kernels compiled, or loaded from the cache, before the first step: by a call with a few numbers each."""
+"""What a trainer runs is made ready before its first step, compiled or loaded from the cache, by calls with a few
+numbers."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,8 +10,52 @@ import numpy as np
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.array.parallel import flushed
+from fsdpx.nn.layer import Layer
+from fsdpx.optim.optimizer import zeros
+from fsdpx.optim.segments import Segment, Segments
 
-__all__ = ["OTHERS", "warm"]
+__all__ = ["OTHERS", "warm", "warm_kernels"]
+
+
+def warm(xp: Any, model: Layer, loss: Any, optimizer: Any, dtypes: tuple[Any, Any, Any], norm: bool) -> None:
+    """Run each kernel once on a few numbers. dtypes: of what is computed, of gradients, and of what is updated, by an
+    optimizer if there is one. norm: the gradient's norm is wanted. On the CPU only."""
+    dtype, gradients, master = map(np.dtype, dtypes)
+    if xp is not np:
+        return
+    with flushed():
+        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
+        if norm:
+            warm_kernels(["square_sum", "square_sums"], gradients)
+        if optimizer is not None:
+            _warm_optimizer(optimizer, master, gradients)
+
+
+def _kernels(layer: Layer) -> dict[str, None]:
+    """Names of what a layer and those inside it run, each once, in a fixed order."""
+    names: dict[str, None] = {}
+    seen: set[int] = set()
+
+    def visit(one: Layer) -> None:
+        if id(one) not in seen:
+            seen.add(id(one))
+            names.update(dict.fromkeys(one.runs))
+            for child in one.children().values():
+                visit(child)
+
+    visit(layer)
+    return names
+
+
+def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
+    """One update of one number, of a parameter without a name."""
+    p, g = np.zeros(1, dtype), np.zeros(1, gradients)
+    segments = Segments((Segment("", 0, 1, 0, 1, (1,)),))
+    slots = zeros(np, optimizer, segments, dtype)
+    optimizer.update(np, p, g, slots, lr=0.0, step=1, segments=segments, scale=1.0)
+
 
 OTHERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "linear": lambda x, w, s: _linear(x, w, s),
@@ -18,7 +65,7 @@ OTHERS: dict[str, Callable[[Any, Any, Any], Any]] = {
 """What is warmed beside kernels, by calls with what `choice.Sample` gets."""
 
 
-def warm(names: Iterable[str], dtype: Any) -> None:
+def warm_kernels(names: Iterable[str], dtype: Any) -> None:
     """Compile or load the kernels of these names for `dtype`; of "gated gelu tanh" the form "gelu tanh", as the last
     argument. Unknown names, and kernels that run as plain code, cost nothing."""
     dtype = np.dtype(dtype)
@@ -50,9 +97,7 @@ def _linear(x: Any, w: Any, s: Any) -> None:
 
 
 def _through(x: Any, name: str) -> None:
-    from fsdpx.array.namespace import dtype
-
-    h = kernels.narrowed(np, kernels.widened(np, x), dtype(name))
+    h = kernels.narrowed(np, kernels.widened(np, x), dtype_of(name))
     wide = kernels.widened(np, h)
     kernels.store(np, h, wide)
     kernels.add_widened(np, h, wide)
