@@ -50,10 +50,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(*args, **more)
 
     def error(self, message: str) -> NoReturn:
-        from fsdpx.words import left
+        from fsdpx.words import left, meant
 
-        gone = next(filter(None, map(left, message.split())), "")
-        message += f"; {gone}" if gone else ""
+        words = (word for word in message.split() if word.startswith("--") or left(word))
+        message += next(filter(None, (meant(word, ()) for word in words)), "")
         self.exit(_say(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"))
 
 

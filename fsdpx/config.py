@@ -343,5 +343,5 @@ class Elastic:
         raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.Elastic(...)")
 
 
-for _kind in (Sharding, Precision):
+for _kind in (Elastic, Offload, Precision, Sharding):
     knowing(_kind)

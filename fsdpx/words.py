@@ -6,7 +6,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
 from fsdpx.errors import ConfigError, FsdpxError
@@ -44,6 +44,15 @@ OTHERS: dict[str, str] = {
     "init_method": "fsdpx.init(), which takes it from the launcher",
     "world_size": "mpiexec -n, or fsdpx run -n: the launcher decides",
     "nproc_per_node": "fsdpx run --nproc-per-node: the launcher decides",
+    "nprocs": "mpiexec -n, or fsdpx run -n: the launcher decides",
+    "num_processes": "mpiexec -n, or fsdpx run -n: the launcher decides",
+    "nnodes": "fsdpx run --nodes: the launcher decides",
+    "num_nodes": "fsdpx run --nodes: the launcher decides",
+    "num_machines": "fsdpx run --nodes: the launcher decides",
+    "rdzv_endpoint": "nothing: the launcher brings ranks together; leave it out",
+    "rdzv_backend": "nothing: the launcher brings ranks together; leave it out",
+    "rdzv_id": "nothing: the launcher brings ranks together; leave it out",
+    "standalone": "nothing: without a hostfile all ranks are on this host; leave it out",
     "process_group": "comm=",
     "group": "comm=",
     "device_mesh": "mesh=fsdpx.Mesh(...)",
@@ -82,7 +91,22 @@ OTHERS: dict[str, str] = {
     "reduce_dtype": "precision=fsdpx.Precision(reduce=...)",
     "zero_stage": 'strategy="zero1", "zero2" or "zero3"',
     "tensor_parallel_size": "mesh=fsdpx.Mesh(tensor=...)",
+    "tensor_model_parallel_size": "mesh=fsdpx.Mesh(tensor=...)",
+    "tp": "mesh=fsdpx.Mesh(tensor=...)",
     "pipeline_parallel_size": "mesh=fsdpx.Mesh(pipe=...)",
+    "pipeline_model_parallel_size": "mesh=fsdpx.Mesh(pipe=...)",
+    "pp": "mesh=fsdpx.Mesh(pipe=...)",
+    "data_parallel_size": "nothing: data ranks are those that pipe= and tensor= leave; leave it out",
+    "dp": "mesh=fsdpx.Mesh(replica=...) for copies, shard=... for parts",
+    "dp_replicate": "mesh=fsdpx.Mesh(replica=...)",
+    "dp_shard": "mesh=fsdpx.Mesh(shard=...)",
+    "context_parallel_size": 'mesh=fsdpx.Mesh(tensor=...) and sequence="ring"',
+    "cp": 'mesh=fsdpx.Mesh(tensor=...) and sequence="ring"',
+    "sp": 'mesh=fsdpx.Mesh(tensor=...) and sequence="parallel"',
+    "expert_model_parallel_size": 'mesh=fsdpx.Mesh(tensor=...) and sequence="samples"',
+    "ep": 'mesh=fsdpx.Mesh(tensor=...) and sequence="samples"',
+    "mesh_dim_names": "nothing: the axes are replica, shard, pipe and tensor",
+    "mesh_shape": "fsdpx.Mesh(replica=..., shard=..., pipe=..., tensor=...)",
     "num_microbatches": "microbatches=",
     "num_workers": "prefetch=, batches that a thread reads ahead",
     "prefetch_factor": "prefetch=, batches that a thread reads ahead",
@@ -141,12 +165,14 @@ CALLS: dict[str, str] = {
     "cuda": 'device="cuda" of distribute',
 }  # fmt: skip
 """What is called on a model or an engine of another library -> what to write here."""
-_OPTIM: dict[str, str] = {
+_OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
     "params": "groups", "T_max": "steps", "total_steps": "steps", "eta_min": "final", "step_size": "every",
+    "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
+    "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip
-"""Option of another library's optimisers and schedules -> ours."""
+"""Option of another library's optimisers, schedules and launchers, or of a call of ours -> its option here."""
 _PLAIN = str.maketrans("", "", "-_ ")
 _LEFT = {word.lower().translate(_PLAIN): instead for word, instead in LEFT.items()}
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
@@ -168,31 +194,37 @@ def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> Non
     known = list(known)
     for name in options:
         if name not in known:
-            ours = _OPTIM.get(name)
+            ours = _OPTIONS.get(f"{call}.{name}", _OPTIONS.get(name))
             hint = f"; here that is {ours}=" if ours in known else meant(name, known) or ": " + ", ".join(known)
             raise ConfigError(f"{call}({name}=...): no such option{hint}")
 
 
-def knowing(kind: type[Any]) -> None:
+def knowing(kind: type[T]) -> type[T]:
     """Let a dataclass answer an option that it does not have with ConfigError, which says what may be meant."""
-    known, made = [field.name for field in fields(kind) if field.init], kind.__init__
+    known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    made = kind.__init__
 
     @wraps(made)
     def begin(self: Any, *given: Any, **options: Any) -> None:
         demand_known(type(self).__name__, options, known)
         made(self, *given, **options)
 
-    kind.__init__ = begin
+    kind.__init__ = begin  # type: ignore[method-assign]
+    return kind
+
+
+_REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
 def refusing(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function or an `__init__` answer an option that it does not have with ConfigError, as `knowing` does."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
-    known = [one for one, parameter in named.items() if parameter.default is not parameter.empty]
+    taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
+    known = [one for one in taken if one not in ("self", "trainer")]
 
     @wraps(function)
     def call(*given: P.args, **options: P.kwargs) -> T:
-        demand_known(name, (one for one in options if one not in named), known)
+        demand_known(name, (one for one in options if one not in taken), known)
         return function(*given, **options)
 
     return call

@@ -14,6 +14,7 @@ from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import single
 from fsdpx.config import Sharding, python_fields, sharding
 from fsdpx.errors import MeshError
+from fsdpx.words import knowing, meant
 
 __all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "FieldRanks", "Mesh", "alone", "connect"]
 
@@ -34,6 +35,7 @@ class Coordinates(NamedTuple):
     tensor: int
 
 
+@knowing
 @dataclass(frozen=True)
 class Mesh:
     """Widths of the four axes; one of them may be None and is then as wide as fills the world.
@@ -82,7 +84,8 @@ class Mesh:
         for word in text.split(","):
             axis, _, width = (part.strip() for part in word.partition("="))
             if axis not in (*AXES, "space"):
-                raise MeshError(f"--mesh {text}: the axes are {', '.join(AXES)}, for example pipe=2,tensor=2")
+                hint = f"the axes are {', '.join(AXES)}, for example pipe=2,tensor=2{meant(axis, AXES)}"
+                raise MeshError(f"--mesh {text}: {hint}")
             if axis in widths:
                 raise MeshError(f"--mesh {text}: {axis} is named twice")
             if axis == "space" and all(n.isdecimal() for n in width.split("x")):

@@ -32,6 +32,7 @@ from fsdpx.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, 
 from fsdpx.comm.mpi.start import together
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory
+from fsdpx.words import refusing
 
 if TYPE_CHECKING:
     from fsdpx.comm.communicator import Survivor
@@ -328,6 +329,7 @@ BACKENDS = {
 _GRACE = 2.0
 
 
+@refusing
 def spawn(
     fn: Callable[..., Any], size: int, *args: Any,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,

@@ -8,7 +8,7 @@ import site
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fsdpx.facade.functional import init
 from fsdpx.launch.hosts import ranks_there
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.launch.run import run
+from fsdpx.words import demand_known
 
 __all__ = ["launch"]
 
@@ -44,6 +45,7 @@ def launch(
     -------
     list : what the function returned, by rank; None for a script
     """
+    demand_known("launch", options, [field.name for field in fields(LaunchConfig)])
     if config is None and "ranks" not in options:
         where = [options.get(name) for name in ("nodes", "per_node", "hostfile", "threads")]
         options["ranks"], _ = ranks_there(*where)

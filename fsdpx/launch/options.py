@@ -9,12 +9,14 @@ from pathlib import Path
 
 from fsdpx import environment
 from fsdpx.errors import LaunchError
+from fsdpx.words import knowing
 
 __all__ = ["LaunchConfig", "NodeRank"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+@knowing
 @dataclass(frozen=True)
 class LaunchConfig:
     """How many ranks are started where, and what follows when they end.

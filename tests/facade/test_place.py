@@ -453,6 +453,35 @@ def test_fit_knows_them_too() -> None:
             r"^Sharding\(reshard_after_forward=...\): no such option; here that is strategy=\"fsdp\" for True,",
         ),
         (lambda: fsdpx.Sharding(replicas=2), r"^Sharding\(replicas=...\): no such option; did you mean 'replica'\?$"),
+        (
+            lambda: fsdpx.Mesh(tp=2),
+            r"^Mesh\(tp=...\): no such option; here that is mesh=fsdpx.Mesh\(tensor=...\)$",
+        ),
+        (
+            lambda: fsdpx.Mesh(2, dp=2),
+            r"^Mesh\(dp=...\): no such option; here that is mesh=fsdpx.Mesh\(replica=...\) for copies, shard=... for",
+        ),
+        (lambda: fsdpx.Mesh(pip=2), r"^Mesh\(pip=...\): no such option; did you mean 'pipe'\?$"),
+        (lambda: fsdpx.Mesh.parse("pp=2"), r"^--mesh pp=2: the axes are .*; here that is mesh=fsdpx.Mesh\(pipe=...\)$"),
+        (lambda: fsdpx.spawn(print, world_size=2), r"^spawn\(world_size=...\): no such option; here that is size=$"),
+        (lambda: fsdpx.spawn(print, nprocs=2), r"^spawn\(nprocs=...\): no such option; here that is size=$"),
+        (lambda: fsdpx.spawn(print, 2, args=(1,)), r"^spawn\(args=...\): no such option: fn, size, timeout, delays"),
+        (
+            lambda: fsdpx.launch("train.py", nproc_per_node=2),
+            r"^launch\(nproc_per_node=...\): no such option; here that is per_node=$",
+        ),
+        (
+            lambda: fsdpx.LaunchConfig(ranks=2, nnodes=2),
+            r"^LaunchConfig\(nnodes=...\): no such option; here that is nodes=$",
+        ),
+        (
+            lambda: fsdpx.Offload("d", cpu_offload=True),
+            r"^Offload\(cpu_offload=...\): no such option; here that is off",
+        ),
+        (
+            lambda: fsdpx.Elastic(min_nodes=2),
+            r"^Elastic\(min_nodes=...\): no such option: copies, every, ranks, resize$",
+        ),
     ],
 )
 def test_other_calls_know_them_too(call: Any, line: str) -> None:

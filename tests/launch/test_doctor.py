@@ -148,6 +148,13 @@ def test_pictures_are_drawn_by_others(capsys: pytest.CaptureFixture[str]) -> Non
     assert "unrecognized arguments: --plot x.png; --plot is no longer in fsdpx: use bench comm --json FILE" in said
 
 
+def test_words_of_other_launchers_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--nnodes", "2", "x.py"])
+    said = capsys.readouterr().err
+    assert "unrecognized arguments: --nnodes; here that is fsdpx run --nodes: the launcher decides; " in said
+
+
 def test_the_levels_are_those_of_the_machine() -> None:
     def run(hosts: dict[str, list[int]]) -> Any:
         def sizes(comm: Any) -> list[tuple[str, int]]:
