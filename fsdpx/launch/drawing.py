@@ -1,16 +1,21 @@
-"""The picture of a simulated step: what `show` and `plan` draw."""
+"""A simulated step as a picture and as a trace: what `show` and `plan` draw and write."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fsdpx.comm.mesh import AXES
+from fsdpx.engine.recording import Acted, TransferSpan, Turn
+from fsdpx.observe.chrome import TraceHeader, TracePlace, write_simulated
 from fsdpx.observe.plots import StepLanes, figure, save
 from fsdpx.plan.prediction import Dry, Prediction
 from fsdpx.program import VERBS, Event
 
-__all__ = ["draw_step", "lanes"]
+__all__ = ["draw_step", "lanes", "trace_step"]
 
 EACH = 4
 """Ranks without a pipe up to which each has a row; else one of those that do the same."""
@@ -43,3 +48,34 @@ def draw_step(dry: Dry, found: Prediction, title: str, path: str) -> str:
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     save(figure([lanes(dry, found, title + of)]), Path(path))
     return f"drawn: {path}, a step of {found.mesh.size} ranks of {found.machine.name}{of}: {found}"
+
+
+def trace_step(dry: Dry, found: Prediction, path: str) -> str:
+    """Write it as a trace for Perfetto, a rank of each stage of the pipe, and say what is written."""
+    ranks = []
+    for stage, (run, held) in enumerate(zip(dry.runs, dry.held(found), strict=True)):
+        axes, rank = run.session.state.placement.axes, run.found.rank
+        host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
+        header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])
+        row = [event for event in found.events if event.rank == stage]
+        turn = _turn(run, row, held["activations"], run.programs[dry.few])
+        ranks.append((header, turn, TracePlace.of(axes)))
+    write_simulated(Path(path), ranks)
+    return f"traced: {path}, {len(ranks)} of {found.mesh.size} ranks of {found.machine.name}, simulated"
+
+
+def _turn(run: Any, row: Sequence[Event], alive: Sequence[tuple[float, int]], program: Any) -> Turn:
+    """The events as if a rank had recorded them. Its number is that of no measured one."""
+    turn, free = Turn(-1, 0, program, []), 0.0
+    times = [time for time, _ in alive]
+    for event in row:
+        cost = run.costs.get(event.action)
+        nbytes = sum(n for _, _, _, n in cost.calls) if cost is not None else 0
+        if VERBS[event.action.op].moves:
+            turn.flights.append(TransferSpan(event.action, free, event.end))
+            begin = ready = free
+        else:
+            begin, ready, free = free, event.start, event.end
+        now = alive[bisect_right(times, free) - 1][1]
+        turn.acted.append(Acted(event.action, begin, ready, free, nbytes, now))
+    return turn

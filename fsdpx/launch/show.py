@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -16,7 +16,7 @@ from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
-from fsdpx.launch.drawing import draw_step
+from fsdpx.launch.drawing import draw_step, trace_step
 from fsdpx.layout.grid import Grid
 from fsdpx.layout.tree import chunks_of
 from fsdpx.plan.machine import Machine
@@ -94,7 +94,7 @@ def show(args: argparse.Namespace) -> str:
     parts += [str(run.peak), lowered_text(changes, run.peak.nbytes), f"{run.footprint}{budget}"]
     schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
-    parts += [_drawn(args, example, batch * prod(dims), options)] if args.png else []
+    parts += _simulated(args, example, batch * prod(dims), options) if args.png or args.trace else []
     return "\n\n".join(parts)
 
 
@@ -284,12 +284,16 @@ def _count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def _drawn(args: argparse.Namespace, example: CatalogModel, samples: int, options: dict[str, Any]) -> str:
-    """samples: of all data ranks, those that have parts of one sample counted each."""
+def _simulated(args: argparse.Namespace, example: CatalogModel, samples: int, options: dict[str, Any]) -> Iterator[str]:
+    """Draw a step and write its trace. samples: of all data ranks, where ranks that have parts of one sample count it
+    each."""
     machine = Machine.load(args.machine)
     chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
     batch = example.x(samples), example.y(samples)
     dry = prepared(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
-    where = "" if options["mesh"] is None else f" on {mesh_text(options['mesh'])}"
-    title = f"{args.strategy}{where}: {args.example}, batch {args.batch or example.batch}, on {machine.name}"
-    return draw_step(dry, dry.on(machine), title, args.png)
+    found, where = dry.on(machine), "" if options["mesh"] is None else f" on {mesh_text(options['mesh'])}"
+    if args.png:
+        title = f"{args.strategy}{where}: {args.example}, batch {args.batch or example.batch}, on {machine.name}"
+        yield draw_step(dry, found, title, args.png)
+    if args.trace:
+        yield trace_step(dry, found, args.trace)

@@ -24,8 +24,8 @@ from fsdpx.program import VERBS, Action, Event
 from fsdpx.version import __version__
 
 __all__ = [
-    "LAYER", "MERGED", "RankTrace", "TraceHeader", "TracePlace", "events_of", "merge", "name_of", "read", "traced",
-    "waits_of", "write",
+    "LAYER", "MERGED", "SIMULATED", "RankTrace", "TraceHeader", "TracePlace", "events_of", "merge", "name_of", "read",
+    "traced", "waits_of", "write", "write_simulated",
 ]  # fmt: skip
 
 LEAST = 1e-6
@@ -96,6 +96,8 @@ def waits_of(turn: Turn, events: Sequence[Event]) -> list[Event]:
 
 
 MERGED = "trace.json.gz"
+SIMULATED, APART = "simulated.json.gz", 1_000_000
+"""A file that `merge` puts beside the measured ranks, and how far its numbers of processes are from theirs."""
 LARGEST = 1 << 30
 """Bytes that a file may unpack to."""
 MOST_NAMED = 10
@@ -157,6 +159,12 @@ def write(folder: Path, header: TraceHeader, turns: Sequence[Turn], place: Trace
     path = folder / name_of(header.rank)
     _save(path, {"traceEvents": traced(header, turns, place), "displayTimeUnit": "ms", "fsdpx": asdict(header)})
     return path
+
+
+def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, Turn, TracePlace]]) -> None:
+    """Write one simulated step of some ranks into one file, in the same format."""
+    events = [{**event, "pid": event["pid"] + APART} for one in ranks for event in traced(one[0], [one[1]], one[2])]
+    _save(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> list[JSON]:
@@ -275,13 +283,17 @@ def read(folder: Path) -> list[RankTrace]:
     return found
 
 
+def _unpacked(path: Path) -> Any:
+    with files.open_file(path, ours=False) as raw, gzip.open(raw) as file:
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ValueError(f"more than {LARGEST:,} bytes are packed in it")
+    return files.parse_json(text)
+
+
 def _read(path: Path) -> RankTrace:
     try:
-        with files.open_file(path, ours=False) as raw, gzip.open(raw) as file:
-            text = file.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise ValueError(f"more than {LARGEST:,} bytes are packed in it")
-        found = files.parse_json(text)
+        found = _unpacked(path)
         header = TraceHeader(**found["fsdpx"])
         header.clock = [Reading(*map(float, reading)) for reading in header.clock]
         if not (header.clock and type(header.rank) is type(header.ranks) is int and 0 <= header.rank < header.ranks):
@@ -293,7 +305,8 @@ def _read(path: Path) -> RankTrace:
 
 def merge(folder: Path) -> tuple[Path, float, int]:
     """All ranks of a folder in one file, on the clock of rank 0: its path, the error bound in seconds between any two
-    ranks, and the number of messages of which both ends are there."""
+    ranks, and the number of messages of which both ends are there. A simulated step, if there is one, begins with the
+    measured step of the median time."""
     ranks = read(folder)
     zero = min(one.aligned(0.0) for one in ranks)
     events = [dict(event) for one in ranks for event in _on_one_clock(one, zero)]
@@ -302,9 +315,22 @@ def merge(folder: Path) -> tuple[Path, float, int]:
     path = folder / MERGED
     header = {"ranks": len(ranks), "clock_error_us": [round(one.error * MICRO, 3) for one in ranks]}
     header["clock_error_between_ranks_us"] = round(bound * MICRO, 3)
-    _save(path, {"traceEvents": events, "displayTimeUnit": "ms", "fsdpx": header})
+    _save(path, {"traceEvents": [*events, *_beside(ranks[0], folder, zero)], "displayTimeUnit": "ms", "fsdpx": header})
     ends = [{event["id"] for event in events if event["ph"] == kind} for kind in "sf"]
     return path, bound, len(ends[0] & ends[1])
+
+
+def _beside(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
+    """The events of a simulated step in the folder, moved to where rank 0 begins the step that is shown."""
+    path = folder / SIMULATED
+    if not path.exists():
+        return []
+    steps = (e["ts"] for e in first.events if e.get("cat") == "step" and e["args"]["turn"] == first.header.shown)
+    begin = round((first.aligned(next(steps, 0.0) / MICRO) - zero) * MICRO, 3)
+    try:
+        return [{**one, "ts": one["ts"] + begin} if "ts" in one else one for one in _unpacked(path)["traceEvents"]]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
 
 
 def _on_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
@@ -321,5 +347,5 @@ def _on_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
 
 
 def _save(path: Path, content: JSON) -> None:
-    text = json.dumps(content, separators=(",", ":"))
-    files.write(path, gzip.compress(text.encode(), compresslevel=5), files.READABLE)
+    text = json.dumps(content, separators=(",", ":")).encode()
+    files.write(path, gzip.compress(text, compresslevel=5) if path.suffix == ".gz" else text, files.READABLE)

@@ -28,8 +28,21 @@ from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.engine.recording import Acted, TransferSpan, Turn
 from fsdpx.errors import ConfigError
-from fsdpx.observe.chrome import MERGED, RankTrace, TraceHeader, TracePlace, events_of, merge, name_of, read, waits_of
+from fsdpx.nn import models
+from fsdpx.observe.chrome import (
+    MERGED,
+    SIMULATED,
+    RankTrace,
+    TraceHeader,
+    TracePlace,
+    events_of,
+    merge,
+    name_of,
+    read,
+    waits_of,
+)  # fmt: skip
 from fsdpx.observe.clocks import Reading, offset_at, synchronise
+from fsdpx.plan import predict
 from fsdpx.program import VERBS, Action
 
 
@@ -153,6 +166,44 @@ def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
             assert all(sent["args"][name] == came["args"][name] for name in ("bytes", "key"))
             assert sent["pid"] != came["pid"]
         assert counted(imported) == messages
+
+
+@in_full
+def test_a_simulated_step_lies_beside_a_measured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
+    path = tmp_path / SIMULATED
+    line = ["gpt-tiny", "--mesh", "pipe=2,shard=2", "--microbatches", "3", "--batch", "6", "--trace", str(path)]
+    alone, messages = merge(tmp_path)[1:]
+    assert main(["show", *line]) == 0
+    assert f"traced: {path}, 2 of 4 ranks of epyc-100g, simulated" in capsys.readouterr().out
+    assert merge(tmp_path)[1:] == (alone, messages)
+    events = json.loads(gzip.decompress((tmp_path / MERGED).read_bytes()))["traceEvents"]
+    imported = Imported(events, False)
+    assert not imported.lost
+    assert len(imported.flows) == messages + 2 * 3  # forward and back
+    simulated = [event for event in events if event["pid"] >= 1_000_000]
+    names = {e["args"]["name"] for e in simulated if e["name"] == "process_name"}
+    assert names == {f"rank {2 * n + 1} (pipe {n} replica 0 shard 1 tensor 0) on epyc-100g, simulated" for n in (0, 1)}
+    shown = read(tmp_path)[0].header.shown
+    begun = [e["ts"] for e in events if e["pid"] == 0 and e.get("cat") == "step" and e["args"]["turn"] == shown]
+    assert min(e["ts"] for e in simulated if "ts" in e) == begun[0]
+    assert all(e["args"]["bytes"] > 0 for e in simulated if e["ph"] == "C")
+    path.write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=f"{SIMULATED}: no trace of fsdpx can be read there"):
+        merge(tmp_path)
+
+
+def test_a_simulated_trace_has_what_the_prediction_has(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"  # as text
+    assert main(["show", "mlp", "--ranks", "2", "--machine", "laptop", "--trace", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    batch = ((256, 1024), "float32")
+    found = predict(models.mlp(24, 1024, True), (batch, batch), ranks=2, machine="laptop", strategy="fsdp")
+    slices = [e for e in events if e["ph"] == "X" and e["cat"] == "compute"]
+    computed = [e for e in found.events if VERBS[e.action.op].lane == "compute"]
+    assert [(e["name"], e["ts"]) for e in slices] == [(str(e.action), round(1e6 * e.start, 3)) for e in computed]
+    moved = sum(e["args"].get("bytes", 0) for e in events if e["ph"] == "X" and e["cat"] == "shard")
+    assert moved == found.bytes["shard"]
 
 
 def counted(imported: Imported) -> int:
