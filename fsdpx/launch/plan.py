@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from fsdpx import environment, plan
 from fsdpx.comm.local import single
@@ -13,15 +14,15 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.files import READABLE, write
-from fsdpx.launch.catalog import entry
+from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.drawing import draw_step
-from fsdpx.launch.show import parse_recompute
+from fsdpx.launch.show import no_field, numbers, parse_recompute
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.fit import fit_report
 from fsdpx.plan.measuring import machine_text, measured
 from fsdpx.plan.peak import lowered_text
 from fsdpx.plan.prediction import prepared
-from fsdpx.plan.searching import MOST
+from fsdpx.plan.searching import ANY, MOST
 
 __all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
 
@@ -38,6 +39,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     p.add_argument("--strategy", default=None, help="only this one")
     p.add_argument("--mesh", default=None, help="only this one, such as pipe=2,tensor=2")
+    p.add_argument("--field", default=None, help="cells of the field of unet2d, unet3d or fno2d, such as 128,128,128")
+    p.add_argument("--space", default=None, help="only this grid of ranks, such as 2,2,1")
     p.add_argument("--microbatches", type=int, default=None, help="only so many")
     p.add_argument("--schedule", default=None, help="only this one")
     p.add_argument("--recompute", default=None, help="only this: all, attention, k (every k-th unit), or bytes")
@@ -56,12 +59,13 @@ def plan_job(args: argparse.Namespace) -> str:
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
     fixed |= {} if args.recompute is None else {"recompute": parse_recompute(args.recompute)}
+    example, space = _field(args, example)
     if example.batch < 1:
         raise ConfigError(f"--batch {example.batch}: at least one sample")
     found = plan.search(
         example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
         hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
-        say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
+        space=space, say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
     )  # fmt: skip
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)
@@ -76,6 +80,14 @@ def plan_job(args: argparse.Namespace) -> str:
         return json.dumps(found.as_json() | more, indent=1)
     explained = f"{best.peak}\n\n{lowered_text(changes, best.memory, best.seconds)}"
     return f"{args.example}: {example.about}\n{found}\n\nof the quickest {explained}"
+
+
+def _field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
+    """The model on the field that was asked for, and over which grids it is to be cut."""
+    cells, dims = numbers("--field", args.field) or example.cells, numbers("--space", args.space)
+    if not example.cells and (cells or dims):
+        raise no_field(args.example)
+    return (example.over(cells, None), dims or ANY) if example.cells else (example, None)
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:

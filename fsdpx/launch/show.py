@@ -28,7 +28,7 @@ from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.report import call_text
 
-__all__ = ["add_options", "check_axes", "mesh_text", "parse_recompute", "show"]
+__all__ = ["add_options", "check_axes", "mesh_text", "no_field", "numbers", "parse_recompute", "show"]
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
@@ -141,14 +141,19 @@ def numbers(option: str, text: str | None) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
+def no_field(example: str) -> ConfigError:
+    """The error for --space and --field with another model."""
+    fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
+    return ConfigError(f"--space and --field: {example} takes no fields; {fields} do")
+
+
 def _over_field(
     args: argparse.Namespace, example: CatalogModel, mesh: Mesh, dims: tuple[int, ...], rank: int
 ) -> tuple[CatalogModel, Grid | None]:
     """The model on the fields that were asked for, and the grid that cuts them."""
     cells = numbers("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
-        fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
-        raise ConfigError(f"--space and --field: {args.example} takes no fields; {fields} do")
+        raise no_field(args.example)
     if not example.cells:
         return example, None
     grid = Grid.even(cells, dims, mesh.line(mesh.coordinates(rank), ("replica", "shard")).index(rank)) if dims else None

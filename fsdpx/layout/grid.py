@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from math import prod
 from typing import Any, NamedTuple
 
@@ -93,9 +94,33 @@ class Grid:
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
             raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
         made = cls(single(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
-        made.comm, made.dims, made.place = None, tuple(dims), _place(rank % prod(dims), dims)
+        made.dims = tuple(dims)
         made.parts = Parts(tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip(shape, dims, strict=True)))
+        return made.seen_by(rank)
+
+    def seen_by(self, rank: int) -> Grid:
+        """This grid, as rank `rank` of a job that does not run sees it."""
+        made = copy(self)
+        made.comm, made.place = None, _place(rank % prod(self.dims), self.dims)
         return made
+
+    @property
+    def busiest(self) -> tuple[int, ...]:
+        """A rank with the most cells along each dim, and one with the most neighbours where that is another one."""
+        most: list[list[int]] = [[], []]
+        for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
+            sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
+            for place, order in zip(most, (1, -1), strict=True):
+                place.append(max(range(width), key=lambda r: sizes[r][::order]))
+        return tuple(dict.fromkeys(int(np.ravel_multi_index(place, self.dims)) for place in most))
+
+    def part(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
+        """The shape of this rank's part of arrays of the whole field, with or without ghost cells."""
+        if len(shape) < len(self.layout):  # no field
+            return tuple(shape)
+        around = self.ghosts if ghosts else (0,) * len(self.dims)
+        own = tuple(n + 2 * g for n, g in zip(self.own, around, strict=True))
+        return self._sized(own, tuple(shape))
 
     def __repr__(self) -> str:
         ghosts = f", ghosts={self.ghosts}" if any(self.ghosts) else ""
@@ -105,6 +130,11 @@ class Grid:
     def shape(self) -> tuple[int, ...]:
         """Cells of the whole field."""
         return self.parts.shape
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Cells of this rank's part, without ghost cells."""
+        return self.parts.local(self.place)
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -61,12 +61,14 @@ def planned(
     found: Any = None
     if world.rank == 0 or imagined:
         try:
+            fixed = _fixed(recipe)
             where, source = _machine(machine, world, recipe.machinery.device)
             made = search(
                 recipe.training.model, batch=shapes, ranks=world.size, machine=where, memory=limit, say=line,
-                **_fixed(recipe),
+                **fixed,
             )  # fmt: skip
-            found = {**made.best.options}, _words(made, source)
+            chosen = {name: value for name, value in made.best.options.items() if name not in fixed}
+            found = chosen, _words(made, source)
         except FsdpxError as error:
             found = error
     if not imagined:

@@ -166,8 +166,8 @@ class _KnownLayer:
     def _call(self, what: str, env: Any, p: Any, g: Any, *given: Any) -> Any:
         run = getattr(self._layer, what)
         arguments = (env, *(() if p is None else (p,)), *(() if g is None else (g,)), *given)
-        tensor = env.mesh.tensor
-        key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, tensor.rank, tensor.size)
+        lines = [(line.rank, line.size) for line in (env.mesh.tensor, *env.mesh.space)]
+        key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
         parameters = () if p is None else tuple(p.values())
         return self._costing.call(key, lambda: run(*arguments), (given, parameters), _Flags(g))
 

@@ -20,6 +20,7 @@ from fsdpx.config import Precision, half_name
 from fsdpx.config import precision as formats_of
 from fsdpx.engine.run import lives
 from fsdpx.errors import ConfigError
+from fsdpx.layout.grid import LETTERS, Grid
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
@@ -166,10 +167,12 @@ def predict(
     Parameters
     ----------
     model : the model
-    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch
+    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch, of fields whole ones:
+        samples, channels and cells, or in the layout of the `Grid` that is given
     ranks : of the world
     machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
-    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; by default the
+    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`, `space` also as
+        the numbers of ranks along each dim of a field, `(2, 2, 1)`; by default the
         loss is CrossEntropy for targets of whole numbers, else MSE, and the optimiser AdamW. "fp16" on a GPU computes
         in 16 bits
 
@@ -192,6 +195,24 @@ def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **o
     model, options["loss"] = native(model, options.get("loss"))
     chosen = _options(batch, gpu, options)
     return Dry.of(WorldStep.of(model, batch, ranks, chosen))
+
+
+def _grid(space: Any, batch: tuple[Any, Any], mesh: Mesh) -> Grid | None:
+    """The grid of the first field. ConfigError where the data axis does not consist of such grids."""
+    if not space:
+        return None
+    if not isinstance(space, Grid):
+        cells = batch[0][0][2:]
+        if len(cells) != len(space):
+            wanted = f"samples, channels and {len(space)} dims are wanted"
+            raise ConfigError(f"space={space!r}: inputs of shape {batch[0][0]}, and {wanted}")
+        space = Grid.even(cells, space, layout="c" + LETTERS[3 - len(space) :])
+    if mesh.width("data") % prod(space.dims):
+        raise ConfigError(
+            f"space={space.dims}: a field is on {prod(space.dims)} ranks, and the data axis of {mesh} has "
+            f"{mesh.width('data')}: their number must be a multiple"
+        )
+    return space
 
 
 def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -252,33 +273,56 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldStep:
-    """A step of the whole world."""
+    """A step of the whole world. grid: of the first field, where ranks have parts of fields."""
 
     model: nn.Layer
     batch: tuple[Any, Any]
     mesh: Mesh
     microbatches: int
     options: dict[str, Any]
+    grid: Grid | None = None
+
+    @property
+    def members(self) -> int:
+        """How many data ranks, or grids of them, have different samples."""
+        return self.mesh.width("data") // prod(self.mesh.space)
 
     @classmethod
     def of(cls, model: nn.Layer, batch: tuple[Any, Any], ranks: int, options: dict[str, Any]) -> WorldStep:
         """With the mesh and the microbatches that these options mean."""
         mesh = (options["mesh"] or Mesh()).filled(options["strategy"], ranks)
-        return cls(model, batch, mesh, microbatches_of(options["microbatches"], options.get("chunks"), mesh), options)
+        grid = _grid(options.get("space") or mesh.space, batch, mesh)
+        mesh = mesh if grid is None else replace(mesh, space=grid.dims)
+        pieces = microbatches_of(options["microbatches"], options.get("chunks"), mesh)
+        return cls(model, batch, mesh, pieces, options, grid)
 
     @property
     def samples(self) -> int:
         return int(self.batch[0][0][0])
 
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of one sample, inputs and targets."""
-        return sum(dtype_of(dtype).itemsize * prod(shape[1:]) for shape, dtype in self.batch)
+    def sample_bytes(self, at: int) -> int:
+        """Bytes of one sample on a rank, inputs and targets."""
+        return sum(dtype_of(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._part(at))
 
-    def rows(self, data_rank: int) -> int:
-        """Samples of a data rank."""
-        size = self.mesh.width("data")
-        return self.samples * (data_rank + 1) // size - self.samples * data_rank // size
+    def _part(self, at: int) -> tuple[tuple[Any, Any], ...]:
+        """Shape and dtype of the batch, of fields the part of one of the busiest ranks of a grid."""
+        if self.grid is None:
+            return self.batch
+        grid, ((x, a), (y, b)) = self.grid.seen_by(self.grid.busiest[-1 if at else 0]), self.batch
+        return (grid.part(x, ghosts=True), a), (grid.part(y), b)
+
+    @property
+    def faces(self) -> tuple[float, ...]:
+        """By dim of the grid, its share of what a rank exchanges with its neighbours."""
+        if self.grid is None:
+            return ()
+        own = self.grid.seen_by(self.grid.busiest[0]).own
+        sizes = [(width > 1) / max(n, 1) for n, width in zip(own, self.grid.dims, strict=True)]
+        return tuple(size / (sum(sizes) or 1.0) for size in sizes)
+
+    def rows(self, member: int) -> int:
+        """Samples of a data rank, or of a grid of them."""
+        return self.samples * (member + 1) // self.members - self.samples * member // self.members
 
     def simulated(self) -> tuple[int, int]:
         """How many microbatches run, and how many more take the same time once more: as many as the pipe has ranks, the
@@ -286,7 +330,7 @@ class WorldStep:
         m, pipe, data, schedule = (
             self.microbatches,
             self.mesh.width("pipe"),
-            self.mesh.width("data"),
+            self.members,
             self.options["schedule"],
         )
         equal = self.samples % data == 0 and self.samples // data % m == 0 and self.options.get("chunks") is None
@@ -296,27 +340,29 @@ class WorldStep:
             return m, 0
         return enough + (m - enough) % pipe, pipe
 
-    def runs(self, data_rank: int, microbatches: int) -> list[_Run]:
-        """The dry runs of one data rank, by rank of the pipe."""
+    def runs(self, member: int, microbatches: int, at: int = 0) -> list[_Run]:
+        """The dry runs of one data rank, by rank of the pipe. at: which of the busiest ranks of a grid."""
         shard, mesh = self.mesh.width("shard"), self.mesh
-        rows = self.rows(data_rank)
+        rows, data_rank = self.rows(member), member * prod(mesh.space)
+        data_rank += 0 if self.grid is None else self.grid.busiest[at]
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
         found = []
         for pipe in range(mesh.width("pipe")):
             place = Coordinates(pipe, data_rank // shard, data_rank % shard, 0)
-            found.append(self._run(mesh.rank(place), place, rows, microbatches))
+            found.append(self._run(mesh.rank(place), place, rows, microbatches, at))
         return found
 
-    def _run(self, rank: int, place: Coordinates, rows: int, microbatches: int) -> _Run:
+    def _run(self, rank: int, place: Coordinates, rows: int, microbatches: int, at: int) -> _Run:
         options = self.options | {"microbatches": microbatches, "device": "shape"}
+        options |= {} if self.grid is None else {"space": self.grid.seen_by(self.grid.busiest[at])}
         recipe, costing = Recipe(Training(self.model)).changed(options), Costing()
         with counting() as costing.work, metered() as meter:
             trainer = Trainer(FixedRanks(made(recipe, FakeCommunicator(rank, self.mesh.size))))
             trainer.inspect.reset()
             costing.watch(trainer, meter)
             watch = PeakWatch(trainer, meter)
-            trainer.step(*(ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self.batch))
+            trainer.step(*(ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self._part(at)))
         report = trainer.report()
         state = trainer.inspect.engine.state
         meter.peak = max(meter.peak, *(most for most, _ in costing.alive))
@@ -332,7 +378,8 @@ class WorldStep:
 @dataclass(frozen=True)
 class Dry:
     """The dry runs of a step, which any machine can be asked about. runs: of the data rank with most samples, by rank
-    of the pipe; others: of the one with fewest. few, each: see `WorldStep.simulated`."""
+    of the pipe; others: of the one with fewest, and of another busy rank of a grid. few, each: see
+    `WorldStep.simulated`."""
 
     step: WorldStep
     runs: list[_Run]
@@ -343,14 +390,16 @@ class Dry:
     @classmethod
     def of(cls, step: WorldStep) -> Dry:
         few, each = step.simulated()
-        last = step.mesh.width("data") - 1
+        last = step.members - 1
         others = step.runs(0, few) if last and step.samples % (last + 1) else []
+        if step.grid is not None and len(step.grid.busiest) > 1:
+            others += step.runs(last, few, 1)
         return cls(step, step.runs(last, few), others, few, each)
 
     def on(self, machine: Machine) -> Prediction:
         """The same step on a machine."""
         step, few, each, runs = self.step, self.few, self.each, self.runs
-        timing = StepTimes(Lines(step.mesh, machine), half_name(_compute(step.options["precision"])))
+        timing = StepTimes(Lines(step.mesh, machine, step.faces), half_name(_compute(step.options["precision"])))
         seconds, parts, events = _timed(runs, timing, few)
         classes = [run.found for run in (*self.others, *runs)]
         if each:
@@ -358,8 +407,9 @@ class Dry:
             more, bigger, _ = _timed(runs, timing, few + each)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
-            rows = step.samples // step.mesh.width("data") // step.microbatches * (step.microbatches - few)
-            classes = [_grown(run, few, each, times, rows * step.sample_bytes) for run in runs]
+            rows = step.samples // step.members // step.microbatches * (step.microbatches - few)
+            busy = (self.others, step.sample_bytes(1)), (runs, step.sample_bytes(0))
+            classes = [_grown(run, few, each, times, rows * nbytes) for some, nbytes in busy for run in some]
         overhead = machine.compute.overhead
         parts = {"overhead": overhead, **parts}
         found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, step, tuple(events)

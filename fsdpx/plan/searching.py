@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from os import PathLike
 from typing import Any
 
@@ -12,9 +13,11 @@ from fsdpx import nn
 from fsdpx.comm.mesh import AXES, Mesh
 from fsdpx.config import byte_count
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.layout.grid import LETTERS, Grid
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.prediction import Prediction, predict
+from fsdpx.plan.prediction import Prediction, batch_of, predict
 from fsdpx.state.tuning import bytes_text, table
+from fsdpx.trainer.recipe import native
 
 __all__ = ["Candidate", "Plan", "search"]
 
@@ -23,6 +26,10 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 SHOWN = 5
 MOST = 400
 """Configurations that are tried."""
+ANY = "any"
+"""For `space`: all grids."""
+GRIDS = 4
+"""Grids of so many ranks that are tried, those with the smallest faces."""
 CLOSE = 1.3
 """What is tried further: whatever takes at most so many times as long as the quickest."""
 
@@ -62,6 +69,7 @@ class Plan:
     refused : options of those that do not, and why
     searched : what was tried, in words
     largest : samples of the largest global batch at which the quickest one fits, found by doubling
+    cells : of a field, where the batch consists of fields
     """
 
     found: tuple[Candidate, ...]
@@ -72,7 +80,8 @@ class Plan:
     memory: int | None
     ranks: int
     samples: int
-    loss: str = field(default="nn.CrossEntropy()")
+    loss: str = "nn.CrossEntropy()"
+    cells: tuple[int, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -87,7 +96,15 @@ class Plan:
     @property
     def line(self) -> str:
         """The line of Python that asks for the quickest."""
-        return f"trainer = model.as_distributed(loss={self.loss}, optimizer=optim.AdamW(), {self.best.words})"
+        words, space = self.best.words, self.best.options.get("space")
+        if isinstance(space, tuple):
+            even = f"fsdpx.Grid.even({self.cells}, {space}, fsdpx.rank()).own"
+            own = tuple(n // width for n, width in zip(self.cells, space, strict=True))
+            part = own if _divides(space, self.cells) else even
+            layout = "c" + LETTERS[3 - len(space) :]
+            grid = f"fsdpx.Grid(fsdpx.init(), {part}, dims={space}, layout={layout!r})"
+            words = words.replace(f"space={space}", f"space={grid}")
+        return f"trainer = model.as_distributed(loss={self.loss}, optimizer=optim.AdamW(), {words})"
 
     @property
     def toml(self) -> str:
@@ -143,6 +160,8 @@ def _row(one: Candidate) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, Grid):
+        return "grid"
     return f"fsdpx.Mesh({_mesh_text(value).replace(',', ', ')})" if isinstance(value, Mesh) else repr(value)
 
 
@@ -176,7 +195,8 @@ def search(
     memory : bytes that a rank may take, "16GiB"; by default what the machine says
     most : configurations that are tried at most
     say : called with a line now and then
-    options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`
+    options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`; `space="any"` tries the
+        grids over which a field of the batch can be cut
 
     Raises
     ------
@@ -189,7 +209,11 @@ def search(
     limit = where.compute.capacity if memory is None else byte_count(memory, "memory")
     if size < 1:
         raise ConfigError(f"ranks={ranks}, hosts={hosts}: at least one rank is needed")
-    tried = _Search(model, batch, size, where, None if limit is None else int(limit), most, say, options)
+    space, shapes = options.pop("space", None), batch_of(batch)
+    if space == ANY and len(shapes[0][0]) < 3:
+        raise ConfigError(f"space={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells")
+    model, options["loss"] = native(model, options.get("loss"))
+    tried = _Search(model, shapes, size, where, None if limit is None else int(limit), most, say, options, space)
     tried.run()
     return tried.plan()
 
@@ -204,6 +228,7 @@ class _Search:
     most: int
     say: Callable[[str], None] | None
     fixed: dict[str, Any]
+    space: Any
     found: list[Candidate] = field(default_factory=list)
     large: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -215,10 +240,11 @@ class _Search:
 
     def run(self) -> None:
         """Fill `found` and `refused`."""
-        for strategy, mesh in self._placements():
+        for strategy, mesh, space in self._placements():
             for precision in self._choices("precision", "bf16" if self.machine.compute.gpu else None):
                 for recompute in self._choices("recompute", None, "all"):
-                    if self._fits_somehow(strategy, mesh, precision, recompute):
+                    chosen = {"strategy": strategy, "mesh": mesh, "space": space}
+                    if self._fits_somehow(chosen | {"recompute": recompute, "precision": precision}):
                         break
         for one in sorted(self.found, key=_seconds):
             if one.prediction.seconds > CLOSE * self._least():
@@ -231,37 +257,54 @@ class _Search:
     def _choices(self, name: str, *values: Any) -> tuple[Any, ...]:
         return (self.fixed[name],) if name in self.fixed else values
 
-    def _placements(self) -> Iterator[tuple[str, Mesh | None]]:
-        """Strategies and meshes, the simplest first."""
+    def _placements(self) -> Iterator[tuple[str, Mesh | None, Any]]:
+        """Strategies, meshes and grids of fields, the simplest first."""
         if "mesh" in self.fixed:
-            for strategy in self._choices("strategy", *STRATEGIES):
-                yield strategy, self.fixed["mesh"]
+            mesh = self.fixed["mesh"] or Mesh()
+            for space in self._spaces(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
+                for strategy in self._choices("strategy", *STRATEGIES):
+                    yield strategy, self.fixed["mesh"], space
             return
         host, strategies = int(min(self.machine.host, self.ranks)), self._choices("strategy", *STRATEGIES)
         for tensor in _widths(self.ranks, host):
             for pipe in _widths(self.ranks // tensor, self.ranks):
                 data = self.ranks // tensor // pipe
-                if data > self.samples:
+                spaces = self._spaces(data, tensor)
+                if not spaces:
                     why = f"more data ranks than the {self.samples} samples of the batch"
                     self.refused[f"tensor={tensor}, pipe={pipe}, data={data}"] = why
-                    continue
                 for strategy in strategies if data > 1 else strategies[:1]:
                     inner = host // tensor
-                    yield strategy, _mesh(data, strategy, pipe, tensor)
+                    yield from ((strategy, _mesh(data, strategy, pipe, tensor), space) for space in spaces)
                     if strategy == "fsdp" and pipe == 1 and 1 < inner < data and data % inner == 0:
-                        yield strategy, Mesh(replica=data // inner, shard=inner, tensor=tensor)
+                        mesh = Mesh(replica=data // inner, shard=inner, tensor=tensor)
+                        yield from ((strategy, mesh, space) for space in spaces)
 
-    def _fits_somehow(self, strategy: str, mesh: Any, precision: Any, recompute: Any) -> bool:
+    def _spaces(self, data: int, tensor: int) -> list[Any]:
+        """The grids over which so many data ranks cut fields, of which each has a sample at least. None: no grid."""
+        space = self.space
+        if space is not None and space != ANY:
+            return [space] if tensor == 1 and data % prod(_dims(space)) == 0 else []
+        found: list[Any] = [None] if data <= self.samples else []
+        if space is None or tensor > 1:
+            return found
+        cells = self.batch[0][0][2:]
+        for ranks in _widths(data, data):
+            if ranks > 1 and data // ranks <= self.samples:
+                grids = [dims for dims in _factors(ranks, len(cells)) if _divides(dims, cells)]
+                found += sorted(grids, key=lambda dims: _faces(dims, cells))[:GRIDS]
+        return found
+
+    def _fits_somehow(self, chosen: dict[str, Any]) -> bool:
         """Try few microbatches, then more until it fits. Whether it does."""
-        pipe = 1 if mesh is None else mesh.pipe or 1
-        data = self.ranks // pipe // (1 if mesh is None else mesh.tensor or 1)
+        mesh, space = chosen["mesh"] or Mesh(), chosen["space"]
+        pipe = mesh.pipe or 1
+        data = self.ranks // pipe // (mesh.tensor or 1) // prod(_dims(space))
         rows = -(-self.samples // data)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._choices("microbatches", *_doubled(first, rows)):
-            options = {"strategy": strategy, "mesh": mesh, "microbatches": microbatches}
-            options |= {"recompute": recompute, "precision": precision}
             before = len(self.large)
-            if self.attempt(options) is not None:
+            if self.attempt(chosen | {"microbatches": microbatches}) is not None:
                 return True
             if len(self.large) == before or _floor(self.large[-1].prediction) > (self.limit or 0):
                 return False  # refused for another reason, or more microbatches would not help
@@ -305,13 +348,14 @@ class _Search:
         if not self.found:
             raise ConfigError(self._nothing())
         found = tuple(sorted(self.found, key=_seconds))
-        what = "strategies, meshes, microbatches, recomputing and schedules"
-        fixed = ", ".join(f"{name}={_text(value)}" for name, value in self.fixed.items())
+        grids = "grids of fields, " * (self.space == ANY)
+        what = f"strategies, meshes, {grids}microbatches, recomputing and schedules"
+        fixed = ", ".join(f"{name}={_text(value)}" for name, value in self.fixed.items() if value is not None)
         given = f", with {fixed}" * bool(fixed)
         searched = f"{len(self.seen)} configurations: {what}{given}; {len(self.refused)} refused"
-        loss = "nn.CrossEntropy()" if "int" in str(self.batch[1][1]) else "nn.MSE()"
-        largest = self._largest(found[0])
-        rest = self.machine, self.limit, self.ranks, self.samples, loss
+        loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[1][1]) else nn.MSE())
+        largest, cells = self._largest(found[0]), self.batch[0][0][2:]
+        rest = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
         return Plan(found, tuple(self.refused.items()), searched, largest, *rest)
 
     def _largest(self, one: Candidate) -> int:
@@ -356,6 +400,30 @@ def _widths(ranks: int, most: int) -> list[int]:
     return found
 
 
+def _dims(space: Any) -> tuple[int, ...]:
+    """Ranks along each dim of a field."""
+    return tuple(getattr(space, "dims", space) or ())
+
+
+def _factors(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
+    """All ways of ranks along so many dims."""
+    if dims == 1:
+        yield (ranks,)
+        return
+    for first in range(1, ranks + 1):
+        if ranks % first == 0:
+            yield from ((first, *rest) for rest in _factors(ranks // first, dims - 1))
+
+
+def _divides(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
+    return all(n % width == 0 for n, width in zip(cells, dims, strict=True))
+
+
+def _faces(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
+    """What a part of a field has around it for each of its cells."""
+    return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
+
+
 def _doubled(first: int, most: int) -> list[int]:
     found = [first]
     while found[-1] * 2 <= most:
@@ -375,5 +443,5 @@ def _mesh(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
 def _kind(mesh: Mesh, options: Mapping[str, Any]) -> str:
     name = options["strategy"] if mesh.width("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width("replica") > 1 else name
-    means = [name, *(axis for axis in ("tensor", "pipe") if mesh.width(axis) > 1)]
+    means = [name, *(axis for axis in ("tensor", "pipe") if mesh.width(axis) > 1), "space" * (prod(mesh.space) > 1)]
     return " + ".join(filter(None, means)) or "one rank"

@@ -63,10 +63,12 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Lines:
-    """Where the ranks of each axis of a mesh are on a machine, when ranks are numbered host by host."""
+    """Where the ranks of each axis of a mesh are on a machine, when ranks are numbered host by host. faces: by dim of a
+    field that is cut, its share of what a rank exchanges with its neighbours."""
 
     mesh: Mesh
     machine: Machine
+    faces: tuple[float, ...] = ()
 
     @cached_property
     def strides(self) -> Mapping[str, int]:
@@ -119,10 +121,14 @@ class StepTimes:
         ring          steps of the largest latency, bytes at the speed of the slowest link
         tree          log2(ranks) steps, the whole array each way
         hierarchy     level by level, each with what the levels inside of it have left
+
+        A message to a neighbour of the line takes one latency; it arrives meanwhile.
         """
         reaches = self.lines.known.get(axis, [])
-        if not reaches:
+        if not reaches or verb == "recv":
             return 0.0
+        if verb == "send":
+            return self._to_neighbour(axis, reaches, nbytes)
         times = 2 if verb in DOUBLE else 1
         ranks = 1.0
         for reach in reaches:
@@ -139,6 +145,23 @@ class StepTimes:
         if verb == "all_reduce":
             tree = 2 * sum(ceil(log2(r.width)) * r.level.latency for r in reaches) + 2 * whole / slowest
         return min(ring, tree, levels)
+
+    def _to_neighbour(self, axis: str, reaches: list[Crossing], nbytes: float) -> float:
+        """Seconds of a message to the neighbour that is furthest: all wait for it. In fields the mean over dims."""
+        if axis != "space":
+            last = reaches[-1]
+            return last.level.latency + nbytes / _own(last)
+        seconds, stride = 0.0, self.lines.strides["shard"]
+        for width, face in zip(reversed(self.lines.mesh.space), reversed(self.lines.faces), strict=True):
+            unit = 1.0
+            for level in self.lines.machine.levels:
+                if stride * width <= level.ranks:
+                    users = min(stride, unit) if unit > 1 else min(level.ranks, self.ranks)
+                    seconds += face * (level.latency + nbytes / level.share(users))
+                    break
+                unit = level.ranks
+            stride *= width
+        return seconds
 
     def message(self, sender: int, receiver: int, nbytes: float) -> float:
         """Seconds of a message from one rank of the world to another."""

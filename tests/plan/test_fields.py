@@ -1,0 +1,171 @@
+"""Fields in plans: bytes and memory of ranks that hold parts of one, and which grid to cut it over."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.__main__ import main
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.plan import Compute, Level, Machine, predict
+
+OPTIONS: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW()}
+
+
+def unet() -> nn.Layer:
+    return nn.UNet(2, 2, 2, 4, 2)
+
+
+def fno() -> nn.Layer:
+    return nn.FNO(2, 2, (4, 4), 4, 2)
+
+
+def fields(samples: int, *cells: int) -> Any:
+    return (((samples, 2, *cells), "float32"),) * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "space", "samples", "chosen"),
+    [
+        (unet, 4, (2, 2), 1, {"strategy": "fsdp"}),
+        (unet, 3, (3, 1), 2, {"strategy": "ddp", "microbatches": 2}),
+        (unet, 6, (1, 3), 3, {"strategy": "zero2"}),
+        (unet, 4, (2, 1), 2, {"strategy": "zero1", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 2}),
+        (fno, 4, (2, 2), 2, {"strategy": "zero1", "recompute": "all"}),
+    ],
+)
+def test_predicted_bytes_calls_and_memory_are_those_of_ranks(
+    model: Any, ranks: int, space: tuple[int, ...], samples: int, chosen: dict[str, Any]
+) -> None:
+    cells = (16, 20)
+    found = predict(
+        model(), fields(samples, *cells), ranks=ranks, machine="epyc-100g", space=space, **OPTIONS, **chosen
+    )
+
+    def run(comm: Communicator) -> Any:
+        lines = [found.mesh.line(found.mesh.coordinates(r), ("replica", "shard")) for r in range(ranks)]
+        data = lines[comm.rank]
+        member, at = divmod(data.index(comm.rank), prod(space))
+        own = fsdpx.Grid.even(cells, space, at).own
+        members = found.mesh.width("data") // prod(space)
+        rows = samples * (member + 1) // members - samples * member // members
+        grid = fsdpx.Grid(comm if data == [*range(ranks)] else comm.subgroup(data), own, dims=space, layout="cyx")
+        made = model().as_distributed(comm=comm, space=grid, **OPTIONS, **chosen)
+        made.inspect.reset()
+        made.step(*(np.ones((rows, 2, *own), "f4") for _ in range(2)))
+        report = made.report()
+        return {k: (v.calls, v.bytes) for k, v in report.traffic.items() if k[0] != "world"}, report.memory
+
+    real = fsdpx.spawn(run, ranks)
+    for one in found.classes:
+        traffic, memory = real[one.rank]
+        assert dict(one.traffic) == traffic
+        assert {kind: n for kind, n in one.memory.items() if kind != "activations"} == memory
+    assert found.bytes["space"] == max(
+        sum(n for (axis, call), (_, n) in traffic.items() if axis == "space" and call != "recv") for traffic, _ in real
+    )
+
+
+def test_a_grid_with_ghost_cells_is_planned_in_its_layout() -> None:
+    grid = fsdpx.Grid.even((16, 16), (2, 2), layout="yxc", ghosts=1)
+    whole = (((1, 16, 16, 2), "float32"),) * 2
+    found = predict(unet(), whole, ranks=4, machine="laptop", space=grid, **OPTIONS)
+    dry = fsdpx.dry_run(
+        unet(), ((1, 10, 10, 2), "float32"), ((1, 8, 8, 2), "float32"), ranks=4, strategy="ddp", space=grid, **OPTIONS
+    )
+    assert found.worst.memory["activations"] == dry.passing
+    without = predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", space=(2, 2), **OPTIONS)
+    assert found.bytes["space"] < without.bytes["space"]
+
+
+def test_halos_go_to_neighbours() -> None:
+    """Cut along the first dim over hosts, one rank of each host speaks with another host; along the last, all do."""
+    hosts = (Level("host", 1e-6, 1e9, ranks=2), Level("system", 1e-3, 1e9, contention=1.0))
+    machine = Machine("two hosts", hosts, Compute({"float32": 1e12}, 1e12))
+    seconds = {
+        space: predict(nn.Conv2d(2, 2, 3, padding=1), fields(1, 64, 64), ranks=4, machine=machine, space=space)
+        for space in ((4, 1), (2, 2))
+    }
+    (calls, nbytes), face = seconds[4, 1].classes[-1].traffic["space", "send"], 64 * 2 * 4
+    assert nbytes == calls * face
+    assert seconds[4, 1].parts["space"] == pytest.approx(calls * (1e-3 + face / 1e9))
+    # of a rank's two faces one stays on its host; two ranks of a host share the link for the other
+    (calls, nbytes), face = seconds[2, 2].classes[-1].traffic["space", "send"], 32 * 2 * 4
+    inside, beyond = 1e-6 + nbytes / calls / 1e9, 1e-3 + nbytes / calls / 0.5e9
+    assert seconds[2, 2].parts["space"] == pytest.approx(calls * (inside + beyond) / 2)
+    assert seconds[2, 2].bytes["space"] == nbytes
+
+
+def test_grids_are_searched() -> None:
+    found = fsdpx.plan(unet(), batch=fields(1, 256, 256), ranks=4, machine="laptop", space="any", **OPTIONS)
+    tried = {one.options.get("space") for one in found.found}
+    assert {(4, 1), (1, 4), (2, 2)} <= tried
+    assert {one.prediction.mesh.space for one in found.found if "space" in one.kind} >= {(4, 1), (1, 4), (2, 2)}
+    assert found.best.kind.endswith(" + space")
+    assert "grids of fields, " in found.searched
+    dims = found.best.options["space"]
+    own = tuple(n // width for n, width in zip((256, 256), dims, strict=True))
+    grid = f"space=fsdpx.Grid(fsdpx.init(), {own}, dims={dims}, layout='cyx')"
+    assert found.line.startswith(
+        "trainer = model.as_distributed(loss=nn.RelativeL2(), optimizer=optim.AdamW(), strategy="
+    )
+    assert grid in found.line
+    assert f"# space={dims}" in found.toml
+
+
+def test_the_line_for_parts_that_differ_cuts_them_evenly() -> None:
+    found = fsdpx.plan(unet(), batch=fields(1, 16, 20), ranks=3, machine="laptop", space=(3, 1), **OPTIONS)
+    assert {one.options["space"] for one in found.found} == {(3, 1)}
+
+    def run(comm: Communicator) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(fsdpx, "init", lambda: comm)
+            words = found.line.partition("space=")[2].partition("layout='cyx')")[0] + "layout='cyx')"
+            grid: fsdpx.Grid = eval(words, {"fsdpx": fsdpx})
+            return grid.shape, grid.own
+
+    assert fsdpx.spawn(run, 3) == [((16, 20), (5, 20)), ((16, 20), (5, 20)), ((16, 20), (6, 20))]
+
+
+def test_ranks_of_a_grid_plan_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(comm: Communicator) -> Any:
+        grid = fsdpx.Grid(comm, (8, 16), dims=(2, 1), layout="cyx")
+        made = unet().as_distributed(space=grid, strategy="auto", batch=fields(1, 16, 16), **OPTIONS)
+        made.step(*(np.ones((1, 2, 8, 16), "f4") for _ in range(2)))
+        return made.report().planned
+
+    words = fsdpx.spawn(run, 2)
+    assert words[0] == words[1]
+    assert re.match(r"strategy='\w+', space=grid, microbatches=1; predicted are ", words[0])
+
+
+def test_what_is_no_field_is_named() -> None:
+    text = ((8, 8), "int64")
+    with pytest.raises(ConfigError, match=r"^space='any': inputs of shape \(8, 8\) are no fields: samples, channels"):
+        fsdpx.plan(nn.GPT(32, 16, 2, 2, 8), batch=(text, text), ranks=2, machine="laptop", space="any")
+    with pytest.raises(ConfigError, match=r"^space=\(2,\): inputs of shape \(1, 2, 16, 16\), and samples, channels a"):
+        predict(unet(), fields(1, 16, 16), ranks=2, machine="laptop", space=(2,))
+    with pytest.raises(ConfigError, match=r"^space=\(3, 1\): a field is on 3 ranks, and the data axis of .* has 4: th"):
+        predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", space=(3, 1))
+
+
+def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan unet2d --ranks 2 --machine laptop --field 64,64 --strategy fsdp --microbatches 1 --most 4".split()
+    assert main(words) == 0
+    assert "strategy='fsdp', space=(2, 1), microbatches=1" in capsys.readouterr().out
+    assert main([*words, "--space", "1,2"]) == 0
+    text = capsys.readouterr().out
+    assert "space=(1, 2)" in text
+    assert "space=(2, 1)" not in text
+    assert main("plan gpt-tiny --ranks 2 --machine laptop --space 2,1".split()) == 2
+    assert "--space and --field: gpt-tiny takes no fields; unet2d, unet3d, fno2d do" in capsys.readouterr().err
