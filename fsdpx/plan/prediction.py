@@ -132,7 +132,7 @@ class Prediction:
                 found = Dry.of(other).on(self.machine)
             return found.memory, None if "offload" in changes else found.seconds  # machines say nothing of disks
 
-        return lowered(step.options, step.rows(self.mesh.width("data") - 1), count)
+        return lowered(step.options, step.rows(step.members - 1), count)
 
     @property
     def bubble(self) -> float:
