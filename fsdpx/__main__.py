@@ -203,7 +203,7 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="the same for programs")
     p.add_argument("--png", default=None, help="draw a step, as it is simulated on --machine, into this file")
     p.add_argument("--trace", default=None, help="write the same as a trace for Perfetto, such as simulated.json.gz")
-    p.add_argument("--machine", default="epyc-100g", help="a file of measure-machine, or a name that `plan` takes")
+    p.add_argument("--machine", default=None, help="for these: a file, or a name as for `plan` (default: epyc-100g)")
 
 
 def _verify(p: argparse.ArgumentParser) -> None:

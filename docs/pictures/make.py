@@ -3,18 +3,27 @@
 All are drawn from what the code says: programs that the simulator runs, parts of fields, contracts of imports. A file
 keeps a digest of its figure (`digest`), with which tests compare what is drawn now."""
 
+import json
+import re
 import sys
+import textwrap
+import tomllib
+import zlib
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 import fsdpx
-from fsdpx.launch.drawing import lanes
+from fsdpx import nn
+from fsdpx.launch.drawing import lanes, trace_step
 from fsdpx.nn import models
-from fsdpx.observe.plots import THEMES, figure, save
+from fsdpx.nn.cut import Parts
+from fsdpx.nn.parts import reaches
+from fsdpx.observe.plots import MEMORY, THEMES, colour, figure, save
 from fsdpx.plan import Machine
 from fsdpx.plan.prediction import prepared
 
@@ -43,7 +52,270 @@ def step(theme: str) -> Any:
     return figure(panels, theme)
 
 
-PICTURES = {"step": step}
+# -- a field over a grid of ranks --------------------------------------------------------------------------------------
+
+OWNERS = ("forward", "gather", "backward", "reduce")
+REACH, APART = 2, 1.2
+"""Cells that a convolution of 5 x 5 reaches, and cells between what ranks need."""
+SAID = {
+    0.0: "a wall: nothing comes\nfrom beyond",
+    3.0: "a part: what the solver\nhas on this rank",
+    7.0: "pale: cells that come from\nthe rank of that colour",
+    11.5: "left and right the field is\nperiodic: what rank 0 needs\nleft of it, rank 1 has",
+}
+
+
+def field(theme: str) -> Any:
+    """Four uneven parts of 13 x 16 cells, walls along one dim, and the other periodic: each with the cells that a
+    convolution needs of others, in the colours of those that have them."""
+    parts = Parts(((0, 6, 13), (0, 10, 16)))
+    windows = [(1, -REACH, 2 * REACH + 1)] * 2
+    needed = [_owners(reach) for reach in reaches(parts, windows, parts, ("zeros", "circular"))]
+    each, high = 9.25 / 33.4, 19.2
+    drawn = _empty(9.25, each * high + 0.4, theme)
+    share = each * high / (each * high + 0.4)
+    axes = drawn.add_axes((0, 0, 1, share), xlim=(-9.9, 23.5), ylim=(high - 0.6, -0.6))
+    axes.axis("off")
+    for rank, (p, q) in enumerate(np.ndindex(2, 2)):
+        top, left = (parts.cuts[d][n] + n * (2 * REACH + APART) for d, n in enumerate((p, q)))
+        _part(axes, theme, rank, (needed[0][p], needed[1][q]), (top, left))
+    for y, words in SAID.items():
+        axes.text(-9.6, y, words, color=colour("ink", theme), fontsize=9.5, va="top")
+    title = "A field of 13 x 16 cells over 2 x 2 ranks, and what a convolution of 5 x 5 needs of others"
+    drawn.text(0.01, (1 + share) / 2, title, color=colour("ink", theme), fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+def _owners(reach: Any) -> list[list[tuple[int, int]]]:
+    """For each rank of a line the owners of the cells that it needs, and where these lie, from its first own cell."""
+    found: list[list[tuple[int, int]]] = [[], []]
+    for piece in reach.pieces():
+        places = np.arange(reach.size(piece.needs))[piece.into]
+        first = reach.needs[piece.needs][0] - reach.cuts[piece.needs]
+        found[piece.needs] += [(int(place) + first, piece.owner) for place in places]
+    return found
+
+
+def _part(axes: Any, theme: str, rank: int, needed: Any, corner: tuple[int, int]) -> None:
+    """The part of a rank with its halo."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
+
+    squares, colours, own = [], [], []
+    for y, p in needed[0]:
+        for x, q in needed[1]:
+            top, left = corner[0] + y, corner[1] + x
+            squares.append([(left, top), (left + 1, top), (left + 1, top + 1), (left, top + 1)])
+            mine = (p, q) == divmod(rank, 2)
+            colours.append(to_rgba(colour(OWNERS[2 * p + q], theme), 1.0 if mine else 0.4))
+            own += [(left, top)] if mine else []
+    look = {"edgecolors": colour("page", theme), "linewidths": 0.8}
+    axes.add_collection(PolyCollection(squares, facecolors=colours, **look))
+    (left, top), (right, bottom) = own[0], own[-1]
+    ink = colour("ink", theme)
+    x, y = [left, right + 1, right + 1, left, left], [top, top, bottom + 1, bottom + 1, top]
+    axes.plot(x, y, color=ink, linewidth=1.2)
+    wall = top if rank < 2 else bottom + 1
+    axes.plot([left - REACH, right + 1 + REACH], [wall, wall], color=ink, linewidth=4, solid_capstyle="butt")
+    words = f"rank {rank}\n{bottom + 1 - top:.0f} x {right + 1 - left:.0f} cells"
+    middle, fill = ((left + right + 1) / 2, (top + bottom + 1) / 2), colour(OWNERS[rank], theme)
+    box = {"boxstyle": "round,pad=0.3", "facecolor": fill, "edgecolor": "none"}
+    axes.text(*middle, words, color="white", fontsize=10, ha="center", va="center", weight="bold", bbox=box)
+
+
+def _empty(width: float, height: float, theme: str) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), facecolor=colour("page", theme))
+
+
+# -- memory and bytes of strategies ------------------------------------------------------------------------------------
+
+RANKS, LAYERS, WIDTH, SAMPLES, LONG = 8, 8, 512, 32, 256
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "fsdp": {"strategy": "fsdp"},
+    "hybrid, 2 x 4": {"mesh": fsdpx.Mesh(replica=2, shard=4)},
+    "pipe of 8": {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=8), "microbatches": 16},
+    "tensor of 8": {"strategy": "ddp", "mesh": fsdpx.Mesh(tensor=8)},
+}
+CALLS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce", "send": "message"}
+
+
+def strategies(theme: str) -> Any:
+    """Of one model on eight ranks: what a rank holds at most, and what it sends in a step."""
+    tokens, machine, rows = ((SAMPLES, LONG), "int64"), Machine.load("epyc-100g"), {}
+    for name, options in STRATEGIES.items():
+        model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
+        found = (dry := prepared(model, (tokens, tokens), RANKS, gpu=False, **chosen)).on(machine)
+        rows[name] = max(map(_most, dry.held(found)), key=lambda held: sum(held.values())), _sent(found)
+    drawn = _empty(9.25, 4.1, theme)
+    left = drawn.add_axes((0.115, 0.02, 0.42, 0.72), ylim=(len(rows) - 0.4, -0.6))
+    right = drawn.add_axes((0.63, 0.02, 0.28, 0.72), ylim=(len(rows) - 0.4, -0.6))
+    _bars(left, theme, {name: held for name, (held, _) in rows.items()}, "memory of a rank at its most")
+    _bars(right, theme, {name: sent for name, (_, sent) in rows.items()}, "what it sends in a step")
+    title = f"A GPT of {LAYERS} blocks of width {WIDTH} on {RANKS} ranks, {SAMPLES} samples of {LONG} tokens"
+    drawn.text(0.01, 0.955, title, color=colour("ink", theme), fontsize=11, weight="bold", va="center")
+    for at, name in enumerate(rows):
+        left.text(-0.015, at, name, color=colour("ink", theme), fontsize=9.5, ha="right", va="center",
+                  transform=left.get_yaxis_transform())  # fmt: skip
+    return drawn
+
+
+def _most(held: dict[str, list[tuple[float, int]]]) -> dict[str, int]:
+    """Kind -> bytes at the moment when they are most in all."""
+
+    def at(time: float) -> dict[str, int]:
+        return {kind: [n for when, n in points if when <= time][-1] for kind, points in held.items()
+                if points[0][0] <= time}  # fmt: skip
+
+    times = {time for points in held.values() for time, _ in points}
+    most = max(map(at, sorted(times)), key=lambda now: sum(now.values()))
+    return {kind: most.get(kind, 0) for kind in sorted(most, key=lambda kind: [*MEMORY, kind].index(kind))}
+
+
+def _sent(found: Any) -> dict[str, int]:
+    """What -> bytes, of the class that sends most."""
+    sums = []
+    for one in found.classes:
+        sums.append(dict.fromkeys(("gather", "reduce", "message", "in layers"), 0))
+        for (axis, call), (_, nbytes) in one.traffic.items():
+            if call in CALLS:
+                sums[-1]["in layers" if axis == "tensor" else CALLS[call]] += nbytes
+    return max(sums, key=lambda one: sum(one.values()))
+
+
+def _bars(axes: Any, theme: str, rows: dict[str, dict[str, int]], title: str) -> None:
+    from matplotlib.patches import Patch
+
+    names = list(dict.fromkeys(kind for row in rows.values() for kind, n in row.items() if n > 0))
+    fills = {name: colour(MEMORY.get(name, name if name in CALLS.values() else "other"), theme) for name in names}
+    for at, row in enumerate(rows.values()):
+        start = 0.0
+        for kind in names:
+            axes.broken_barh([(start, row.get(kind, 0))], (at - 0.34, 0.68), facecolors=fills[kind], alpha=0.85)
+            start += row.get(kind, 0)
+        axes.text(start, at, f"  {start / 2**20:,.0f} MiB", color=colour("ink", theme), fontsize=9.5, va="center")
+    axes.set_xlim(0, max(sum(row.values()) for row in rows.values()))
+    axes.axis("off")
+    boxes = [Patch(facecolor=fills[name], label=name, alpha=0.85) for name in names]
+    look = {"frameon": False, "fontsize": 9, "labelcolor": colour("ink", theme), "handlelength": 1.0}
+    place = {"loc": "lower left", "ncols": 5, "bbox_to_anchor": (0, 1), "borderaxespad": 0, "columnspacing": 1.2}
+    axes.legend(handles=boxes, handletextpad=0.5, **look, **place)
+    axes.text(0, 1.12, title, transform=axes.transAxes, color=colour("ink", theme), fontsize=9.5)
+
+
+# -- the house ---------------------------------------------------------------------------------------------------------
+
+
+def floors(theme: str) -> Any:
+    """The folders as the contract of imports stacks them, and what each floor answers, by the page on the
+    architecture."""
+    contract = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    rows = [[name.removeprefix("fsdpx.") for name in re.split(r" [|:] ", row)] for row in contract["layers"]]
+    answers = _answers((HERE.parent / "architecture.md").read_text(encoding="utf-8"))
+    drawn = _empty(9.25, 0.36 * len(rows) + 0.7, theme)
+    axes = drawn.add_axes((0.01, 0.01, 0.98, 0.98), xlim=(0, 9.1), ylim=(len(rows) + 0.15, -1.6))
+    axes.axis("off")
+    ink, page = colour("ink", theme), colour("page", theme)
+    for y, row in enumerate(rows):
+        names, wide = (row, 3.9 / len(row)) if len(row) < 6 else ([" · ".join(row)], 3.9)
+        fill = colour("faint" if len(row) > 5 else "update" if y < 2 else "forward" if y < 12 else "backward", theme)
+        for x, name in enumerate(names):
+            axes.broken_barh([(x * wide, wide - 0.04)], (y + 0.05, 0.9), facecolors=fill, edgecolors=page)
+            size = 9.5 if len(name) < 30 else 7.5
+            axes.text((x + 0.5) * wide - 0.02, y + 0.5, name, color="white", fontsize=size, ha="center", va="center")
+        said = "; ".join(dict.fromkeys(answers[name] for name in row if name in answers))
+        axes.text(4.0, y + 0.5, textwrap.fill(said, 74), color=ink, fontsize=8.5, va="center")
+    title = "The house: a folder imports from its own floor and from those below"
+    axes.text(0, -1.0, title, color=ink, fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+def _answers(page: str) -> dict[str, str]:
+    """Folder -> what it answers, by the table of the page, as far as a colon."""
+    found = dict[str, str]()
+    for folders, answer in re.findall(r"^\| (.+?) \| (.+?) \|", page.split("\n## ")[1], re.M):
+        said = re.sub(r"\[([^]]*)\]\([^)]*\)|[*`]", r"\1", answer).partition(":")[0]
+        found |= dict.fromkeys(re.findall(r"fsdpx/(\w+)/", folders) or ["errors"] * (folders == "the ground"), said)
+    return found
+
+
+# -- a trace as Perfetto shows it --------------------------------------------------------------------------------------
+
+SLICES = ("#a5c8f0", "#a7d8b8", "#f2d08c", "#e8b3ae", "#c7b5e3", "#b9c4cd", "#d9c7a3")
+TRACK, LEFT = 0.22, 1.1
+"""Inches."""
+
+
+def trace(theme: str) -> Any:
+    """The file that `show --trace` writes of two ranks of a pipe, track by track."""
+    machine, batch = Machine.load(HERE / "two-laptops.toml"), ((1024, 1024), "float32")
+    options = {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 4}
+    dry = prepared(models.mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
+    with TemporaryDirectory() as folder:
+        trace_step(dry, dry.on(machine), f"{folder}/step.json")
+        events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
+    tracks = _tracks(events)
+    drawn = _empty(9.25, TRACK * len(tracks) + 0.4, theme)
+    high, last = len(tracks) + 0.5, max(e["ts"] + e.get("dur", 0) for e in events if "ts" in e)
+    share = TRACK * high / (TRACK * len(tracks) + 0.4)
+    axes = drawn.add_axes((LEFT / 9.25, 0.01, 1 - (LEFT + 0.1) / 9.25, share), xlim=(0, last), ylim=(high - 0.4, -0.1))
+    axes.axis("off")
+    ink, faint = colour("ink", theme), colour("waiting", theme)
+    inch = (9.25 - LEFT - 0.1) / last
+    for (pid, tid), (y, name) in tracks.items():
+        head = tid is None
+        axes.text(-(LEFT - 0.06 - 0.1 * (not head)) / inch, y + 0.5, name, color=ink, fontsize=8.5, va="center",
+                  weight="bold" if head else "normal", clip_on=False)  # fmt: skip
+        axes.broken_barh([(0, last)], (y, 1), facecolors=faint if head else "none", edgecolors=faint, linewidth=0.6)
+        _slices(axes, theme, [e for e in events if (e["pid"], e.get("tid")) == (pid, tid) and e["ph"] == "X"], y, inch)
+        if tid == "C":
+            points = [(e["ts"], e["args"]["bytes"]) for e in events if e["pid"] == pid and e["ph"] == "C"]
+            most = max(nbytes for _, nbytes in points)
+            heights = [y + 1 - 0.9 * nbytes / most for _, nbytes in points]
+            axes.fill_between([at for at, _ in points], heights, y + 1, step="post", color=SLICES[0], linewidth=0)
+    ends = {(e["ph"], e["id"]): (e["ts"], tracks[e["pid"], e["tid"]][0] + 0.5) for e in events if e["ph"] in "sf"}
+    look = {"arrowstyle": "-|>", "color": colour("reduce", theme), "lw": 0.8, "connectionstyle": "arc3,rad=0.15"}
+    look |= {"mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
+    for (kind, number), end in ends.items():
+        if kind == "s":
+            axes.annotate("", ends["f", number], end, arrowprops=look)
+    for at in range(0, int(last), 20_000):
+        axes.text(at, -0.4, f"{at // 1000} ms", color=colour("faint", theme), fontsize=8.5, va="center", ha="center")
+    return drawn
+
+
+def _tracks(events: list[dict[str, Any]]) -> dict[tuple[int, Any], tuple[int, str]]:
+    """(process, thread) -> row and name; of a process its head, then its threads by their order, then its curve."""
+    found: dict[tuple[int, Any], tuple[int, str]] = {}
+    for pid in sorted({event["pid"] for event in events}):
+        own = [event for event in events if event["pid"] == pid and event["ph"] == "M"]
+        for event in own:
+            if event["name"] == "process_name":
+                found[pid, None] = len(found), event["args"]["name"].partition(" (")[0]
+        for event in own:
+            slices = [e for e in events if (e["pid"], e.get("tid")) == (pid, event["tid"]) and e["ph"] == "X"]
+            if event["name"] == "thread_name" and max((e["dur"] for e in slices), default=0) > 2_000:
+                found[pid, event["tid"]] = len(found), event["args"]["name"]
+        found[pid, "C"] = len(found), "activations"
+    return found
+
+
+def _slices(axes: Any, theme: str, slices: list[dict[str, Any]], y: int, inch: float) -> None:
+    """Boxes with their names, as far as these fit, in a colour for each verb."""
+    for event in slices:
+        verb = re.split(r"\d|\.", event["name"])[0]
+        fill = "#d3d7db" if verb.startswith("wait") else SLICES[zlib.crc32(verb.encode()) % len(SLICES)]
+        span, look = [(event["ts"], event["dur"])], {"edgecolors": colour("page", theme), "linewidth": 0.4}
+        axes.broken_barh(span, (y + 0.06, 0.88), facecolors=fill, **look)
+        if event["dur"] * inch > 0.065 * len(event["name"]) + 0.06:
+            axes.text(event["ts"] + 0.04 / inch, y + 0.5, event["name"], color="#24292f", fontsize=7.5, va="center")
+
+
+PICTURES = {"step": step, "field": field, "strategies": strategies, "floors": floors, "trace": trace}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -60,8 +332,7 @@ def digest(drawn: Any) -> str:
         for box in axes.patches:
             lines.append(f"{_corners(box.get_path(), box.get_patch_transform())} {_numbers(box.get_facecolor())}")
         for many in axes.collections:
-            colours = _numbers(many.get_facecolor())
-            lines += [f"{_corners(path)} {colours}" for path in many.get_paths()]
+            lines += [_numbers(many.get_facecolor()), *map(_corners, many.get_paths())]
         lines += [_numbers(image.get_array()) for image in axes.images]
     return blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 

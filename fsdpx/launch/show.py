@@ -58,6 +58,8 @@ def mesh_text(mesh: Mesh) -> str:
 
 LONG = 400  # actions; longer programs are printed with their middle left out
 WIDE = 250  # characters of a line of the grid
+MACHINE = "epyc-100g"
+"""Where steps are simulated, if nothing is said."""
 UNIT = Costs(forward=1, backward_input=1, backward_params=1)
 OF_LAYERS = ("tensor", "data", "space")  # axes over which layers communicate, without verbs of the program
 
@@ -83,9 +85,9 @@ def show(args: argparse.Namespace) -> str:
     def peak(changes: dict[str, Any]) -> tuple[int, None]:
         return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).peak.nbytes, None
 
-    changes = lowered(options, rows, peak)
+    changes, simulated = lowered(options, rows, peak), _simulated(args, example, batch * prod(dims), options)
     if args.json:
-        return json.dumps(_as_json(args, run, rows, changes), indent=1)
+        return json.dumps(_as_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
     budget = _budget(run, args.memory, partial(remedies, options, count, rows=rows))
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
@@ -94,7 +96,7 @@ def show(args: argparse.Namespace) -> str:
     parts += [str(run.peak), lowered_text(changes, run.peak.nbytes), f"{run.footprint}{budget}"]
     schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
-    parts += _simulated(args, example, batch * prod(dims), options) if args.png or args.trace else []
+    parts += simulated
     return "\n\n".join(parts)
 
 
@@ -292,7 +294,11 @@ def _count(number: int, word: str, plural: str = "s") -> str:
 def _simulated(args: argparse.Namespace, example: CatalogModel, samples: int, options: dict[str, Any]) -> Iterator[str]:
     """Draw a step and write its trace. samples: of all data ranks, where ranks that have parts of one sample count it
     each."""
-    machine = Machine.load(args.machine)
+    if not args.png and not args.trace:
+        if args.machine is not None:
+            raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
+        return
+    machine = Machine.load(args.machine or MACHINE)
     chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
     batch = example.x(samples), example.y(samples)
     dry = prepared(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)

@@ -12,7 +12,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.program import VERBS, Event
 from fsdpx.program.verbs import partner
 
-__all__ = ["THEMES", "StepLanes", "curves", "draw", "figure", "missing", "save"]
+__all__ = ["MEMORY", "THEMES", "StepLanes", "colour", "curves", "draw", "figure", "missing", "save"]
 
 COLOURS = {  # on a light and on a dark page; memory has the colour of what fills it
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
@@ -133,7 +133,7 @@ def figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     heights = [TITLE + sum(map(panel.height, range(len(panel.names)))) for panel in panels]
     legend = LEGEND * (1 + (len(_names(panels)) > 7))
     found = _figure(WIDTH, whole := legend + sum(heights) + FOOT)
-    found.set_facecolor(_colour("page", theme))
+    found.set_facecolor(colour("page", theme))
     last, most = max(panel.end for panel in panels), max(panel.most for panel in panels)
     at = whole - legend
     for panel, height in zip(panels, heights, strict=True):
@@ -153,7 +153,8 @@ def _figure(width: float, height: float, **options: Any) -> Any:
     return Figure(figsize=(width, height), **options)
 
 
-def _colour(name: str, theme: str) -> str:
+def colour(name: str, theme: str) -> str:
+    """The colour of that name, one of COLOURS, on a page of a theme."""
     return COLOURS[name][THEMES.index(theme)]
 
 
@@ -171,12 +172,12 @@ def _names(panels: Sequence[StepLanes]) -> list[str]:
 def _legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
     from matplotlib.patches import Patch
 
-    boxes = [Patch(facecolor=_colour(name, theme), label=name) for name in _names(panels)]
+    boxes = [Patch(facecolor=colour(name, theme), label=name) for name in _names(panels)]
     if any(shade < 1 for panel in panels for shade in _shades(panel).values()):
-        boxes.append(Patch(facecolor=_darker(_colour("other", theme), LATER), label=DARKER))
+        boxes.append(Patch(facecolor=_darker(colour("other", theme), LATER), label=DARKER))
     look = {"frameon": False, "fontsize": 9.5, "handlelength": 1.0, "handleheight": 0.9, "columnspacing": 1.5}
     place = {"loc": "upper left", "ncols": 7, "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.4, "handletextpad": 0.5}
-    figure.legend(handles=boxes, labelcolor=_colour("ink", theme), **look, **place)
+    figure.legend(handles=boxes, labelcolor=colour("ink", theme), **look, **place)
 
 
 def _gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
@@ -220,7 +221,7 @@ class _Panel:
         tops = [-sum(map(panel.height, range(row))) for row in range(len(panel.names))]
         name, _, about = panel.title.partition(": ")
         head = self.text(0, 0.1, name, fontsize=11, weight="bold", va="baseline", x=0.06 - LEFT)
-        look = {"textcoords": "offset points", "fontsize": 9.5, "va": "baseline", "color": _colour("ink", self.theme)}
+        look = {"textcoords": "offset points", "fontsize": 9.5, "va": "baseline", "color": colour("ink", self.theme)}
         axes.annotate(about, (1, 0), (8, 2.6), xycoords=head, annotation_clip=False, **look)
         for row, top in enumerate(tops):
             size = 8.5 if "\n" in panel.names[row] else 9.5
@@ -236,7 +237,7 @@ class _Panel:
 
     def text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
         """x: inches to the right of the time."""
-        look: dict[str, Any] = {"color": _colour("ink", self.theme), "va": "center", "clip_on": False}
+        look: dict[str, Any] = {"color": colour("ink", self.theme), "va": "center", "clip_on": False}
         return self.axes.text(time + x / self.inch, y, words, **(look | options))
 
     @property
@@ -248,7 +249,7 @@ class _Panel:
         """What computes, and below it what moves."""
         panel, strips = self.panel, self.panel.strips(row)
         for _, start, end in (gap for gap in _gaps(panel) if gap[0] == row):
-            self.axes.broken_barh([(start, end - start)], (top - LANE, LANE), facecolors=_colour("waiting", self.theme))
+            self.axes.broken_barh([(start, end - start)], (top - LANE, LANE), facecolors=colour("waiting", self.theme))
         own = [event for event in panel.events if event.rank == row]
         computed = [event for event in own if _computes(event)]
         for event in _merged(computed) if panel.numbered == "mb" and not self.shade else computed:
@@ -258,10 +259,10 @@ class _Panel:
 
     def box(self, event: Event, top: float, height: float, size: float) -> None:
         """With its number, if that fits."""
-        look = {"edgecolors": _colour("page", self.theme), "linewidth": 0.5}
-        colour = _darker(_colour(_name(event), self.theme), self.shade.get((event.rank, event.action.unit), 1.0))
+        look = {"edgecolors": colour("page", self.theme), "linewidth": 0.5}
+        fill = _darker(colour(_name(event), self.theme), self.shade.get((event.rank, event.action.unit), 1.0))
         span = event.start, event.end - event.start
-        self.axes.broken_barh([span], (top - height, height), facecolors=colour, **look)
+        self.axes.broken_barh([span], (top - height, height), facecolors=fill, **look)
         unit = self.panel.numbered == "unit" or (VERBS[event.action.op].about == "page" and _moves(event))
         number = event.action.unit if unit else event.action.mb
         if number is not None and span[1] * self.inch > LETTER * len(str(number)) + 0.03:
@@ -283,7 +284,7 @@ class _Panel:
             other, down = came.rank != row, came.rank < row
             strip = self.panel.strips(came.rank).index(VERBS[came.action.op].lane)
             start = came.start if other else end, tops[came.rank] - LANE - STRIP * (strip + (down if other else 0.5))
-            look = {"arrowstyle": "-|>", "color": _colour("ink", self.theme), "lw": 0.9, "shrinkA": 0, "shrinkB": 0}
+            look = {"arrowstyle": "-|>", "color": colour("ink", self.theme), "lw": 0.9, "shrinkA": 0, "shrinkB": 0}
             place, look["mutation_scale"] = (end, tops[row] - LANE * (not down)), 7
             self.axes.annotate("", place, start, arrowprops=look, annotation_clip=False)
             self.crossed += [start[0], end] * other
@@ -296,13 +297,13 @@ class _Panel:
         times, below = [*times, self.panel.end], [0.0] * len(times)
         for kind, tops in stack:
             low, high = ([bottom + nbytes * scale for nbytes in (*row, row[-1])] for row in (below, tops))
-            colour = _colour(MEMORY.get(kind, "other"), self.theme)
-            self.axes.fill_between(times, low, high, step="post", color=colour, alpha=0.5, linewidth=0)
+            fill = colour(MEMORY.get(kind, "other"), self.theme)
+            self.axes.fill_between(times, low, high, step="post", color=fill, alpha=0.5, linewidth=0)
             if place := self.free_place(times, low, high, len(kind)):
                 self.text(place[0], place[1], kind, x=0.05, fontsize=8)
             below = tops
         peak = max(range(len(below)), key=lambda n: below[n])
-        y, line = bottom + below[peak] * scale, {"color": _colour("faint", self.theme), "linewidth": 0.7}
+        y, line = bottom + below[peak] * scale, {"color": colour("faint", self.theme), "linewidth": 0.7}
         self.axes.plot([times[peak], self.last], [y, y], linestyle=(0, (2, 2)), **line)
         self.axes.plot([0, self.panel.end], [bottom, bottom], **line)
         self.text(self.last, y, _bytes(below[peak]), x=0.06, fontsize=9.5)
@@ -356,7 +357,7 @@ def _darker(colour: str, shade: float) -> str:
 def _time(all_axes: Sequence[Any], second: float, last: float, theme: str) -> None:
     """Ticks below the last panel, and faint lines through all."""
     unit, each = _unit(last, second)
-    faint = _colour("faint", theme)
+    faint = colour("faint", theme)
     for axes in all_axes:
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, labelsize=9, colors=faint, labelbottom=axes is all_axes[-1])

@@ -1,5 +1,6 @@
 """The command line: what info, show and verify print; real MPI jobs where they need one."""
 
+import json
 import os
 import re
 import shutil
@@ -245,8 +246,10 @@ def test_a_picture_of_many_ranks_has_a_row_for_each_stage(
     assert f"drawn: {path}, a step of 16 ranks of epyc-100g, 8 of 16 microbatches: " in said
     words = re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
     assert [words.count(word) for word in ("rank 0", "rank 8", "and 7 more", "message")] == [1, 1, 2, 1]
-    with pytest.raises(SystemExit):
-        main(["show", "mlp", "--machine"])
+    assert main(["show", "mlp", "--machine", "laptop"]) == 2
+    assert "--machine laptop: of a simulated step; say --png FILE or --trace FILE, too" in capsys.readouterr().err
+    found = json.loads(shown(capsys, f"mlp --ranks 2 --json --png {path}"))["simulated"]
+    assert [line.partition(",")[0] for line in found] == [f"drawn: {path}"]
     assert main(["show", "mlp", "--ranks", "8", "--machine", "laptop", "--png", str(path)]) == 2
     assert "machine 'laptop': its last level, host, holds 4 ranks" in capsys.readouterr().err
 
