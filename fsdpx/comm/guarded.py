@@ -31,10 +31,10 @@ class Guarded(Wrapper):
     arrive within `timeout` seconds, the others do with its number. Sends and receives pass as they are. The exchange
     blocks: calls that overlap otherwise are one after the other here. 256 bytes to each peer and call."""
 
-    def __init__(self, comm: Communicator, timeout: float = 10.0, channel: Communicator | None = None) -> None:
+    def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
         super().__init__(comm)
         self.timeout = timeout
-        self._channel = channel or comm.subgroup(range(comm.size))
+        self._channel = comm.subgroup(range(comm.size))
         self._calls = 0
 
     def issue(self, call: Call) -> Handle:

@@ -271,7 +271,6 @@ class FieldRanks(NamedTuple):
 def connect(
     mesh: Mesh,
     comm: Communicator,
-    counters: Counters | None = None,
     check: bool = False,
     local: bool = False,
     field: FieldRanks | None = None,
@@ -280,10 +279,9 @@ def connect(
     themselves. field: who holds parts of which samples.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
-    in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
+    by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
     mesh = mesh.resolve(comm.size)
-    counters = Counters() if counters is None else counters
-    place = mesh.coordinates(comm.rank)
+    counters, place = Counters(), mesh.coordinates(comm.rank)
     groups: dict[tuple[str, ...], Communicator] = {(): single()}
     made: list[Communicator] = []
 

@@ -203,8 +203,8 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     elif out is not x:
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
-        _flat("out", out)[...] = x.reshape(-1)
-    whole = Call("all_reduce", (_flat("out", out),), how, shape=x.shape)
+        _flat(out)[...] = x.reshape(-1)
+    whole = Call("all_reduce", (_flat(out),), how, shape=x.shape)
     if not async_op:
         opened.comm.issue(whole).wait()
         return out
@@ -298,7 +298,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
 def recv(out: Array, source: int, tag: int = 0) -> Array:
     """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it.
     DesyncError for a message of another size or dtype, which is then gone."""
-    comm, into = default(), _flat("out", out)
+    comm, into = default(), _flat(out)
     kind_of(into.dtype)
     if carrier_of(comm) is not None:  # thread ranks compare what they give each other
         head = np.empty(HEADER, np.uint8)
@@ -391,13 +391,13 @@ def _empty(like: Array, shape: tuple[int, ...]) -> Array:
     return np.empty_like(like, shape=shape, order="C")
 
 
-def _flat(name: str, array: Array) -> Array:
+def _flat(out: Array) -> Array:
     """The flat view of an array that is written to, which must therefore be contiguous."""
-    if not array.flags.c_contiguous:
-        raise ShapeError(f"{name} is not contiguous: pass a contiguous array")
-    if not getattr(array.flags, "writeable", True):  # arrays of a GPU always are
-        raise ConfigError(f"{name} is read-only: pass an array that can be written, such as {name}.copy()")
-    return array.reshape(-1)
+    if not out.flags.c_contiguous:
+        raise ShapeError("out is not contiguous: pass a contiguous array")
+    if not getattr(out.flags, "writeable", True):  # arrays of a GPU always are
+        raise ConfigError("out is read-only: pass an array that can be written, such as out.copy()")
+    return out.reshape(-1)
 
 
 def _rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[Pieces, Pieces]:

@@ -148,18 +148,17 @@ class Layout:
 def lay_out(
     model: Sorted,
     itemsize: int,
-    group_bytes: int | None = None,
-    frozen: Sequence[str] = (),
-    spread: Spread | None = None,
-    carried: Carried = lambda names: (0, False),
+    group_bytes: int,
+    frozen: Sequence[str],
+    spread: Spread,
+    carried: Carried,
 ) -> Layout:
     """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
-    group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters; None: `GROUP_BYTES`.
+    group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters.
     frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own. carried: of the
     names of a parameter, see `Carried`."""
-    limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
-    if limit < 0:
+    if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _specs(model, frozen)
     ties, copies = _ties(model, spread)
@@ -167,7 +166,7 @@ def lay_out(
     owned = _owned(model, ties, held)
     sizes = [sum(_share(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
-    groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
+    groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], group_bytes, a)]
     alone = {*copies, *copies.values(), *_shared_between(model, groups)}
     codecs = {name: carried(names) for name, names in _names(model, specs).items()}
 
@@ -194,8 +193,7 @@ def lay_out(
         twins.setdefault(name, [home[name]]).append(home[alias])
     last_use = _last_uses(model)
     trained = [any(specs[name].trainable for name in names) for names in _used(model.nodes, model.ties)]
-    laid = [_unit(k, group, model, ties, home, last_use, spread) for k, group in enumerate(groups)]
-    units = tuple(replace(unit, trains=tuple(trained[i] for i in of)) for unit, of in zip(laid, groups, strict=True))
+    units = tuple(_unit(k, group, model, ties, home, last_use, spread, trained) for k, group in enumerate(groups))
     groups_of = tuple(tuple(sorted(group)) for group in twins.values())
     return Layout(units, tuple(pages), specs, ties, dict(model.ties), model.inputs, model.outputs, spread, groups_of)
 
@@ -296,6 +294,7 @@ def _unit(
     home: dict[str, int],
     last_use: dict[int, int],
     spread: Spread,
+    trained: Sequence[bool],
 ) -> Unit:
     nodes = [model.nodes[i] for i in group]
     inside = {node.output for node in nodes}
@@ -303,7 +302,8 @@ def _unit(
     outputs = tuple(node.output for node in nodes if last_use.get(node.output, -1) > group[-1])
     names = [ties.get(f, f) for node in nodes for f in (dotted(node.path, n) for n in node.layer.specs())]
     pages = dict.fromkeys(home[n] for n in names if n in home)
-    return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs, spread.stage(group[0]))
+    trains = tuple(trained[i] for i in group)
+    return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs, spread.stage(group[0]), trains)
 
 
 Costs = Mapping[str, float]
@@ -366,9 +366,9 @@ def _is_of(node: Node, pattern: str) -> bool:
 def cut_stages(
     model: Sorted,
     count: int,
-    stages: Sequence[str | int] | None = None,
-    costs: Costs | None = None,
-    why: str = "",
+    stages: Sequence[str | int] | None,
+    costs: Costs | None,
+    why: str,
 ) -> tuple[int, ...]:
     """The index of the first node of each of `count` stages. why: there are so many.
 
@@ -402,8 +402,8 @@ def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_filled(costs, middle, count)) <= count else (middle, high)
-    starts = _filled(costs, high, count)
+        low, high = (low, middle) if len(_filled(costs, middle)) <= count else (middle, high)
+    starts = _filled(costs, high)
     while len(starts) < count:  # fewer runs were enough: the most expensive one is split
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
@@ -412,7 +412,7 @@ def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def _filled(costs: Sequence[float], limit: float, count: int) -> list[int]:
+def _filled(costs: Sequence[float], limit: float) -> list[int]:
     """Runs of at most `limit`, filled from the left."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):

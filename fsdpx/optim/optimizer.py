@@ -220,23 +220,22 @@ def scheduled(optimizer: Any, step: int) -> tuple[float, float]:
     return lr, share
 
 
-def check_number(owner: object, name: str, value: object, low: float = 0.0, below: float | None = None) -> None:
-    """ConfigError unless `value` is a finite number in [low, below)."""
-    wanted = f"a finite number >= {low:g}" + ("" if below is None else f" and < {below:g}")
-    if not _is_number(value) or value < low or (below is not None and value >= below):  # type: ignore[operator]
+def check_number(owner: object, name: str, value: object, below: float | None = None) -> None:
+    """ConfigError unless `value` is a finite number in [0, below)."""
+    wanted = "a finite number >= 0" + ("" if below is None else f" and < {below:g}")
+    if not _is_number(value) or value < 0 or (below is not None and value >= below):  # type: ignore[operator]
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
 
 
-def check_options(owner: Any, but: str = "") -> None:
-    """ConfigError unless those of lr, betas, momentum, eps, weight_decay and groups that `owner` has are valid.
-    but: the name of one that is of another kind there."""
+def check_options(owner: Any) -> None:
+    """ConfigError unless those of lr, betas, momentum, eps, weight_decay and groups that `owner` has are valid."""
     python_fields(owner)
     if not callable(owner.lr):
         check_number(owner, "lr", owner.lr)
     if hasattr(owner, "betas"):
         _check_betas(owner, owner.betas)
     for name, below in (("momentum", 1.0), ("eps", None), ("weight_decay", None)):
-        if hasattr(owner, name) and name != but:
+        if hasattr(owner, name):
             check_number(owner, name, getattr(owner, name), below=below)
     _check_groups(owner, owner.groups)
 

@@ -44,10 +44,10 @@ def parse(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def marked(actions: Sequence[Action], at: int, around: int = 6) -> str:
-    """The neighbourhood of an action with an arrow under it."""
-    start = max(at - around, 0)
-    words = [str(a) for a in actions[start : at + around + 1]]
+def marked(actions: Sequence[Action], at: int) -> str:
+    """An action, and six before and behind it, with an arrow under it."""
+    start = max(at - 6, 0)
+    words = [str(a) for a in actions[start : at + 7]]
     lead = "... " if start else ""
     arrow = len(lead) + sum(len(w) + 1 for w in words[: at - start])
     return f"  {lead}{' '.join(words)}\n  {' ' * arrow}^"

@@ -44,7 +44,7 @@ def generate(
     axes, count = place.axes, len(texts)
     mine = range(count * axes.data.rank // axes.data.size, count * (axes.data.rank + 1) // axes.data.size)
     reader = Reader(session, mine, context, max(map(len, texts)) + max_new_tokens, cached)
-    return write(texts, mine, reader.logits, _share(place, mine), sampling, limits, stream)
+    return write(texts, mine, reader.logits, _share(place), sampling, limits, stream)
 
 
 class Reader:
@@ -75,7 +75,7 @@ class Reader:
         return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
 
 
-def _share(place: Placement, mine: range) -> Callable[[np.ndarray], None]:
+def _share(place: Placement) -> Callable[[np.ndarray], None]:
     axes = place.axes
     tells = axes.pipe.rank == axes.tensor.rank == 0  # one rank of those that found the same
 

@@ -95,13 +95,11 @@ def test_axes_join_the_right_ranks(check):
 
 def test_calls_are_counted_by_axis():
     def body(comm):
-        counters = Counters()
-        axes = connect(Mesh(replica=2), comm, counters)
-        assert axes.counters is counters
+        axes = connect(Mesh(replica=2), comm)
         axes.data.all_reduce(np.ones(8)).wait()
         axes.shard.all_reduce(np.ones(8)).wait()
         axes.tensor.all_reduce(np.ones(8)).wait()
-        return list(counters)
+        return list(axes.counters)
 
     assert spawn(body, 4) == [[("data", "all_reduce", 1, 2 * 6 * 8), ("shard", "all_reduce", 1, 2 * 4 * 8)]] * 4
 
