@@ -201,7 +201,7 @@ def _measured(traces: Sequence[RankTrace]) -> list[Event]:
         for e in one.events:
             if e["ph"] == "X" and e["cat"] not in ("step", "outside", "wait", LAYER) and begin <= e["ts"] < end:
                 start, until = (1e3 * one.aligned(at / MICRO) for at in (e["ts"], e["ts"] + e["dur"]))
-                found.append(Event(n, parse(e["name"])[0], start, until))
+                found.append(Event(n, parse(e["name"])[0], start, until, key=e["args"].get("key")))
     zero = min((event.start for event in found), default=0.0)
     return [replace(event, start=event.start - zero, end=event.end - zero) for event in found]
 

@@ -278,7 +278,7 @@ class _Panel:
             came = event
             if VERBS[event.action.op].receives:
                 sent = replace(event.action, op=partner(event.action.op))
-                came = next((e for e in self.panel.events if e.action == sent), event)
+                came = next((e for e in self.panel.events if (e.action, e.key) == (sent, event.key)), event)
             if not _moves(came):
                 continue
             other, down = came.rank != row, came.rank < row

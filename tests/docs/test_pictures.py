@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amount import in_full
 
 pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
@@ -27,6 +28,7 @@ def _module() -> Any:
 make = _module()
 
 
+@in_full
 @pytest.mark.parametrize("theme", make.THEMES)
 @pytest.mark.parametrize("name", make.PICTURES)
 def test_a_picture_shows_what_the_code_says_now(name: str, theme: str) -> None:
@@ -39,6 +41,7 @@ def test_a_picture_shows_what_the_code_says_now(name: str, theme: str) -> None:
     assert path.stat().st_size < 100_000
 
 
+@in_full
 def test_a_digest_sees_what_changes() -> None:
     drawn = make.step("light")
     before = make.digest(drawn)
