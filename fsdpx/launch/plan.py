@@ -46,6 +46,13 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--recompute", default=None, help="only this: all, attention, k (every k-th unit), or bytes")
     p.add_argument("--precision", default=None, help="only this one")
     p.add_argument("--most", type=int, default=MOST, help="configurations to try at most")
+    about = {
+        "mtbf": "mean seconds between failures of one rank (default: what the machine says)",
+        "save": "seconds of a checkpoint (default: its bytes over the rate of the machine's disk)",
+        "restore": "seconds from a failure until steps go on (default: the same of reading)",
+    }
+    for name, words in about.items():
+        p.add_argument(f"--{name}", type=float, default=None, metavar="SECONDS", help=words)
     p.add_argument("--json", action="store_true", help="the same for programs")
     p.add_argument("--png", default=None, help="draw the simulated step of the quickest into this file")
 
@@ -74,12 +81,12 @@ def plan_job(args: argparse.Namespace) -> str:
         title = f"{args.example}: {found.best.words}"
         print(draw_step(dry, dry.on(found.machine), title, args.png), file=sys.stderr)
     best = found.best.prediction
-    changes = best.lowered()
+    changes, rates = best.lowered(), best.rates(mtbf=args.mtbf, save=args.save, restore=args.restore)
     if args.json:
-        more = {"peak": best.peak.as_json(), "lower": [one.as_json() for one in changes]}
+        more = {"peak": best.peak.as_json(), "lower": [one.as_json() for one in changes], "rates": rates.as_json()}
         return json.dumps(found.as_json() | more, indent=1)
     explained = f"{best.peak}\n\n{lowered_text(changes, best.memory, best.seconds)}"
-    return f"{args.example}: {example.about}\n{found}\n\nof the quickest {explained}"
+    return f"{args.example}: {example.about}\n{found}\n\n{rates}\n\nof the quickest {explained}"
 
 
 def _field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:

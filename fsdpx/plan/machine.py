@@ -15,9 +15,11 @@ from fsdpx.errors import ConfigError
 from fsdpx.files import read, unreadable
 from fsdpx.words import demand_known
 
-__all__ = ["Compute", "Level", "Machine"]
+__all__ = ["Compute", "Level", "Machine", "Storage"]
 
 SHIPPED = Path(__file__).with_name("machines")
+POSITIVE = ("ranks", "bandwidth", "memory", "capacity", "cores", "mtbf", "write", "read", "total")
+"""Keys whose values are above 0; of the others some may be 0."""
 FORMATS = {"float64": "float64", "float32": "float32", "bfloat16": "bf16", "bf16": "bf16", "float16": "float16"}
 
 
@@ -62,7 +64,9 @@ class Compute:
         several kernels; 0 where all of it stays in registers and caches
     overhead : seconds of each step beside
     gpu : whether it is a GPU: 16-bit formats are then computed in 16 bits
+    cores : of one rank that is no GPU
     watts : of one rank with its share of the host
+    mtbf : mean seconds between failures of one rank with its share of the host
     capacity : bytes of memory of one rank
     """
 
@@ -75,19 +79,35 @@ class Compute:
     spill: float = 0.0
     overhead: float = 0.0
     gpu: bool = False
+    cores: float = 1.0
     watts: float | None = None
+    mtbf: float | None = None
     capacity: float | None = None
 
 
 @dataclass(frozen=True)
+class Storage:
+    """Where checkpoints lie. write, read: bytes per second of one rank at most. total: of all ranks together."""
+
+    write: float
+    read: float
+    total: float = inf
+
+    def seconds(self, one: int, together: int, rate: float) -> float:
+        """How long it takes at this rate of a rank. one, together: bytes of the rank with most, and of all."""
+        return max(one / rate, together / self.total)
+
+
+@dataclass(frozen=True)
 class Machine:
-    """A machine: its name, the levels from the closest ranks to all, and how fast a rank computes.
+    """A machine: its name, the levels from the closest ranks to all, how fast a rank computes, and where it saves.
 
     A rank is what computes: a GPU, or the cores of one process."""
 
     name: str
     levels: tuple[Level, ...]
     compute: Compute
+    disk: Storage | None = None
 
     @classmethod
     def names(cls) -> list[str]:
@@ -134,19 +154,23 @@ class _File:
         self.path, self.lines = path, text.splitlines()
 
     def machine(self, found: dict[str, Any]) -> Machine:
-        levels, compute = found.get("levels"), found.get("compute")
+        levels, compute, disk = (found.get(name) for name in ("levels", "compute", "disk"))
         if not isinstance(levels, list) or not levels:
             raise self._error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
         if not isinstance(compute, dict):
             raise self._error("[compute]", "missing", "say flops and memory")
         for key in found:
-            demand_known(f"machine file {self.path}", [key], ["name", "about", "levels", "compute"])
+            demand_known(f"machine file {self.path}", [key], ["name", "about", "levels", "compute", "disk"])
+        if not isinstance(disk, dict | None):
+            raise self._error("[disk]", f"disk = {disk!r}", "a table is needed, with write and read", "disk")
         made = tuple(self._record(Level, level, "[[levels]]", n) for n, level in enumerate(levels))
         for one, two in zip(made, made[1:], strict=False):
             if not one.ranks < two.ranks:
                 wanted = f"more than the {one.ranks:g} of the level before"
                 raise self._error("[[levels]]", f"{two.name} holds {two.ranks:g} ranks", wanted, "ranks", two.name)
-        return Machine(str(found.get("name", self.path.stem)), made, self._record(Compute, compute, "[compute]"))
+        there = None if disk is None else self._record(Storage, disk, "[disk]")
+        name = str(found.get("name", self.path.stem))
+        return Machine(name, made, self._record(Compute, compute, "[compute]"), there)
 
     def _record(self, kind: Any, given: dict[str, Any], section: str, number: int = 0) -> Any:
         known = {field.name: field for field in fields(kind)}
@@ -176,7 +200,7 @@ class _File:
                     raise self._error(section, f"flops of {name}", wanted, key, number=number)
                 self._number(section, f"flops of {name}", one, key, number, least=True)
             return
-        self._number(section, key, value, key, number, key in ("ranks", "bandwidth", "memory", "capacity"))
+        self._number(section, key, value, key, number, key in POSITIVE)
         most = key in ("efficiency", "memory_efficiency", "contention", "spill")
         if most and value > 1:
             raise self._error(section, f"{key} = {value!r}", "at most 1 is needed", key, number=number)

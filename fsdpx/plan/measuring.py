@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
-from math import ceil, log2
+from math import ceil, inf, log2
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -126,7 +127,7 @@ def machine_text(machine: Machine) -> str:
     compute = machine.compute
     flops = ", ".join(f"{name} = {value:.4g}" for name, value in compute.flops.items())
     lines = [f"# Measured on {platform.node()}.", f'name = "{machine.name}"', "", "[compute]", f"flops = {{{flops}}}"]
-    numbers = ("memory", "efficiency", "half", "memory_efficiency", "launch", "spill", "overhead", "watts", "capacity")
+    numbers = [one.name for one in fields(compute) if one.name not in ("flops", "gpu")]
     lines += [f"{key} = {getattr(compute, key):.4g}" for key in numbers if getattr(compute, key) is not None]
     lines += ["gpu = true"] * compute.gpu
     for level in machine.levels:
@@ -134,4 +135,6 @@ def machine_text(machine: Machine) -> str:
         lines += [f"ranks = {level.ranks:g}"] if level.ranks < float("inf") else []
         lines += [f"latency = {level.latency:.4g}", f"bandwidth = {level.bandwidth:.4g}"]
         lines += [f"contention = {level.contention:g}"] if level.contention else []
+    if machine.disk is not None:
+        lines += ["", "[disk]", *[f"{key} = {value:.4g}" for key, value in vars(machine.disk).items() if value < inf]]
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from fsdpx import nn, optim
 from fsdpx.array.arena import Life
 from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.checkpoint.pieces import owned
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.mesh import Coordinates, Mesh
 from fsdpx.config import Precision, half_name
@@ -24,6 +25,7 @@ from fsdpx.layout.grid import LETTERS, Grid
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
+from fsdpx.plan.rates import JobRates, rates
 from fsdpx.plan.seconds import Lines, StepTimes
 from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
 from fsdpx.program.count import filled
@@ -33,6 +35,8 @@ from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import metered
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
+from fsdpx.state.ledger import saved_format, saved_tensors
+from fsdpx.state.state import TrainState
 from fsdpx.trainer.fit import made, passing
 from fsdpx.trainer.host import FixedRanks
 from fsdpx.trainer.recipe import OPTIONS, Recipe, Training, native
@@ -50,12 +54,13 @@ CONTROL = "world"
 @dataclass(frozen=True)
 class RankClass:
     """Ranks that do the same. rank: one of them. peak: when it holds most memory, what, and whose. traffic: (axis,
-    call) -> (calls, bytes) of a step."""
+    call) -> (calls, bytes) of a step. saved: bytes of a checkpoint, those that the rank writes, and all."""
 
     rank: int
     place: Coordinates
     peak: Peak
     traffic: Mapping[tuple[str, str], tuple[int, int]]
+    saved: tuple[int, int] = (0, 0)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -133,6 +138,25 @@ class Prediction:
             return found.memory, None if "offload" in changes else found.seconds  # machines say nothing of disks
 
         return lowered(step.options, step.rows(step.members - 1), count)
+
+    def rates(
+        self, *, mtbf: float | None = None, save: float | None = None, restore: float | None = None
+    ) -> JobRates:
+        """Steps of a day, with failures and checkpoints, and what they cost.
+
+        Parameters
+        ----------
+        mtbf : mean seconds between failures of one rank; by default what the machine says, else there are none
+        save, restore : seconds of a checkpoint, and from a failure until steps go on; by default the bytes of a
+            checkpoint over the rates of the machine's disk
+
+        Raises
+        ------
+        ConfigError : failures, but nothing says how long a checkpoint takes; numbers that are no seconds
+        """
+        nbytes = max(one.saved[0] for one in self.classes), self.classes[0].saved[1]
+        samples, given = self.step.samples, {"mtbf": mtbf, "save": save, "restore": restore}
+        return rates(self.machine, self.mesh.size, self.seconds, samples, nbytes, **given)
 
     @property
     def bubble(self) -> float:
@@ -371,8 +395,15 @@ class WorldStep:
         program = trainer.inspect.engine.ran
         assert program is not None
         alive = [(most - arena, after - arena) for most, after in costing.alive]
-        found = RankClass(rank, place, watch.peak(), traffic)
+        found = RankClass(rank, place, watch.peak(), traffic, _saved(state))
         return _Run(found, dict(costing.costs), alive, trainer._session, {microbatches: program})
+
+
+def _saved(state: TrainState) -> tuple[int, int]:
+    """Bytes of a checkpoint: those that this rank writes, and all."""
+    place = state.placement
+    whole = sum(spec.size * saved_format(place, name).itemsize for name, spec in saved_tensors(place).items())
+    return sum(int(part.array.nbytes) for part in owned(state)), whole
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,12 @@ def test_a_file(tmp_path: Path) -> None:
             "line 6, [compute]: efficiency = 1.5; at most 1 is needed",
         ),
         ("[compute]", "[computes]", "line 1, [compute]: missing; say flops and memory"),
+        ("memory = 1e11", "memory = 1e11\nmtbf = 0", "line 6, [compute]: mtbf = 0; a number above 0 is needed"),
+        ("memory = 1e11", "memory = 1e11\nwatts = -5", "line 6, [compute]: watts = -5; a number of at least 0 is"),
+        ("[compute]", "[disk]\nwrite = 1e9\n[compute]", "line 3, [disk]: read is missing; say it"),
+        ("[compute]", "[disk]\nwrite = 0\n[compute]", "line 4, [disk]: write = 0; a number above 0 is needed"),
+        ("[compute]", "[disk]\nspeed = 1e9\n[compute]", "line 4, [disk]: speed is not known; the keys here are write"),
+        ('"mine"\n', '"mine"\ndisk = 3\n', "line 1, [disk]: disk = 3; a table is needed, with write and read"),
         ('"host"', "3", "line 8, [[levels]]: name = 3; a str is needed"),
     ],
 )
