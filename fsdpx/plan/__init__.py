@@ -9,11 +9,13 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from fsdpx.plan.machine import Compute, Level, Machine
+from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import Prediction, RankClass, predict
 from fsdpx.plan.searching import Candidate, Plan, search
 
-__all__ = ["Candidate", "Compute", "Level", "Machine", "Plan", "Prediction", "RankClass", "predict", "search"]
+__all__ = [
+    "Candidate", "Compute", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage", "predict", "search",
+]  # fmt: skip
 
 
 class _Callable(ModuleType):
