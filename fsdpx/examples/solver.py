@@ -36,19 +36,22 @@ def network() -> nn.Layer:
 
 
 class PutWindow:
-    """A window of each rank that others put arrays into, between two fences. Collective over `world`, mpi4py's."""
+    """A window of each rank that others put arrays into, between two fences.
+
+    Collective over `world`, mpi4py's."""
 
     def __init__(self, world: Any, elements: int) -> None:
         from mpi4py import MPI
 
         self._world = world
         self._window = MPI.Win.Allocate(4 * elements, 4, comm=world)
-        self.inbox = np.frombuffer(cast("Any", self._window.tomemory()), np.float32)  # no copy: others write here
+        memory = cast("Any", self._window.tomemory())
+        self.inbox = np.frombuffer(memory, np.float32)  # no copy: others write here
 
     def round(self, letters: Iterable[tuple[int, Any, Array]]) -> None:
-        """Put each (rank, type of MPI that says where, float32 array). Afterwards what others put lies in `inbox`,
-        until the next round."""
-        everyone = self._world.Ibarrier()  # a fence waits at full speed, on a core that others may need to get here
+        """Put each (rank, type of MPI that says where, float32 array). Afterwards what
+        others put lies in `inbox`, until the next round."""
+        everyone = self._world.Ibarrier()  # a fence would keep a core busy
         while not everyone.Test():
             time.sleep(0.001)
         self._window.Fence()  # all have read what came last time
@@ -62,7 +65,8 @@ class PutWindow:
 
 
 class Snapshots:
-    """Which cells of this rank's part others have as well, in other cuts of the same field; and where they lie there.
+    """Which cells of this rank's part others have as well, in other cuts of the field,
+    and where they lie there.
 
     Parameters
     ----------
@@ -76,17 +80,21 @@ class Snapshots:
 
         self._pieces = []
         for rank, part in theirs.items():
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine, part, strict=True)]
+            dims = list(zip(mine, part, strict=True))
+            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in dims]
             if all(start < stop for start, stop in both):
-                here = tuple(slice(start - a, stop - a) for (start, stop), (a, _) in zip(both, mine, strict=True))
+                at = list(zip(both, dims, strict=True))
+                here = tuple(slice(i - a, j - a) for (i, j), ((a, _), _) in at)
                 whole = [channels, *(stop - start for start, stop in part)]
                 sizes = [channels, *(stop - start for start, stop in both)]
-                begin = [0, *(start - a for (start, _), (a, _) in zip(both, part, strict=True))]
-                self._pieces.append((rank, MPI.FLOAT.Create_subarray(whole, sizes, begin).Commit(), here))
+                begin = [0, *(i - c for (i, _), (_, (c, _)) in at)]
+                where = MPI.FLOAT.Create_subarray(whole, sizes, begin).Commit()
+                self._pieces.append((rank, where, here))
 
     def letters(self, field: Array) -> list[tuple[int, Any, Array]]:
-        """For `PutWindow.round`: pieces of this rank's part, (channels, *cells), one for each rank that has some."""
-        return [(rank, where, np.ascontiguousarray(field[:, *here], np.float32)) for rank, where, here in self._pieces]
+        """For `PutWindow.round`: the piece of this part that each other rank has."""
+        cells = field.astype(np.float32)
+        return [(r, at, cells[:, *here].copy()) for r, at, here in self._pieces]
 
 
 class Solver:
@@ -153,15 +161,18 @@ def flat(values: dict[str, Array]) -> Array:
 
 
 def solve(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
-    """What the ranks that solve do: how far the field is from the exact one, and the share of small steps it cost."""
+    """What the ranks that solve do: how far the field is from the exact one, and the
+    share of small steps it cost."""
     solver, learned = Solver(comm), False
-    exchange = PutWindow(world, sum(spec.size for spec in network().specs().values()) + 1)
+    weights = sum(spec.size for spec in network().specs().values())
+    exchange = PutWindow(world, weights + 1)
     parts = world.allgather(part_of(solver.grid))
-    snapshots = Snapshots(parts[world.rank], dict(enumerate(parts[comm.size :], comm.size)), 4)
+    trainers = dict(enumerate(parts[comm.size :], comm.size))
+    snapshots = Snapshots(parts[world.rank], trainers, 4)
     for _ in range(rounds):
         exchange.round(snapshots.letters(solver.advance(learned)))
         solver.take(exchange.inbox[:-1])
-        learned = exchange.inbox[-1] < GOOD  # the trainers steer: all solvers got the same number
+        learned = exchange.inbox[-1] < GOOD  # trainers steer: all got the same number
     exchange.close()
     return solver.apart(), solver.small / (rounds * LARGE * SMALL)
 
@@ -173,14 +184,19 @@ def learn(comm: Any, world: Any, rounds: int, strategy: str) -> float:
     columns = len(np.array_split(np.arange(SIDE), comm.size)[comm.rank])
     grid = fsdpx.Grid(comm, (SIDE, columns), dims=(1, comm.size), layout="cyx")
     adam = optim.AdamW(lr=3e-3, weight_decay=0.0)
-    trainer = network().as_distributed(loss=nn.MSE(), optimizer=adam, strategy=strategy, space=grid)
+    trainer = network().as_distributed(
+        loss=nn.MSE(), optimizer=adam, strategy=strategy, space=grid
+    )
     exchange = PutWindow(world, 4 * SIDE * columns)
     world.allgather(part_of(grid))
-    draw, known, loss = np.random.default_rng(0), list[Array](), np.inf  # draws the same on all ranks
+    draw = np.random.default_rng(0)  # the same on all ranks
+    known, loss = list[Array](), np.inf
     for _ in range(rounds):
-        letter = np.append(flat(trainer.parameters()), np.float32(loss))  # whole, on every rank that trains
+        weights = flat(trainer.parameters())  # whole, on every rank that trains
+        letter = np.append(weights, np.float32(loss))
         where = MPI.FLOAT.Create_contiguous(letter.size).Commit()
-        mine = range(comm.rank, world.size - comm.size, comm.size)  # the ranks that solve, which this rank serves
+        # the ranks that solve, which this rank serves
+        mine = range(comm.rank, world.size - comm.size, comm.size)
         exchange.round((rank, where, letter) for rank in mine)
         known = [*known, exchange.inbox.reshape(4, SIDE, columns).copy()][-KNOWN:]
         for _ in range(STEPS):

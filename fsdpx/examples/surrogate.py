@@ -33,9 +33,9 @@ def waves(u: Array) -> Array:
 
 
 def learn(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
-    """Runs of the solver, and after each state some steps on what it has met so far; the last loss."""
+    """Runs of the solver; after each state steps on what it has met. The last loss."""
     seen: list[tuple[Array, Array]] = []
-    draw = np.random.default_rng(0)  # draws the same on all ranks, so that they bring parts of the same states
+    draw = np.random.default_rng(0)  # the same on all ranks: parts of the same states
     loss = np.inf
     for run in range(1, runs + 1):
         u = drop(run)
@@ -44,9 +44,11 @@ def learn(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
             u = advance(u)
             states.append(waves(u))
             if len(states) > AHEAD:
-                seen.append((states[-1 - AHEAD], np.concatenate(states[-AHEAD:], axis=-1)))
+                later = np.concatenate(states[-AHEAD:], axis=-1)
+                seen.append((states[-1 - AHEAD], later))
                 for _ in range(steps):
-                    x, y = zip(*(seen[k] for k in draw.integers(len(seen), size=2)), strict=True)
+                    drawn = [seen[k] for k in draw.integers(len(seen), size=2)]
+                    x, y = zip(*drawn, strict=True)
                     loss = trainer.step(np.stack(x), np.stack(y))
         if cart.rank == 0:
             print(f"run {run}: loss {loss:.3f}", flush=True)
@@ -54,8 +56,8 @@ def learn(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
 
 
 def compare(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[float]]:
-    """A run that the network has not seen: errors over the states, relative to the waves; the last states of solver and
-    network; seconds of a state."""
+    """A run that the network has not seen: errors of states, relative to the waves; the
+    last states of solver and network; seconds of a state."""
     u = drop(0)
     v, errors, seconds = waves(u), list[float](), [0.0, 0.0]
     for k in range(STATES):
@@ -65,9 +67,11 @@ def compare(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[floa
         if k % AHEAD == 0:  # the network steps on from its own state
             ahead = np.split(np.asarray(trainer.predict(v)), AHEAD, axis=-1)
         v = ahead[k % AHEAD]
-        seconds = [seconds[0] + middle - begin, seconds[1] + time.perf_counter() - middle]
-        apart = cart.allreduce(float(((v - waves(u)) ** 2).sum())) / cart.allreduce(float((waves(u) ** 2).sum()))
-        errors.append(apart**0.5)
+        end, w = time.perf_counter(), waves(u)
+        seconds = [seconds[0] + middle - begin, seconds[1] + end - middle]
+        squares = [((v - w) ** 2).sum(), (w**2).sum()]
+        apart, whole = cart.allreduce(np.array(squares, np.float64))
+        errors.append(float(apart / whole) ** 0.5)
     return errors, [waves(u), v], [total / STATES for total in seconds]
 
 

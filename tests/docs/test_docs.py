@@ -146,7 +146,7 @@ def test_the_walk_gives_what_the_trainer_gives(ranks: int, optimizer: optim.Opti
 
 
 def test_the_walk_is_short_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len((DOCS / "tutorial" / "walk.py").read_text().splitlines()) < 120
+    assert len((DOCS / "tutorial" / "walk.py").read_text().splitlines()) < 125
     walk().main()
     assert len(capsys.readouterr().out.split()) == 5
 

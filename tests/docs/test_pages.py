@@ -1,5 +1,6 @@
 """The pages are read with ease: code fits the page, and sentences are short."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ PAGES += [page for at in ("", "tutorial", "reference") for page in sorted((ROOT 
 WIDTH = 88
 LONGEST, MEAN = 40, 20  # words of a sentence, and of a page's sentences in the mean
 FENCE = re.compile(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1`*\s*$", re.S | re.M)
+INCLUDED = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```", re.S | re.M)
 WORD = re.compile(r"[\w'./-]+")
 END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`\"(X])|(?<=[.!?])\s+")
 WIDE = {
@@ -39,6 +41,20 @@ def wide(page: Path) -> list[str]:
     return found
 
 
+def included(page: Path) -> list[str]:
+    """Lines above the width of the programs that a page includes, whole or one function or class of them."""
+    found = []
+    for name, options in INCLUDED.findall(page.read_text()):
+        source = (page.parent / name).read_text()
+        only = re.findall(r"^:pyobject: (\w+)$", options, re.M)
+        parts = [node for node in ast.parse(source).body if getattr(node, "name", None) in only]
+        assert len(parts) == len(only), (name, only)
+        spans = [(node.lineno, node.end_lineno or 0) for node in parts] or [(1, source.count("\n"))]
+        lines = enumerate(source.splitlines(), start=1)
+        found += [f"{name}:{n}" for n, line in lines if len(line) > WIDTH and any(a <= n <= b for a, b in spans)]
+    return found
+
+
 def sentences(page: Path) -> list[tuple[int, str]]:
     """Words and beginning of each sentence outside of code, tables and headings; a span of code is one word."""
     found = []
@@ -54,7 +70,7 @@ def sentences(page: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_code_fits_the_page(page: Path) -> None:
-    assert wide(page) == []
+    assert wide(page) + included(page) == []
 
 
 def test_pages_that_may_be_wide_are() -> None:
