@@ -9,11 +9,19 @@ import numpy as np
 import fsdpx
 
 Array = np.ndarray
+THEMES: dict[str, dict[Any, Any]] = {
+    theme: {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
+        "figure.facecolor": page, "axes.facecolor": page, "savefig.facecolor": page, "font.size": 10,
+    }
+    for theme, page, ink in (("light", "#ffffff", "#24292f"), ("dark", "#131416", "#d7dce1"))
+}  # fmt: skip
+"""What Matplotlib calls the colours of a page."""
 HALO = 2  # cells around a part that are drawn: what two convolutions of 3 x 3 reach
 
 
 def draw(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors: Sequence[float]) -> None:
-    """Write surrogate-field.png, surrogate-parts.png and surrogate-error.png.
+    """Write surrogate-field, surrogate-parts and surrogate-error, each as -light.png and -dark.png.
 
     Parameters
     ----------
@@ -22,36 +30,55 @@ def draw(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors: Sequence
     ends : the last states of the solver and of the network, whole, (rows, columns, 3)
     errors : of the network's state after each step, relative to the waves
     """
-    from matplotlib.figure import Figure
+    from matplotlib import rc_context
 
     folder.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"origin": "lower", "cmap": "RdBu_r", "vmin": -1.0, "vmax": 1.0}
     heights = [end[..., 0] for end in ends]
-    options |= {"vmax": (top := float(np.abs(heights[0]).max())), "vmin": -top}
-    figure = Figure((9, 2.6), dpi=100, layout="constrained")
-    names = "solver", "network", "difference"
+    top = float(np.abs(heights[0]).max())
+    options: dict[str, Any] = {"origin": "lower", "cmap": "RdBu_r", "vmin": -top, "vmax": top}
+    for theme, look in THEMES.items():
+        with rc_context(look):
+            drawn = {"field": _ends(heights, len(errors), options), "parts": _parts(grid, heights[0], options)}
+            for name, figure in (drawn | {"error": _errors(errors)}).items():
+                figure.savefig(folder / f"surrogate-{name}-{theme}.png", dpi=150, metadata={"Software": None})
+
+
+def _ends(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
+    """Both states, and their difference."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((9, 2.6), layout="constrained")
+    names = f"solver, {steps} states", f"network, {steps} states", "difference"
     for place, name, height in zip(figure.subplots(1, 3), names, [*heights, heights[1] - heights[0]], strict=True):
         shown = place.imshow(height, **options)
-        place.set_title(f"{name}, {len(errors)} states" if name != "difference" else name)
-    figure.colorbar(shown, ax=figure.axes, label="height of waves")
-    figure.savefig(folder / "surrogate-field.png", metadata={"Software": None})
-    _parts(grid, heights[0], options).savefig(folder / "surrogate-parts.png", metadata={"Software": None})
-    figure = Figure((6, 3), dpi=100, layout="constrained")
+        place.set_title(name)
+    figure.colorbar(shown, ax=figure.axes, label="height of waves", fraction=0.05, shrink=0.8)
+    return figure
+
+
+def _errors(errors: Sequence[float]) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure((9, 3), layout="constrained")
     place = figure.subplots()
     place.plot(range(1, len(errors) + 1), errors, marker="o")
-    place.set(xlabel="states that the network has stepped by itself", ylabel="relative error", ylim=(0, None))
+    place.set(xlabel="states that the network has stepped by itself", ylabel="error, of the waves", ylim=(0, None))
     place.set_xticks(range(0, len(errors) + 1, 5))
+    place.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     place.grid(visible=True, alpha=0.3)
-    figure.savefig(folder / "surrogate-error.png", metadata={"Software": None})
+    place.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def _parts(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
     """Each part in its place, with its halo in pale colours; beyond walls there is none."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     rows, columns = grid.parts.cuts
     sizes = [(np.diff(cuts) + 2 * HALO).tolist() for cuts in (rows, columns)]
-    figure = Figure((9, 5), dpi=100, layout="constrained")
+    figure = Figure((9, 5), layout="constrained")
     high, wide = grid.dims
     places = figure.subplots(high, wide, squeeze=False, height_ratios=sizes[0][::-1], width_ratios=sizes[1])
     whole = np.pad(np.pad(height, ((HALO, HALO), (0, 0)), constant_values=np.nan), ((0, 0), (HALO, HALO)), mode="wrap")
@@ -63,5 +90,5 @@ def _parts(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
         place.imshow(seen, extent=extent, alpha=0.45, **options)
         place.imshow(height[top:bottom, left:right], extent=(left, right, top, bottom), **options)
         place.set(xlim=extent[:2], ylim=extent[2:], title=f"rank {p * wide + q}")
-        place.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color="black")
+        place.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color=rcParams["text.color"])
     return figure
