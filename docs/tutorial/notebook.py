@@ -8,8 +8,11 @@ PAGE = Path(__file__).with_name("course.md")
 
 
 def cells(text: str) -> list[dict[str, object]]:
-    """Text and programs of a page, in turns; what programs print is left out, the notebook prints it itself."""
+    """Text and programs of a page, in turns; what programs print is left out, the notebook prints it itself. Pictures
+    are those of a light page."""
     found: list[dict[str, object]] = []
+    text = re.sub(r"```\{image\} (\S+)\n:class: only-light\n:alt: (.*)\n```", r"![\2](\1)", text)
+    text = re.sub(r"```\{image\} \S+\n:class: only-dark\n.*\n```\n\n", "", text)
     text = re.sub(r"\n```text\n.*?^```\n", "", text, flags=re.S | re.M)
     for i, piece in enumerate(re.split(r"^```python\n(.*?)^```\n", text, flags=re.S | re.M)):
         source = piece.strip("\n").splitlines(keepends=True)
