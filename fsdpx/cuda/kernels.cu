@@ -422,6 +422,77 @@ template <typename Out> __device__ inline void add_runs(const number* order, con
 KERNEL(embedding)(const number* order, const number* rows, const real* dy, real* gw, number count, number n) { add_runs(order, rows, dy, gw, count, n); }
 KERNEL(embedding_wide)(const number* order, const number* rows, const real* dy, wide* gw, number count, number n) { add_runs(order, rows, dy, gw, count, n); }
 
+// -- convolutions -----------------------------------------------------------------------------------------------------
+
+// A window over fields of three dims, as 18 numbers: its size, stride, dilation, the first cell that it meets, the cells of
+// the field and those of the result, three of each. A part of the result has `rows` of its first dim from `begin` on.
+struct Window {
+    int size[3], stride[3], dilation[3], first[3], cells[3], sizes[3];
+    number places, field, inner;
+    __device__ Window(const number* given) {
+        for (int d = 0; d < 3; d++) {
+            size[d] = given[d], stride[d] = given[3 + d], dilation[d] = given[6 + d], first[d] = given[9 + d];
+            cells[d] = given[12 + d], sizes[d] = given[15 + d];
+        }
+        places = (number)size[0] * size[1] * size[2], field = (number)cells[0] * cells[1] * cells[2], inner = (number)sizes[1] * sizes[2];
+    }
+    // Of a cell that lies `at` cells behind the first one under place 0: the output whose window has it at `place`, or -1.
+    __device__ int output(int d, int at, int place, int begin, int end) const {
+        at -= place * dilation[d];
+        if (at < 0) return -1;
+        if (stride[d] > 1) {
+            int steps = at / stride[d];
+            if (steps * stride[d] != at) return -1;
+            at = steps;
+        }
+        return at >= begin && at < end ? at - begin : -1;
+    }
+};
+
+// The cells under each place of the window: (channels of samples, places, cells of the part of the result).
+KERNEL(window_columns)(const real* x, real* columns, const number* window, number begin, number rows, number count) {
+    Window w(window);
+    number outs = rows * w.inner;
+    EACH(i, count) {
+        number which = i / outs;
+        int o = i % outs, along = o % w.inner;
+        int at[3] = {((int)begin + o / (int)w.inner) * w.stride[0], along / w.sizes[2] * w.stride[1], along % w.sizes[2] * w.stride[2]};
+        for (int d = 0; d < 3; d++) at[d] += w.first[d];
+        const real* from = x + which * w.field;
+        real* to = columns + which * w.places * outs + o;
+        for (int n = w.size[0], a = at[0]; n--; a += w.dilation[0])
+            for (int m = w.size[1], b = at[1]; m--; b += w.dilation[1])
+                for (int k = w.size[2], c = at[2]; k--; c += w.dilation[2], to += outs) {
+                    bool inside = a >= 0 && a < w.cells[0] && b >= 0 && b < w.cells[1] && c >= 0 && c < w.cells[2];
+                    *to = inside ? from[((number)a * w.cells[1] + b) * w.cells[2] + c] : (real)0;
+                }
+    }
+}
+
+// The adjoint: each cell of x is the sum over the places at which a window has it, or that is added to it.
+KERNEL(window_cells)(const wide* columns, wide* x, const number* window, number begin, number rows, number count, int add) {
+    Window w(window);
+    number outs = rows * w.inner;
+    EACH(i, count) {
+        number which = i / w.field;
+        int cell = i % w.field, inside = cell % (w.cells[1] * w.cells[2]);
+        int at[3] = {cell / (w.cells[1] * w.cells[2]) - w.first[0], inside / w.cells[2] - w.first[1], inside % w.cells[2] - w.first[2]};
+        const wide* from = columns + which * w.places * outs;
+        wide total = 0;
+        for (int a = 0; a < w.size[0]; a++) {
+            int down = w.output(0, at[0], a, begin, begin + rows);
+            for (int b = 0; b < w.size[1]; b++) {
+                int along = w.output(1, at[1], b, 0, w.sizes[1]);
+                for (int c = 0; c < w.size[2]; c++, from += outs) {
+                    int last = down < 0 || along < 0 ? -1 : w.output(2, at[2], c, 0, w.sizes[2]);
+                    if (last >= 0) total += from[down * w.inner + along * w.sizes[2] + last];
+                }
+            }
+        }
+        x[i] = add ? x[i] + total : total;
+    }
+}
+
 // -- formats, norms, dropout ------------------------------------------------------------------------------------------
 
 KERNEL(widen)(const real* x, wide* out, number n, int add) {

@@ -4,6 +4,7 @@ are more than one pass over memory as array code. `on_gpu` finds the one for a c
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -477,6 +478,142 @@ def drop_backward(launch: Launch, dy: Any, keep: Any, p: float) -> Any:
 def _scale(p: float) -> float:
     """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
+
+
+# -- convolutions ------------------------------------------------------------------------------------------------------
+
+COLUMNS = 1 << 26
+"""The most elements of a matrix of windows."""
+
+
+@form("view real real? any")
+def conv2d(launch: Launch, x: Any, weight: Any, bias: Any, window: Any) -> Any:
+    return correlate(launch, x, weight, bias, _strides(window), window.out(x.shape))
+
+
+@form("real view any any")
+def conv2d_backward_input(launch: Launch, weight: Any, dy: Any, window: Any, shape: tuple[int, ...]) -> Any:
+    return correlate_backward_input(launch, weight, dy, _strides(window), shape)
+
+
+@form("view view any any? any?")
+def conv2d_backward_params(launch: Launch, x: Any, dy: Any, window: Any, weight: Any, bias: Any) -> None:
+    correlate_backward_params(launch, x, dy, _strides(window), weight, bias)
+
+
+def _strides(window: Any) -> tuple[Any, ...]:
+    return window.kernel, window.stride, (1, 1), tuple(-p for p in window.padding), 1
+
+
+@form("view real real? any any view?")
+def correlate(launch: Launch, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
+    """As one product with a matrix of all windows (im2col, Chellapilla et al. 2006), or with some of them at a time."""
+    made = (x.shape[0], weight.shape[0], *sizes)
+    y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
+    flat, matrix = _by_group(y, strides[4]), _by_group(weight, strides[4], 0)
+    for some, cells, columns in _columns(launch, x, strides, tuple(sizes)):
+        _multiply(flat[some, ..., cells], matrix, columns, out is not None)
+    if bias is not None:
+        y += bias.reshape(-1, *(1,) * len(sizes))
+    return y
+
+
+@form("real view any any real?")
+def correlate_backward_input(
+    launch: Launch, weight: Any, dy: Any, strides: Any, shape: tuple[int, ...], bias: Any = None
+) -> Any:
+    dx = launch.xp.empty(tuple(shape), dtype=launch.wide)
+    flat, matrix = _by_group(dy, strides[4]), _by_group(weight, strides[4], 0).swapaxes(1, 2)
+    window = _table(tuple(strides[:4]), tuple(shape[2:]), tuple(dy.shape[2:]), launch.xp.cuda.Device().id)
+    rest = math.prod(dy.shape[3:])
+    for some, begin, rows in _pieces(strides, matrix.shape[1] * strides[4], tuple(dy.shape)):
+        into, slopes = dx[some], flat[some, ..., begin * rest : (begin + rows) * rest]
+        columns = launch.xp.empty((*slopes.shape[:2], matrix.shape[1], slopes.shape[3]), dtype=launch.wide)
+        _multiply(columns, matrix, slopes)
+        launch.each("window_cells", into.size, columns, into, window, begin, rows, into.size, begin > 0)
+    if launch.kind == 16:
+        wide, dx = dx, launch.xp.empty(dx.shape, dtype=dy.dtype)
+        launch.each("narrow", dx.size, wide, dx, dx.size)
+    if bias is not None:
+        dx += bias.reshape(-1, *(1,) * len(shape[2:]))
+    return dx
+
+
+@form("view view any any? any?")
+def correlate_backward_params(launch: Launch, x: Any, dy: Any, strides: Any, weight: Any, bias: Any) -> None:
+    if weight is not None:
+        flat, parts = _by_group(dy, strides[4]), []
+        for some, cells, columns in _columns(launch, x, strides, tuple(dy.shape[2:])):
+            slopes = flat[some, ..., cells]
+            part = launch.xp.empty((*slopes.shape[:3], columns.shape[2]), dtype=launch.wide)
+            _multiply(part, slopes, columns.swapaxes(2, 3))
+            parts.append(part.sum(axis=0) if len(part) > 1 else part[0])
+        _put(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
+    if bias is not None:
+        _put(bias, dy.sum(axis=(0, *range(2, dy.ndim)), dtype=launch.wide))
+
+
+def _put(into: Any, value: Any) -> None:
+    out, add = into
+    if add:
+        out += value.astype(out.dtype, copy=False)
+    else:
+        out[...] = value
+
+
+def _by_group(a: Any, groups: int, dim: int = 1) -> Any:
+    """(samples, groups, channels of a group, cells), or without samples, of weights, (groups, outputs, inputs)."""
+    shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
+    return a.reshape(shape)
+
+
+def _pieces(strides: Any, rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
+    """(samples, first row of the result, rows) whose matrix of windows, of so many rows, is no larger than COLUMNS."""
+    samples, _, high, *others = result
+    line = rows * math.prod(others)
+    if not line * high:
+        return
+    if (many := COLUMNS // (line * high)) > 0:
+        for first in range(0, samples, many):
+            yield slice(first, first + many), 0, high
+        return
+    some = max(COLUMNS // line, 1)
+    for sample in range(samples):
+        for begin in range(0, high, some):
+            yield slice(sample, sample + 1), begin, min(some, high - begin)
+
+
+def _columns(
+    launch: Launch, x: Any, strides: Any, sizes: tuple[int, ...]
+) -> Iterator[tuple[slice, slice, Any]]:
+    """Samples, cells of the result, and the cells under their windows, (samples, groups, inputs x places, cells)."""
+    x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
+    window = _table(tuple(strides[:4]), tuple(x.shape[2:]), sizes, launch.xp.cuda.Device().id)
+    rest = math.prod(sizes[1:])
+    for some, begin, rows in _pieces(strides, x.shape[1] * places, (len(x), 0, *sizes)):
+        piece, cells = x[some], rows * rest
+        shape = len(piece), groups, x.shape[1] // groups * places, cells
+        columns, count = launch.xp.empty(shape, dtype=x.dtype), len(piece) * x.shape[1] * cells
+        launch.each("window_columns", count, piece, columns, window, begin, rows, count)
+        yield some, slice(begin * rest, begin * rest + cells), columns
+
+
+def _multiply(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
+    """out = a @ b for each sample and group, or that is added to it. The dims of samples may be absent."""
+    a, b = (m if m.ndim == 4 else cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
+    if out.shape[1] == 1:
+        batched(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
+        return
+    for sample in range(len(out)):
+        batched(out[sample], a[sample], b[sample], accumulate=accumulate)
+
+
+@functools.lru_cache(1 << 10)
+def _table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
+    """What the kernels know of a window, on this GPU: three numbers of each kind; dims that are not there have 1."""
+    ones = 1, 1, 1, 0, 1, 1
+    rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
+    return cupy().asarray(np.array(rows, np.int64))
 
 
 # -- updates of a shard ------------------------------------------------------------------------------------------------

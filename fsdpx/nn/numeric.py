@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.array import blas, kernels
 from fsdpx.cuda.devices import is_on_gpu
-from fsdpx.cuda.gemm import gemm, takes
+from fsdpx.cuda.gemm import batched, gemm, takes
 from fsdpx.shapes.array import as_one
 from fsdpx.shapes.work import one_product
 
@@ -171,6 +171,18 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         return out
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
+    with one_product(a, b):
+        return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+
+
+def products(xp: Any, a: Any, b: Any) -> Any:
+    """`a @ b` of stacks of matrices in the dtype of `a`; 16 bits are added in float32."""
+    if np.dtype(a.dtype).itemsize != 2:
+        return xp.matmul(a, b)
+    if a.ndim == b.ndim == 3 and is_on_gpu(a) and a.size and b.size:
+        out = xp.empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
+        batched(out, xp.broadcast_to(a, (len(b), *a.shape[1:])), b)
+        return out
     with one_product(a, b):
         return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
 

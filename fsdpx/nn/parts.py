@@ -21,7 +21,7 @@ from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Params
 
 __all__ = [
     "HALO", "HALO_GRADIENT", "MODES", "Reach", "Shift", "add_to", "at_dim", "buffer", "dealt", "demand_dims",
-    "demand_fit", "fold", "line_of", "over", "rank_along", "reaches", "run_of", "widen",
+    "demand_fit", "fold", "line_of", "on_device", "over", "rank_along", "reaches", "run_of", "widen",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
@@ -200,7 +200,7 @@ def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0, *, wh
     for reach in moves:
         if reach.ghosts:
             me = rank_along(env, reach.cuts, reach.dim - 2)
-            x = x[at_dim(reach.dim, reach.brought(me))]
+            x = x[at_dim(env.xp, reach.dim, reach.brought(me))]
         elif not reach.still:
             x = _widened(env, x, reach, beyond, what)
     return x
@@ -214,7 +214,7 @@ def fold(env: Env, dy: Array, moves: Sequence[Reach], *, what: str = "") -> Arra
             me = rank_along(env, reach.cuts, reach.dim - 2)
             size = reach.cuts[me + 1] - reach.cuts[me] + 2 * reach.ghosts
             inner, dy = dy, env.xp.zeros(_resized(dy.shape, reach.dim, size), dtype=dy.dtype)
-            dy[at_dim(reach.dim, reach.brought(me))] = inner
+            dy[at_dim(env.xp, reach.dim, reach.brought(me))] = inner
         elif not reach.still:
             dy = _folded(env, dy, reach, what)
     return dy
@@ -239,13 +239,13 @@ def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Arra
     for piece in reach.pieces():
         if piece.owner == me and piece.needs != me:
             assert line is not None
-            leaving.append(line.send(_flat(xp, x[at_dim(dim, piece.cells)]), piece.needs, HALO, what=what))
+            leaving.append(line.send(_flat(xp, x[at_dim(xp, dim, piece.cells)]), piece.needs, HALO, what=what))
     for piece in mine:
         if piece.owner == me:
-            y[at_dim(dim, piece.into)] = x[at_dim(dim, piece.cells)]
+            y[at_dim(xp, dim, piece.into)] = x[at_dim(xp, dim, piece.cells)]
     for handle, piece, buf in arriving:
         handle.wait()
-        y[at_dim(dim, piece.into)] = buf
+        y[at_dim(xp, dim, piece.into)] = buf
     for handle in leaving:
         handle.wait()
     return y
@@ -265,10 +265,10 @@ def _folded(env: Env, dy: Array, reach: Reach, what: str) -> Array:
     for piece in reach.pieces():
         if piece.needs == me and piece.owner != me:
             assert line is not None
-            leaving.append(line.send(_flat(xp, dy[at_dim(dim, piece.into)]), piece.owner, HALO_GRADIENT, what=what))
+            leaving.append(line.send(_flat(xp, dy[at_dim(xp, dim, piece.into)]), piece.owner, HALO_GRADIENT, what=what))
     for piece in reach.pieces():
         if piece.needs == piece.owner == me:
-            add_to(dx, dim, piece.cells, dy[at_dim(dim, piece.into)])
+            add_to(dx, dim, piece.cells, dy[at_dim(xp, dim, piece.into)])
     for handle, piece, buf in arriving:
         handle.wait()
         add_to(dx, dim, piece.cells, buf)
@@ -284,10 +284,10 @@ HALO, HALO_GRADIENT = 2, 3
 def add_to(out: Array, dim: int, cells: Any, values: Array) -> None:
     """out[cells] += values; a cell that is named several times gets the sum of all."""
     if isinstance(cells, slice):
-        out[at_dim(dim, cells)] += values
+        out[at_dim(np, dim, cells)] += values
         return
     for i, cell in enumerate(cells):
-        out[at_dim(dim, slice(int(cell), int(cell) + 1))] += values[at_dim(dim, slice(i, i + 1))]
+        out[at_dim(np, dim, slice(int(cell), int(cell) + 1))] += values[at_dim(np, dim, slice(i, i + 1))]
 
 
 def buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
@@ -308,8 +308,13 @@ def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
     return buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
 
 
-def at_dim(dim: int, cells: Any) -> tuple[Any, ...]:
-    return (*(slice(None),) * dim, cells)
+def at_dim(xp: Any, dim: int, cells: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * dim, on_device(xp, cells))
+
+
+def on_device(xp: Any, cells: Any) -> Any:
+    """A slice as it is; numbers of cells go to where the arrays lie."""
+    return cells if isinstance(cells, slice) else xp.asarray(cells)
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -199,17 +199,20 @@ class Upsample(Layer):
         y = widen(env, x, moves, what=env.random.path)
         for d, (taps, weights, _) in enumerate(tables):
             y = _resampled(env.xp, y, d + 2, taps, weights)
+        y = kernels.narrowed(env.xp, y, x.dtype)
         return y, (tables, tuple(moves))
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         tables, moves = saved
+        dtype, dy = dy.dtype, kernels.widened(env.xp, dy)
         for d, (taps, weights, size) in reversed(list(enumerate(tables))):
             matrix = np.zeros((size, taps.shape[1]))
             for at, weight in zip(taps, weights, strict=True):
                 np.add.at(matrix, (at, np.arange(taps.shape[1])), weight)
             turned = env.xp.moveaxis(dy, d + 2, -1) @ env.xp.asarray(matrix.T.astype(dy.dtype))
             dy = env.xp.moveaxis(turned, -1, d + 2)
-        return fold(env, env.xp.ascontiguousarray(dy), moves, what=env.random.path), ()
+        dy = kernels.narrowed(env.xp, env.xp.ascontiguousarray(dy), dtype)
+        return fold(env, dy, moves, what=env.random.path), ()
 
     def _outputs(self, parts: Parts) -> Parts:
         """Who has which outputs: about the owner of the cell that lies under an output."""
@@ -264,7 +267,7 @@ def _resampled(xp: Any, x: Array, dim: int, taps: np.ndarray, weights: np.ndarra
         return xp.take(x, xp.asarray(taps[0]), axis=dim)
     shape = [1] * x.ndim
     shape[dim] = taps.shape[1]
-    y = None
+    x, y = kernels.widened(xp, x), None
     for at, weight in zip(taps, weights, strict=True):
         part = xp.take(x, xp.asarray(at), axis=dim) * xp.asarray(weight.astype(x.dtype)).reshape(shape)
         y = part if y is None else y + part

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.parts import HALO, HALO_GRADIENT, Reach, add_to, at_dim, buffer, line_of, run_of
+from fsdpx.nn.parts import HALO, HALO_GRADIENT, Reach, add_to, at_dim, buffer, line_of, on_device, run_of
 
 __all__ = ["Box", "Rims", "fold_rims"]
 
@@ -77,11 +77,13 @@ def _lines(env: Env, moves: Sequence[Reach]) -> list[Line]:
     return [(line, _around(reach, 0 if line is None else line.rank)) for line, reach in lines]
 
 
-def _met(boxes: Sequence[Box], done: Sequence[Line], around: Around, cells: Any, into: Any) -> Iterator[Any]:
+def _met(
+    xp: Any, boxes: Sequence[Box], done: Sequence[Line], around: Around, cells: Any, into: Any
+) -> Iterator[Any]:
     """Which cells of a message along a dim lie in which box: (box, place in the message, place in the box)."""
     for number, box in enumerate(boxes):
         there, here = [slice(None)] * box.cells.ndim, [slice(None)] * box.cells.ndim
-        there[around.dim], here[around.dim] = into, cells
+        there[around.dim], here[around.dim] = on_device(xp, into), on_device(xp, cells)
         for _, before in done:
             at = box.at[before.dim - 2]
             a, b = max(at, 0), min(at + box.cells.shape[before.dim], before.size)
@@ -129,10 +131,11 @@ class Rims:
         return around, [cells for _, cells in slabs], arriving, leaving
 
     def _finish(self, around: Around, slabs: list[Array], arriving: list[Any], leaving: list[Any]) -> None:
+        xp = self._env.xp
         for handle, cells, parts in arriving:
             handle.wait()
             for number, into, which in parts:
-                slabs[number][at_dim(around.dim, into)] = cells[at_dim(around.dim, which)]
+                slabs[number][at_dim(xp, around.dim, into)] = cells[at_dim(xp, around.dim, which)]
         for handle in leaving:
             handle.wait()
         for (start, _), cells in zip(around.slabs, slabs, strict=True):
@@ -153,7 +156,7 @@ class Rims:
 
     def _take(self, message: Array, around: Around, cells: Any, into: Any) -> None:
         """Copy cells of all boxes that are here to where they come."""
-        for number, there, here in _met(self.boxes, self._lines[: self._done], around, cells, into):
+        for number, there, here in _met(self._env.xp, self.boxes, self._lines[: self._done], around, cells, into):
             message[there] = self.boxes[number].cells[here]
 
 
@@ -170,10 +173,10 @@ def fold_rims(env: Env, moves: Sequence[Reach], boxes: list[Box], own: Callable[
             found = own()
             boxes[0] = Box(boxes[0].at, found)
         for number, into, cells in around.own:
-            _add(boxes, done, around, cells, slabs[number], into)
+            _add(env.xp, boxes, done, around, cells, slabs[number], into)
         for handle, cells, message in arriving:
             handle.wait()
-            _add(boxes, done, around, cells, message, slice(None))
+            _add(env.xp, boxes, done, around, cells, message, slice(None))
         for handle in leaving:
             handle.wait()
     return own() if found is None else found
@@ -193,14 +196,16 @@ def _gradients_on_their_way(
     for owner, length, parts in around.arriving:
         flat, message = buffer(xp, (*shape[:dim], length, *shape[dim + 1 :]), own.dtype)
         for number, into, which in parts:
-            message[at_dim(dim, which)] = slabs[number][at_dim(dim, into)]
+            message[at_dim(xp, dim, which)] = slabs[number][at_dim(xp, dim, into)]
         leaving.append(line.send(flat, owner, HALO_GRADIENT, what=what))
     return arriving, leaving
 
 
-def _add(boxes: list[Box], done: list[Line], around: Around, cells: Any, message: Array, which: Any) -> None:
+def _add(
+    xp: Any, boxes: list[Box], done: list[Line], around: Around, cells: Any, message: Array, which: Any
+) -> None:
     """Add the gradients of a message to those of the cells that it is made of; `which` of them belong to `cells`."""
-    for number, there, here in _met(boxes, done, around, cells, which):
+    for number, there, here in _met(xp, boxes, done, around, cells, which):
         rest = list(here)
         rest[around.dim] = slice(None)
         add_to(boxes[number].cells[tuple(rest)], around.dim, cells, message[there])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array import kernels
 from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import GELU
@@ -21,7 +22,7 @@ from fsdpx.nn.cut import CutRequest, Parts, share
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.init import normal, ones, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, describe, positive
-from fsdpx.nn.numeric import add_sum, destination
+from fsdpx.nn.numeric import add_sum, destination, products, wide
 from fsdpx.nn.parts import over, rank_along
 from fsdpx.nn.shape import Add
 
@@ -79,9 +80,10 @@ class SpectralConv(Layer):
         parts = self.parts or Parts.whole(x.shape[2:])
         self._demand_modes(parts.shape)
         tables = self._tables(env, parts, x.dtype)
-        mine = self._scattered(env, _forward(env.xp, x, [t[0] for t in tables]))
-        w = self._own(env, p["weight"])
+        mine = self._scattered(env, _forward(env.xp, kernels.widened(env.xp, x), [t[0] for t in tables]))
+        w = kernels.widened(env.xp, self._own(env, p["weight"]))
         y = _backward(env.xp, self._gathered(env, _multiply(env.xp, mine, w)), [t[1] for t in tables])
+        y = kernels.narrowed(env.xp, y, x.dtype)
         if self.bias:
             y = y + p["bias"].reshape(-1, *(1,) * len(self.modes))
         return y, (mine, tables)
@@ -89,12 +91,12 @@ class SpectralConv(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         mine, tables = saved
         xp = env.xp
-        dmodes = self._scattered(env, _forward(xp, dy, [_turned(t[1]) for t in tables]))
-        w = self._own(env, p["weight"])
+        dmodes = self._scattered(env, _forward(xp, kernels.widened(xp, dy), [_turned(t[1]) for t in tables]))
+        w = kernels.widened(xp, self._own(env, p["weight"]))
         conjugate = xp.stack([w[..., 0], -w[..., 1]], axis=-1).swapaxes(1, 2)
         back = [_turned(to) for to, _ in tables]
         dx = _backward(xp, self._gathered(env, _multiply(xp, dmodes, conjugate)), back)
-        return dx, (mine, dmodes, dy)
+        return kernels.narrowed(xp, dx, dy.dtype), (mine, dmodes, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         mine, dmodes, dy = kept
@@ -107,7 +109,7 @@ class SpectralConv(Layer):
             real = env.xp.matmul(a[..., 0], b[..., 0]) + env.xp.matmul(a[..., 1], b[..., 1])
             imaginary = env.xp.matmul(a[..., 0], b[..., 1]) - env.xp.matmul(a[..., 1], b[..., 0])
             start, stop = self._share(env)
-            flat = env.xp.stack([real, imaginary], axis=-1).transpose(1, 2, 0, 3)
+            flat = env.xp.stack([real, imaginary], axis=-1).transpose(1, 2, 0, 3).astype(out.dtype, copy=False)
             rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
             rows[:, :, start:stop] += flat
         if "bias" in g:
@@ -135,12 +137,12 @@ class SpectralConv(Layer):
         return flat[:, :, start:stop].transpose(2, 0, 1, 3)
 
     def _tables(self, env: Env, parts: Parts, dtype: Any) -> list[tuple[Array, Array]]:
-        """For each dim the matrices that lead from this rank's cells to the modes, and back."""
-        found = []
+        """For each dim the matrices that lead from this rank's cells to the modes, and back; of 16 bits in float32."""
+        found, dtype = [], wide(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             rank = rank_along(env, cuts, d)
             last = d == len(self.modes) - 1
-            key = "spectral", cuts, rank, k, last, np.dtype(dtype).str
+            key = "spectral", cuts, rank, k, last, dtype.str
             if key not in env.constants:
                 to, back = _table(cuts[rank], cuts[rank + 1], cuts[-1], k, last)
                 env.constants[key] = env.xp.asarray(to.astype(dtype)), env.xp.asarray(back.astype(dtype))
@@ -203,7 +205,7 @@ class ChannelLinear(Layer):
         if x.ndim < 3 or x.shape[1] != self.in_channels:
             raise ShapeError(f"{self!r} wants (samples, {self.in_channels}, *cells), got {tuple(x.shape)}")
         cells = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
-        y = env.xp.matmul(p["weight"][:, :, 0], cells)
+        y = products(env.xp, p["weight"][None, :, :, 0], cells)
         if self.bias:
             y += p["bias"][:, None]
         return y.reshape(x.shape[0], self.out_channels, *x.shape[2:]), (x,)
@@ -211,13 +213,14 @@ class ChannelLinear(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
         cells = dy.reshape(*dy.shape[:2], math.prod(dy.shape[2:]))
-        return env.xp.matmul(p["weight"][:, :, 0].T, cells).reshape(x.shape), (x, dy)
+        return products(env.xp, p["weight"][None, :, :, 0].swapaxes(1, 2), cells).reshape(x.shape), (x, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
             a, b = (v.reshape(*v.shape[:2], math.prod(v.shape[2:])) for v in (dy, x))
-            g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None]
+            a, b = (kernels.widened(env.xp, v) for v in (a, b))
+            g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 

@@ -61,7 +61,9 @@ def widened(xp: Any, x: Any) -> Any:
 
 
 def narrowed(xp: Any, x: Any, dtype: Any) -> Any:
-    """x rounded to `dtype`, of 16 bits or float32."""
+    """x rounded to `dtype`, of 16 bits or float32; x itself where it has that dtype."""
+    if x.dtype == dtype:
+        return x
     out = xp.empty(x.shape, dtype=dtype)
     store(xp, x, out)
     return out

@@ -1,0 +1,92 @@
+"""Fields over grids of ranks on a GPU, and on the stand-in: the same losses as on the host, and what each format is off
+by."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_in import Cupy, Device
+from test_space import MODELS, even, part, random_cuts, wanted
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.cuda.devices import gpus
+from fsdpx.errors import ConfigError
+
+try:
+    gpus()
+    WHY = ""
+except ConfigError as error:
+    WHY = str(error)
+
+ON_GPU = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=f"no GPU: {WHY}")])
+
+LOSSES: dict[str, Callable[[], nn.Loss]] = {
+    "relative": nn.RelativeL2, "vrmse": nn.VRMSE, "boundary": nn.BoundaryRMSE, "band": lambda: nn.BandRMSE(1, 3),
+    "conserved": nn.ConservedRMSE, "most": nn.MaxError, "weighed": lambda: nn.RMSE(weights=np.arange(96.0).reshape(12, 8) % 4 / 4),
+    "gradient": lambda: nn.PhysicsLoss(nn.MSE(), nn.Gradient(spacing=0.1, periodic=True), 0.1),
+    "laplacian": lambda: nn.PhysicsLoss(nn.MSE(), nn.Laplacian(spacing=0.3), 0.1),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["stand-in", ON_GPU])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where arrays of device="cuda" lie."""
+    if request.param == "stand-in":
+        for name, module in Cupy(gpus=1).modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        Device(0).use()
+    yield request.param
+
+
+def trained(
+    comm: Any, name: str, dims: tuple[int, ...], cuts: Any, loss: Any = None, precision: str = "float64",
+    device: str = "cpu",
+) -> list[float]:  # fmt: skip
+    """Losses of three steps and the sum of a prediction's squares."""
+    make, shape, _ = MODELS[name]
+    fields = np.random.default_rng(1).standard_normal((3, 2, *shape, 2))
+    place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+    grid = fsdpx.Grid(comm, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)], dims=dims)
+    steps = optim.AdamW(lr=1e-2) if precision == "float64" else optim.SGD(lr=1e-2)  # Adam makes rounding errors steps
+    options: dict[str, Any] = {"space": grid, "comm": comm, "precision": precision, "device": device}
+    trainer = make().as_distributed(loss=loss or nn.MSE(), optimizer=steps, **options)
+    outputs = trainer.inspect.placement.field.outputs
+    target = part(wanted(outputs.shape), outputs.cuts, place, 1)
+    losses = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
+    found = trainer.predict(part(fields[0], cuts, place, 1))
+    found = found.get() if hasattr(found, "get") else found
+    return [*losses, float(comm.all_gather_plain(float((np.asarray(found, np.float64) ** 2).sum()))[0])]
+
+
+def both(bound: float, name: str, dims: tuple[int, ...], cuts: Any, **options: Any) -> None:
+    ranks = int(np.prod(dims))
+    wide = {**options, "precision": "float32"} if options.get("precision") == "bf16" else options
+    want = spawn(lambda comm: trained(comm, name, dims, cuts, **wide), ranks)[0]
+    got = spawn(lambda comm: trained(comm, name, dims, cuts, **options, device="cuda"), ranks)[0]
+    np.testing.assert_allclose(got, want, rtol=bound, err_msg=f"{name} {dims} {cuts}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_train_on_a_gpu_as_on_the_host(gpu: str, name: str) -> None:
+    _, shape, grids = MODELS[name]
+    for dims in grids[:2]:
+        for cuts in (even(shape, dims), random_cuts(shape, dims)):
+            both(1e-10, name, dims, cuts)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 2e-4), ("bf16", 2e-2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_formats_of_fewer_bits(gpu: str, name: str, precision: str, bound: float) -> None:
+    _, shape, grids = MODELS[name]
+    both(bound, name, grids[0], even(shape, grids[0]), precision=precision)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_fields_on_a_gpu(gpu: str, loss: str) -> None:
+    _, shape, _ = MODELS["unet"]
+    both(1e-7, "unet", (2, 2), even(shape, (2, 2)), loss=LOSSES[loss]())
