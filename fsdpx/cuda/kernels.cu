@@ -14,6 +14,9 @@ typedef unsigned short real;
 typedef float wide;
 #endif
 typedef long long number;
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
 
 #define KERNEL(name) extern "C" __global__ void fsdpx_##name
 #define EACH(i, n) for (number i = blockIdx.x * (number)blockDim.x + threadIdx.x; i < (n); i += gridDim.x * (number)blockDim.x)
@@ -285,6 +288,22 @@ KERNEL(bias_gelu)(real* h, const real* bias, real* y, number n, number features,
 
 // -- sums of arrays -----------------------------------------------------------------------------------------------------
 
+KERNEL(relu)(const real* x, real* y, number n) {
+    PACKS(i, n) {
+        Pack v(x, i, n);
+        LANE(k) v.at[k] = v.at[k] > 0 || v.at[k] != v.at[k] ? v.at[k] : 0;
+        v.write(y, i, n);
+    }
+}
+
+KERNEL(relu_backward)(const real* y, const real* dy, real* dx, number n) {
+    PACKS(i, n) {
+        Pack v(y, i, n), slope(dy, i, n);
+        LANE(k) slope.at[k] = v.at[k] > 0 ? slope.at[k] : 0;
+        slope.write(dx, i, n);
+    }
+}
+
 KERNEL(add)(const real* a, const real* b, real* y, number n) {
     PACKS(i, n) {
         Pack one(a, i, n), two(b, i, n);
@@ -490,6 +509,108 @@ KERNEL(window_cells)(const wide* columns, wide* x, const number* window, number 
             }
         }
         x[i] = add ? x[i] + total : total;
+    }
+}
+
+// -- pools ------------------------------------------------------------------------------------------------------------
+
+// The largest cell under each window and the place where it is, the first of equals, and NaN before all; without `winner`
+// the mean, in which cells beyond the ends count as zeros.
+KERNEL(pool)(const real* x, real* y, int* winner, const number* window, number count) {
+    Window w(window);
+    number outs = w.sizes[0] * w.inner;
+    EACH(i, count) {
+        int o = i % outs, along = o % w.inner;
+        int at[3] = {o / (int)w.inner * w.stride[0], along / w.sizes[2] * w.stride[1], along % w.sizes[2] * w.stride[2]};
+        for (int d = 0; d < 3; d++) at[d] += w.first[d];
+        const real* from = x + i / outs * w.field;
+        wide best = -INFINITY, total = 0;
+        int place = 0, best_place = 0;
+        for (int n = w.size[0], a = at[0]; n--; a += w.dilation[0])
+            for (int m = w.size[1], b = at[1]; m--; b += w.dilation[1])
+                for (int k = w.size[2], c = at[2]; k--; c += w.dilation[2], place++) {
+                    if (a < 0 || a >= w.cells[0] || b < 0 || b >= w.cells[1] || c < 0 || c >= w.cells[2]) continue;
+                    wide v = get(from, ((number)a * w.cells[1] + b) * w.cells[2] + c);
+                    total += v;
+                    if (v > best || v != v) best = v, best_place = place;
+                }
+        put(y, i, winner ? best : total / place);
+        if (winner) winner[i] = best_place;
+    }
+}
+
+KERNEL(pool_backward)(const real* dy, const int* winner, real* dx, const number* window, number count) {
+    Window w(window);
+    number outs = w.sizes[0] * w.inner;
+    EACH(i, count) {
+        int cell = i % w.field, inside = cell % (w.cells[1] * w.cells[2]);
+        int at[3] = {cell / (w.cells[1] * w.cells[2]) - w.first[0], inside / w.cells[2] - w.first[1], inside % w.cells[2] - w.first[2]};
+        number from = i / w.field * outs;
+        wide total = 0;
+        int place = 0;
+        for (int a = 0; a < w.size[0]; a++) {
+            int down = w.output(0, at[0], a, 0, w.sizes[0]);
+            for (int b = 0; b < w.size[1]; b++) {
+                int along = w.output(1, at[1], b, 0, w.sizes[1]);
+                for (int c = 0; c < w.size[2]; c++, place++) {
+                    int last = down < 0 || along < 0 ? -1 : w.output(2, at[2], c, 0, w.sizes[2]);
+                    if (last < 0) continue;
+                    number out = from + down * w.inner + along * w.sizes[2] + last;
+                    if (!winner || winner[out] == place) total += get(dy, out);
+                }
+            }
+        }
+        put(dx, i, winner ? total : total / w.places);
+    }
+}
+
+// -- channels: (samples, channels, cells), and a value of `wide` for each channel ------------------------------------
+
+__device__ inline number channel_of(number i, number cells, number channels) {
+    return i < 0x7fffffff && cells < 0x7fffffff ? (unsigned)i / (unsigned)cells % (unsigned)channels : i / cells % channels;
+}
+
+// Sums of channels over `some` of their elements, parts x (one or two) x channels: of x; with `mean` of (x - mean)^2; with
+// `rstd` of dy, and of dy (x - mean) rstd.
+KERNEL(channel_parts)(const real* x, const real* dy, const wide* mean, const wide* rstd, double* parts, number channels, number cells, number count, number some) {
+    number channel = blockIdx.x, first = blockIdx.y * some, size = count - first < some ? count - first : some;
+    wide centre = mean ? mean[channel] : 0, factor = rstd ? rstd[channel] : 0;
+    double one = 0, two = 0;
+    ALONG(i, size) {
+        number at = first + i, sample = at < 0x7fffffff ? (unsigned)at / (unsigned)cells : at / cells;
+        at += (sample * (channels - 1) + channel) * cells;
+        wide v = get(x, at), slope = dy ? get(dy, at) : 0;
+        if (!mean) one += v;
+        else if (!rstd) one += (v - centre) * (v - centre);
+        else one += slope, two += slope * ((v - centre) * factor);
+    }
+    one = sum(one);
+    if (rstd) two = sum(two);
+    if (threadIdx.x) return;
+    number at = blockIdx.y * (number)channels * (rstd ? 2 : 1) + channel;
+    parts[at] = one;
+    if (rstd) parts[at + channels] = two;
+}
+
+KERNEL(add_doubles)(const double* parts, double* out, number count, number n) {
+    EACH(i, n) {
+        double v = 0;
+        for (number part = 0; part < count; part++) v += parts[part * n + i];
+        out[i] = v;
+    }
+}
+
+KERNEL(channel_affine)(const real* x, real* y, const wide* mean, const wide* scale, const wide* shift, number n, number channels, number cells) {
+    EACH(i, n) {
+        number c = channel_of(i, cells, channels);
+        put(y, i, (get(x, i) - mean[c]) * scale[c] + shift[c]);
+    }
+}
+
+KERNEL(channel_norm_backward)(const real* dy, const real* x, real* dx, const wide* mean, const wide* scale, const wide* along, const wide* across, number n, number channels, number cells) {
+    EACH(i, n) {
+        number c = channel_of(i, cells, channels);
+        put(dx, i, (get(dy, i) - along[c] - (get(x, i) - mean[c]) * across[c]) * scale[c]);
     }
 }
 

@@ -24,6 +24,8 @@ PARTS, ROWS = 128, 64
 """Sums over rows: the most parts, and the fewest rows of each."""
 BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
+PART = 1 << 13
+"""The fewest elements of a channel that are summed by one block."""
 PACK = 16
 """Bytes that a thread reads and writes at a time, in kernels over packs."""
 OPTIONS = ("--fmad=false", "--std=c++17")
@@ -247,6 +249,20 @@ def bias_gelu(launch: Launch, h: Any, bias: Any, approximate: str = "none") -> A
     return y
 
 
+@form("real")
+def relu(launch: Launch, x: Any) -> Any:
+    y = launch.xp.empty_like(x)
+    launch.packs("relu", x.size, x, y, x.size)
+    return y
+
+
+@form("real real")
+def relu_backward(launch: Launch, y: Any, dy: Any) -> Any:
+    dx = launch.xp.empty_like(dy)
+    launch.packs("relu_backward", dy.size, y, dy, dx, dy.size)
+    return dx
+
+
 @form("real real")
 def add(launch: Launch, a: Any, b: Any) -> Any:
     y = launch.xp.empty_like(a)
@@ -460,6 +476,11 @@ def square_sum(launch: Launch, flat: Any) -> float:
     return float(square_sums(launch, flat, BLOCK).sum())
 
 
+@form("real real")
+def squared_error(launch: Launch, y: Any, target: Any) -> float:
+    return square_sum(launch, (y - target).reshape(-1))
+
+
 @form("real any any")
 def drop(launch: Launch, x: Any, numbers: Any, p: float) -> tuple[Any, Any]:
     y, keep = launch.xp.empty_like(x), launch.xp.empty(x.shape, dtype=bool)
@@ -502,7 +523,7 @@ def conv2d_backward_params(launch: Launch, x: Any, dy: Any, window: Any, weight:
 
 
 def _strides(window: Any) -> tuple[Any, ...]:
-    return window.kernel, window.stride, (1, 1), tuple(-p for p in window.padding), 1
+    return window.kernel, window.stride, (1,) * len(window.kernel), tuple(-p for p in window.padding), 1
 
 
 @form("view real real? any any view?")
@@ -614,6 +635,92 @@ def _table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, .
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return cupy().asarray(np.array(rows, np.int64))
+
+
+# -- pools, and norms over channels -------------------------------------------------------------------------------------
+
+
+@form("real any")
+def max_pool(launch: Launch, x: Any, window: Any) -> tuple[Any, Any]:
+    return _pool(launch, x, window, True)
+
+
+@form("real any")
+def avg_pool(launch: Launch, x: Any, window: Any) -> Any:
+    return _pool(launch, x, window, False)[0]
+
+
+def _pool(launch: Launch, x: Any, window: Any, largest: bool) -> tuple[Any, Any]:
+    xp, shape = launch.xp, (*x.shape[:2], *window.out(x.shape))
+    y, winner = xp.empty(shape, dtype=x.dtype), xp.empty(shape, dtype=np.int32) if largest else None
+    launch.each("pool", y.size, x, y, winner, _place(launch, window, x.shape, shape), y.size)
+    return y, winner
+
+
+@form("real index any any")
+def max_pool_backward(launch: Launch, dy: Any, winner: Any, window: Any, shape: tuple[int, ...]) -> Any:
+    dx = launch.xp.empty(tuple(shape), dtype=dy.dtype)
+    launch.each("pool_backward", dx.size, dy, winner, dx, _place(launch, window, shape, dy.shape), dx.size)
+    return dx
+
+
+@form("real any any")
+def avg_pool_backward(launch: Launch, dy: Any, window: Any, shape: tuple[int, ...]) -> Any:
+    dx = launch.xp.empty(tuple(shape), dtype=dy.dtype)
+    launch.each("pool_backward", dx.size, dy, None, dx, _place(launch, window, shape, dy.shape), dx.size)
+    return dx
+
+
+def _place(launch: Launch, window: Any, field: Any, result: Any) -> Any:
+    return _table(tuple(_strides(window)[:4]), tuple(field[2:]), tuple(result[2:]), launch.xp.cuda.Device().id)
+
+
+@form("real")
+def channel_sums(launch: Launch, x: Any) -> Any:
+    return _sums_of_channels(launch, 1, x)
+
+
+@form("real wide")
+def channel_squares(launch: Launch, x: Any, mean: Any) -> Any:
+    return _sums_of_channels(launch, 1, x, None, mean)
+
+
+@form("real real wide wide")
+def channel_sums_with(launch: Launch, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+    return _sums_of_channels(launch, 2, x, dy, mean, rstd)
+
+
+def _sums_of_channels(
+    launch: Launch, sums: int, x: Any, dy: Any = None, mean: Any = None, rstd: Any = None
+) -> Any:
+    xp, channels = launch.xp, x.shape[1]
+    count = x.size // channels
+    some = max(-(-count // PARTS), PART)
+    parts = xp.empty((-(-count // some), sums * channels), dtype=np.float64)
+    launch("channel_parts", (channels, len(parts)), x, dy, mean, rstd, parts, channels, _cells(x), count, some)
+    if len(parts) == 1:
+        return parts[0]
+    out = xp.empty(sums * channels, dtype=np.float64)
+    launch.each("add_doubles", out.size, parts, out, len(parts), out.size)
+    return out
+
+
+@form("real wide wide wide")
+def channel_affine(launch: Launch, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
+    y = launch.xp.empty_like(x)
+    launch.each("channel_affine", x.size, x, y, mean, scale, shift, x.size, x.shape[1], _cells(x))
+    return y
+
+
+@form("real real wide wide wide wide")
+def channel_norm_backward(launch: Launch, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
+    dx, channels = launch.xp.empty_like(dy), (mean, scale, along, across)
+    launch.each("channel_norm_backward", x.size, dy, x, dx, *channels, x.size, x.shape[1], _cells(x))
+    return dx
+
+
+def _cells(x: Any) -> int:
+    return math.prod(x.shape[2:])
 
 
 # -- updates of a shard ------------------------------------------------------------------------------------------------

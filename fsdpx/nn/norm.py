@@ -224,11 +224,13 @@ class BatchNorm(Layer):
 
     def _statistics(self, env: Env, x: Array) -> tuple[Array, Array, float]:
         """Global mean and biased variance per channel in float64, and the number of elements of a channel."""
-        here = env.xp.full((1,), float(x.shape[0] * math.prod(x.shape[2:])), dtype=np.float64)
-        sums = env.xp.concatenate([kernels.channel_sums(env.xp, x), here])
-        env.mesh.data.all_reduce(sums, what="BatchNorm mean").wait()
-        count = float(sums[-1])
-        mean = sums[:-1] / max(count, 1.0)
+        ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
+        sums = kernels.channel_sums(env.xp, x)
+        if ranks.size > 1:
+            sums = env.xp.concatenate([sums, env.xp.full((1,), count, dtype=np.float64)])
+            ranks.all_reduce(sums, what="BatchNorm mean").wait()
+            sums, count = sums[:-1], float(sums[-1])
+        mean = sums / max(count, 1.0)
         squares = kernels.channel_squares(env.xp, x, *_beside(x, mean))
         env.mesh.data.all_reduce(squares, what="BatchNorm variance").wait()
         return mean, squares / max(count, 1.0), count

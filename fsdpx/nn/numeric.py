@@ -177,12 +177,12 @@ def product(xp: Any, a: Any, b: Any) -> Any:
 
 def products(xp: Any, a: Any, b: Any) -> Any:
     """`a @ b` of stacks of matrices in the dtype of `a`; 16 bits are added in float32."""
-    if np.dtype(a.dtype).itemsize != 2:
-        return xp.matmul(a, b)
-    if a.ndim == b.ndim == 3 and is_on_gpu(a) and a.size and b.size:
+    if a.ndim == b.ndim == 3 and a.dtype == b.dtype and is_on_gpu(a) and a.size and b.size:
         out = xp.empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
         batched(out, xp.broadcast_to(a, (len(b), *a.shape[1:])), b)
         return out
+    if np.dtype(a.dtype).itemsize != 2:
+        return xp.matmul(a, b)
     with one_product(a, b):
         return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
 

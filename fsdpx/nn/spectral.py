@@ -81,8 +81,8 @@ class SpectralConv(Layer):
         self._demand_modes(parts.shape)
         tables = self._tables(env, parts, x.dtype)
         mine = self._scattered(env, _forward(env.xp, kernels.widened(env.xp, x), [t[0] for t in tables]))
-        w = kernels.widened(env.xp, self._own(env, p["weight"]))
-        y = _backward(env.xp, self._gathered(env, _multiply(env.xp, mine, w)), [t[1] for t in tables])
+        found = _multiply(env.xp, mine, self._matrices(env, p["weight"]))
+        y = _backward(env.xp, self._gathered(env, found), [t[1] for t in tables])
         y = kernels.narrowed(env.xp, y, x.dtype)
         if self.bias:
             y = y + p["bias"].reshape(-1, *(1,) * len(self.modes))
@@ -92,10 +92,8 @@ class SpectralConv(Layer):
         mine, tables = saved
         xp = env.xp
         dmodes = self._scattered(env, _forward(xp, kernels.widened(xp, dy), [_turned(t[1]) for t in tables]))
-        w = kernels.widened(xp, self._own(env, p["weight"]))
-        conjugate = xp.stack([w[..., 0], -w[..., 1]], axis=-1).swapaxes(1, 2)
-        back = [_turned(to) for to, _ in tables]
-        dx = _backward(xp, self._gathered(env, _multiply(xp, dmodes, conjugate)), back)
+        found = _multiply(xp, dmodes, self._matrices(env, p["weight"]).swapaxes(1, 2))
+        dx = _backward(xp, self._gathered(env, found), [_turned(to) for to, _ in tables])
         return kernels.narrowed(xp, dx, dy.dtype), (mine, dmodes, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
@@ -105,9 +103,10 @@ class SpectralConv(Layer):
             out, add = into
             if not add:
                 out[...] = 0
-            a, b = mine.swapaxes(1, 2), dmodes  # (modes, in, samples, 2), (modes, samples, out, 2)
-            real = env.xp.matmul(a[..., 0], b[..., 0]) + env.xp.matmul(a[..., 1], b[..., 1])
-            imaginary = env.xp.matmul(a[..., 0], b[..., 1]) - env.xp.matmul(a[..., 1], b[..., 0])
+            parts = products(env.xp, _pairs(mine).swapaxes(1, 2), _pairs(dmodes))  # of real and imaginary parts
+            parts = parts.reshape(len(mine), self.in_channels, 2, self.out_channels, 2)
+            real = parts[:, :, 0, :, 0] + parts[:, :, 1, :, 1]
+            imaginary = parts[:, :, 0, :, 1] - parts[:, :, 1, :, 0]
             start, stop = self._share(env)
             flat = env.xp.stack([real, imaginary], axis=-1).transpose(1, 2, 0, 3).astype(out.dtype, copy=False)
             rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
@@ -130,11 +129,16 @@ class SpectralConv(Layer):
         """All ranks that have a part; None: one has the whole field."""
         return None if self.parts is None or self.parts.uncut else env.mesh.parts
 
-    def _own(self, env: Env, weight: Array) -> Array:
-        """(own modes, in, out, 2)."""
-        start, stop = self._share(env)
+    def _matrices(self, env: Env, weight: Array) -> Array:
+        """Own modes as matrices over pairs of numbers, (own modes, 2 in, 2 out): the transpose is the adjoint."""
+        (start, stop), xp = self._share(env), env.xp
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
-        return flat[:, :, start:stop].transpose(2, 0, 1, 3)
+        w = kernels.widened(xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
+        made = xp.empty((stop - start, self.in_channels, 2, self.out_channels, 2), dtype=w.dtype)
+        made[:, :, 0] = w
+        made[:, :, 1, :, 0] = -w[..., 1]
+        made[:, :, 1, :, 1] = w[..., 0]
+        return made.reshape(stop - start, 2 * self.in_channels, 2 * self.out_channels)
 
     def _tables(self, env: Env, parts: Parts, dtype: Any) -> list[tuple[Array, Array]]:
         """For each dim the matrices that lead from this rank's cells to the modes, and back; of 16 bits in float32."""
@@ -220,7 +224,7 @@ class ChannelLinear(Layer):
         if "weight" in g:
             a, b = (v.reshape(*v.shape[:2], math.prod(v.shape[2:])) for v in (dy, x))
             a, b = (kernels.widened(env.xp, v) for v in (a, b))
-            g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
+            g["weight"][...] += products(env.xp, a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
@@ -398,8 +402,11 @@ def _along(xp: Any, y: Array, dim: int, table: Array) -> Array:
     return xp.moveaxis(product.reshape(*shape, table.shape[1] // 2, 2), -2, dim)
 
 
-def _multiply(xp: Any, x: Array, w: Array) -> Array:
-    """(modes, samples, in, 2) by (modes, in, out, 2)."""
-    real = xp.matmul(x[..., 0], w[..., 0]) - xp.matmul(x[..., 1], w[..., 1])
-    imaginary = xp.matmul(x[..., 0], w[..., 1]) + xp.matmul(x[..., 1], w[..., 0])
-    return xp.stack([real, imaginary], axis=-1)
+def _multiply(xp: Any, x: Array, matrices: Array) -> Array:
+    """(modes, samples, in, 2) by (modes, 2 in, 2 out), as (modes, samples, out, 2)."""
+    return products(xp, _pairs(x), matrices).reshape(*x.shape[:2], matrices.shape[2] // 2, 2)
+
+
+def _pairs(x: Array) -> Array:
+    """(modes, samples, channels, 2) as (modes, samples, 2 channels)."""
+    return x.reshape(*x.shape[:2], 2 * x.shape[2])

@@ -91,6 +91,17 @@ SLIDING = SlidingWindow((3, 2), (2, 1), (1, 0))
 IMAGES, FILTERS = noise(3, 2, 7, 6), noise(4, 2, 3, 2, seed=1)
 SLOPES = noise(3, 4, *SLIDING.out(IMAGES.shape), seed=2)
 
+POOLS = [
+    (noise(2, 3, *cells), s, noise(2, 3, *s.out((2, 3, *cells)), seed=1))
+    for cells, s in (
+        ((9,), SlidingWindow((3,), (2,), (1,))), ((6, 7), SlidingWindow((2, 3), (2, 1), (0, 1))),
+        ((4, 6, 5), SlidingWindow((2, 2, 3), (2, 2, 3), (1, 0, 1))),
+    )
+]  # fmt: skip
+CHANNELS = [(noise(n, c, *cells), noise(n, c, *cells, seed=1), noise(c, seed=2)) for n, c, *cells in (
+    (5, 3), (2, 4, 7), (3, 2, 90, 70),
+)]  # fmt: skip
+
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "layer_norm": [(X, W, B, 1e-5), (X, None, None, 0.1)],
     "layer_norm_backward_input": [(X, W, MEAN, RSTD, DY), (X, None, MEAN, RSTD, DY)],
@@ -128,6 +139,18 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "square_sum": [(noise(40_000),)],
     "drop": [(X, Stretch(1, "a@0", 5, 5 + X.size), 0.3), (X, Stretch(1, "a@0", 8, 8 + X.size), 0.0)],
     "drop_backward": [(DY, X > 0, 0.3)],
+    "relu": [(X,), (np.where(X > 1, np.nan, X),)],
+    "relu_backward": [(Y - 0.01, DY)],
+    "squared_error": [(X, DY)],
+    "max_pool": [(x, s) for x, s, _ in POOLS],
+    "max_pool_backward": [(dy, kernels.max_pool(np, x, s)[1], s, x.shape) for x, s, dy in POOLS],
+    "avg_pool": [(x, s) for x, s, _ in POOLS],
+    "avg_pool_backward": [(dy, s, x.shape) for x, s, dy in POOLS],
+    "channel_sums": [(x,) for x, _, _ in CHANNELS],
+    "channel_squares": [(x, c) for x, _, c in CHANNELS],
+    "channel_affine": [(x, c, 2 * c, c + 1) for x, _, c in CHANNELS],
+    "channel_sums_with": [(dy, x, c, c * c) for x, dy, c in CHANNELS],
+    "channel_norm_backward": [(dy, x, c, c + 1, c - 1, c * c) for x, dy, c in CHANNELS],
     "correlate": [(x, w, bias, s, sizes) for x, w, bias, s, sizes, _ in WINDOWS]
     + [(x, w, None, s, sizes, dy) for x, w, _, s, sizes, dy in WINDOWS],
     "correlate_backward_input": [
@@ -143,7 +166,9 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "conv2d_backward_params": [(IMAGES, SLOPES, SLIDING, (FILTERS, True), (noise(4), False))],
 }  # fmt: skip
 WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
-        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,)}  # fmt: skip
+        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,),
+        "channel_squares": (1,), "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3),
+        "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
 """Arguments that are of the format of sums."""
 
 
@@ -267,7 +292,7 @@ def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
     assert on_gpu("layer_norm", (x, cupy.asarray(W), None, 1e-5)) is not None
     assert on_gpu("attention", (q, q, q, True, 0.4, 0, None)) is not None
     for name, arguments in (
-        ("relu", (x,)),  # there is no form
+        ("sigmoid", (x,)),  # there is no form
         ("gelu", (half,)),
         ("gelu", (x[:, ::2],)),
         ("gelu", (x[:0],)),
