@@ -564,7 +564,7 @@ KERNEL(pool_backward)(const real* dy, const int* winner, real* dx, const number*
     }
 }
 
-// -- channels: (samples, channels, cells), and a value of `wide` for each channel ------------------------------------
+// -- channels: (samples, channels, cells), and a double for each channel ------------------------------------
 
 __device__ inline number channel_of(number i, number cells, number channels) {
     return i < 0x7fffffff && cells < 0x7fffffff ? (unsigned)i / (unsigned)cells % (unsigned)channels : i / cells % channels;
@@ -572,9 +572,9 @@ __device__ inline number channel_of(number i, number cells, number channels) {
 
 // Sums of channels over `some` of their elements, parts x (one or two) x channels: of x; with `mean` of (x - mean)^2; with
 // `rstd` of dy, and of dy (x - mean) rstd.
-KERNEL(channel_parts)(const real* x, const real* dy, const wide* mean, const wide* rstd, double* parts, number channels, number cells, number count, number some) {
+KERNEL(channel_parts)(const real* x, const real* dy, const double* mean, const double* rstd, double* parts, number channels, number cells, number count, number some) {
     number channel = blockIdx.x, first = blockIdx.y * some, size = count - first < some ? count - first : some;
-    wide centre = mean ? mean[channel] : 0, factor = rstd ? rstd[channel] : 0;
+    wide centre = mean ? (wide)mean[channel] : 0, factor = rstd ? (wide)rstd[channel] : 0;
     double one = 0, two = 0;
     ALONG(i, size) {
         number at = first + i, sample = at < 0x7fffffff ? (unsigned)at / (unsigned)cells : at / cells;
@@ -600,17 +600,17 @@ KERNEL(add_doubles)(const double* parts, double* out, number count, number n) {
     }
 }
 
-KERNEL(channel_affine)(const real* x, real* y, const wide* mean, const wide* scale, const wide* shift, number n, number channels, number cells) {
+KERNEL(channel_affine)(const real* x, real* y, const double* mean, const double* scale, const double* shift, number n, number channels, number cells) {
     EACH(i, n) {
         number c = channel_of(i, cells, channels);
-        put(y, i, (get(x, i) - mean[c]) * scale[c] + shift[c]);
+        put(y, i, (get(x, i) - (wide)mean[c]) * (wide)scale[c] + (wide)shift[c]);
     }
 }
 
-KERNEL(channel_norm_backward)(const real* dy, const real* x, real* dx, const wide* mean, const wide* scale, const wide* along, const wide* across, number n, number channels, number cells) {
+KERNEL(channel_norm_backward)(const real* dy, const real* x, real* dx, const double* mean, const double* scale, const double* along, const double* across, number n, number channels, number cells) {
     EACH(i, n) {
         number c = channel_of(i, cells, channels);
-        put(dx, i, (get(dy, i) - along[c] - (get(x, i) - mean[c]) * across[c]) * scale[c]);
+        put(dx, i, (get(dy, i) - (wide)along[c] - (get(x, i) - (wide)mean[c]) * (wide)across[c]) * (wide)scale[c]);
     }
 }
 

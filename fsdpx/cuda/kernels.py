@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.cuda.devices import cupy, is_on_gpu
-from fsdpx.cuda.gemm import batched
+from fsdpx.cuda.gemm import batched, gemm
 from fsdpx.cuda.head_layout import merged, time_first
 
 __all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]
@@ -124,8 +124,8 @@ FORMS: dict[str, tuple[tuple[str, ...], Body]] = {}
 
 def form(roles: str) -> Callable[[Body], Body]:
     """Register a function as the form of its namesake. roles: of its positional arguments. real: of the format. wide:
-    of the dtype of sums. sum: either. index, mask: integers, booleans. All of these contiguous, but for view: real, of
-    any strides. any: no array. 0: nothing but 0 or None. `?`: may be None."""
+    of the dtype of sums. sum: either. double: float64. index, mask: integers, booleans. All of these contiguous, but
+    for view: real, of any strides. any: no array. 0: nothing but 0 or None. `?`: may be None."""
 
     def register(body: Body) -> Body:
         FORMS[body.__name__] = (tuple(roles.split()), body)
@@ -168,7 +168,8 @@ def _plays(role: str, value: Any, kind: int, wide: int) -> bool:
         formed = value.dtype.kind == ("b" if role == "mask" else "i")
     else:
         own = kind_of(value.dtype)
-        formed = (role != "wide" and own == kind) or (role in ("wide", "sum") and own == wide)
+        allowed = {"double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(role, (kind,))
+        formed = own in allowed
     return formed and (role == "view" or bool(value.flags.c_contiguous))
 
 
@@ -505,7 +506,8 @@ def _scale(p: float) -> float:
 
 COLUMNS = 1 << 26
 """The most elements of a matrix of windows."""
-
+LONG = 1 << 13
+"""Elements of sums that a product of its own makes sooner than one of many (microseconds against milliseconds)."""
 
 @form("view real real? any")
 def conv2d(launch: Launch, x: Any, weight: Any, bias: Any, window: Any) -> Any:
@@ -543,16 +545,19 @@ def correlate(launch: Launch, x: Any, weight: Any, bias: Any, strides: Any, size
 def correlate_backward_input(
     launch: Launch, weight: Any, dy: Any, strides: Any, shape: tuple[int, ...], bias: Any = None
 ) -> Any:
-    dx = launch.xp.empty(tuple(shape), dtype=launch.wide)
     flat, matrix = _by_group(dy, strides[4]), _by_group(weight, strides[4], 0).swapaxes(1, 2)
+    alone = _of_one_cell(strides, shape[2:], dy.shape[2:])
+    dx = launch.xp.empty(tuple(shape), dtype=dy.dtype if alone else launch.wide)
+    if alone:
+        _multiply(_by_group(dx, strides[4]), matrix, flat)
     window = _table(tuple(strides[:4]), tuple(shape[2:]), tuple(dy.shape[2:]), launch.xp.cuda.Device().id)
     rest = math.prod(dy.shape[3:])
-    for some, begin, rows in _pieces(strides, matrix.shape[1] * strides[4], tuple(dy.shape)):
+    for some, begin, rows in () if alone else _pieces(matrix.shape[1] * strides[4], tuple(dy.shape)):
         into, slopes = dx[some], flat[some, ..., begin * rest : (begin + rows) * rest]
         columns = launch.xp.empty((*slopes.shape[:2], matrix.shape[1], slopes.shape[3]), dtype=launch.wide)
         _multiply(columns, matrix, slopes)
         launch.each("window_cells", into.size, columns, into, window, begin, rows, into.size, begin > 0)
-    if launch.kind == 16:
+    if launch.kind == 16 and not alone:
         wide, dx = dx, launch.xp.empty(dx.shape, dtype=dy.dtype)
         launch.each("narrow", dx.size, wide, dx, dx.size)
     if bias is not None:
@@ -565,13 +570,24 @@ def correlate_backward_params(launch: Launch, x: Any, dy: Any, strides: Any, wei
     if weight is not None:
         flat, parts = _by_group(dy, strides[4]), []
         for some, cells, columns in _columns(launch, x, strides, tuple(dy.shape[2:])):
-            slopes = flat[some, ..., cells]
-            part = launch.xp.empty((*slopes.shape[:3], columns.shape[2]), dtype=launch.wide)
-            _multiply(part, slopes, columns.swapaxes(2, 3))
-            parts.append(part.sum(axis=0) if len(part) > 1 else part[0])
+            parts.append(_sum_of_products(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
         _put(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
     if bias is not None:
         _put(bias, dy.sum(axis=(0, *range(2, dy.ndim)), dtype=launch.wide))
+
+
+def _sum_of_products(launch: Launch, a: Any, b: Any) -> Any:
+    """The sum over samples of a @ b, (groups, m, n). cuBLAS divides a long sum among blocks in a product of its own,
+    not in one of many."""
+    count, groups, m, k = a.shape
+    alone = k >= LONG and groups == 1
+    made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
+    if not alone:
+        _multiply(made, a, b)
+        return made.sum(axis=0) if count > 1 else made[0]
+    for sample in range(count):
+        gemm(made[0, 0], a[sample, 0], b[sample, 0], accumulate=sample > 0)
+    return made[0]
 
 
 def _put(into: Any, value: Any) -> None:
@@ -588,7 +604,7 @@ def _by_group(a: Any, groups: int, dim: int = 1) -> Any:
     return a.reshape(shape)
 
 
-def _pieces(strides: Any, rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
+def _pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
     """(samples, first row of the result, rows) whose matrix of windows, of so many rows, is no larger than COLUMNS."""
     samples, _, high, *others = result
     line = rows * math.prod(others)
@@ -604,14 +620,22 @@ def _pieces(strides: Any, rows: int, result: tuple[int, ...]) -> Iterator[tuple[
             yield slice(sample, sample + 1), begin, min(some, high - begin)
 
 
+def _of_one_cell(strides: Any, cells: Any, sizes: Any) -> bool:
+    """Whether each output has a cell of its own."""
+    return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
+
+
 def _columns(
     launch: Launch, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Samples, cells of the result, and the cells under their windows, (samples, groups, inputs x places, cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
+    if _of_one_cell(strides, x.shape[2:], sizes):
+        yield slice(None), slice(None), _by_group(x, groups)
+        return
     window = _table(tuple(strides[:4]), tuple(x.shape[2:]), sizes, launch.xp.cuda.Device().id)
     rest = math.prod(sizes[1:])
-    for some, begin, rows in _pieces(strides, x.shape[1] * places, (len(x), 0, *sizes)):
+    for some, begin, rows in _pieces(x.shape[1] * places, (len(x), 0, *sizes)):
         piece, cells = x[some], rows * rest
         shape = len(piece), groups, x.shape[1] // groups * places, cells
         columns, count = launch.xp.empty(shape, dtype=x.dtype), len(piece) * x.shape[1] * cells
@@ -637,7 +661,7 @@ def _table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, .
     return cupy().asarray(np.array(rows, np.int64))
 
 
-# -- pools, and norms over channels -------------------------------------------------------------------------------------
+# -- pools, and norms over channels -----------------------------------------------------------------------------------
 
 
 @form("real any")
@@ -680,12 +704,12 @@ def channel_sums(launch: Launch, x: Any) -> Any:
     return _sums_of_channels(launch, 1, x)
 
 
-@form("real wide")
+@form("real double")
 def channel_squares(launch: Launch, x: Any, mean: Any) -> Any:
     return _sums_of_channels(launch, 1, x, None, mean)
 
 
-@form("real real wide wide")
+@form("real real double double")
 def channel_sums_with(launch: Launch, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     return _sums_of_channels(launch, 2, x, dy, mean, rstd)
 
@@ -705,14 +729,14 @@ def _sums_of_channels(
     return out
 
 
-@form("real wide wide wide")
+@form("real double double double")
 def channel_affine(launch: Launch, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
     y = launch.xp.empty_like(x)
     launch.each("channel_affine", x.size, x, y, mean, scale, shift, x.size, x.shape[1], _cells(x))
     return y
 
 
-@form("real real wide wide wide wide")
+@form("real real double double double double")
 def channel_norm_backward(launch: Launch, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
     dx, channels = launch.xp.empty_like(dy), (mean, scale, along, across)
     launch.each("channel_norm_backward", x.size, dy, x, dx, *channels, x.size, x.shape[1], _cells(x))

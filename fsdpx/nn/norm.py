@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.array import kernels
+from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cells import merged, reduced
 from fsdpx.nn.init import ones, zeros
@@ -249,8 +250,9 @@ class BatchNorm(Layer):
 
 
 def _beside(x: Array, *channels: Array) -> tuple[Array, ...]:
-    """In the dtype in which x is computed."""
-    return tuple(a.astype(wide(x.dtype), copy=False) for a in channels)
+    """In the dtype in which x is computed; kernels of GPUs take them in float64."""
+    dtype = np.dtype(np.float64) if is_on_gpu(x) else wide(x.dtype)
+    return tuple(a.astype(dtype, copy=False) for a in channels)
 
 
 class GroupNorm(Layer):

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import kernels
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.namespace import joined
+from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Chain
@@ -221,10 +223,15 @@ class ChannelLinear(Layer):
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
+        if is_on_gpu(dy):
+            x, dy = (v.reshape(*v.shape[:2], math.prod(v.shape[2:])) for v in (x, dy))
+            into = destination(g, "weight"), destination(g, "bias")
+            kernels.correlate_backward_params(env.xp, x, dy, Strides((1,), (1,), (1,), (0,), 1), *into)
+            return
         if "weight" in g:
             a, b = (v.reshape(*v.shape[:2], math.prod(v.shape[2:])) for v in (dy, x))
             a, b = (kernels.widened(env.xp, v) for v in (a, b))
-            g["weight"][...] += products(env.xp, a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
+            g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 

@@ -4,7 +4,7 @@ by."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,20 +27,21 @@ ON_GPU = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(WHY
 
 LOSSES: dict[str, Callable[[], nn.Loss]] = {
     "relative": nn.RelativeL2, "vrmse": nn.VRMSE, "boundary": nn.BoundaryRMSE, "band": lambda: nn.BandRMSE(1, 3),
-    "conserved": nn.ConservedRMSE, "most": nn.MaxError, "weighed": lambda: nn.RMSE(weights=np.arange(96.0).reshape(12, 8) % 4 / 4),
+    "conserved": nn.ConservedRMSE, "most": nn.MaxError,
+    "weighed": lambda: nn.RMSE(weights=np.arange(96.0).reshape(12, 8) % 4 / 4),
     "gradient": lambda: nn.PhysicsLoss(nn.MSE(), nn.Gradient(spacing=0.1, periodic=True), 0.1),
     "laplacian": lambda: nn.PhysicsLoss(nn.MSE(), nn.Laplacian(spacing=0.3), 0.1),
 }  # fmt: skip
 
 
 @pytest.fixture(params=["stand-in", ON_GPU])
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where arrays of device="cuda" lie."""
     if request.param == "stand-in":
         for name, module in Cupy(gpus=1).modules().items():
             monkeypatch.setitem(sys.modules, name, module)
         Device(0).use()
-    yield request.param
+    return request.param
 
 
 def trained(

@@ -85,6 +85,8 @@ WINDOWS = [
     window(1, 3, (9, 7), Strides((3, 2), (2, 1), (1, 3), (-2, 0), 1), bias=False),
     window(3, 6, (8, 5), Strides((2, 3), (1, 2), (2, 1), (0, -1), 3), 1),
     window(1, 4, (5, 6, 4), Strides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1)),
+    window(2, 6, (9, 3), Strides((1, 1), (1, 1), (1, 1), (0, 0), 2)),
+    window(1, 3, (8200,), Strides((1,), (1,), (1,), (0,), 1)),
     window(2, 2, (7, 4, 5), Strides((3, 2, 1), (3, 2, 1), (2, 1, 1), (-3, -1, 0), 2)),
 ]
 SLIDING = SlidingWindow((3, 2), (2, 1), (1, 0))
@@ -165,10 +167,10 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "conv2d_backward_input": [(FILTERS, SLOPES, SLIDING, IMAGES.shape)],
     "conv2d_backward_params": [(IMAGES, SLOPES, SLIDING, (FILTERS, True), (noise(4), False))],
 }  # fmt: skip
+DOUBLE = {"channel_squares": (1,), "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3),
+          "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
 WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
-        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,),
-        "channel_squares": (1,), "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3),
-        "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
+        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,)}  # fmt: skip
 """Arguments that are of the format of sums."""
 
 
@@ -205,7 +207,9 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     if name == "correlate" and len(arguments) == 6 and dtype == "bfloat16":
         return  # plain code rounds after each place of the window, and no layer adds to 16 bits
     wide = "float64" if dtype == "float64" else "float32"
-    format_of = [wide if place in WIDE.get(name, ()) else dtype for place in range(len(arguments))]
+    places = range(len(arguments))
+    format_of = [wide if place in WIDE.get(name, ()) else dtype for place in places]
+    format_of = ["float64" if n in DOUBLE.get(name, ()) else kind for n, kind in zip(places, format_of, strict=True)]
     host = [each(copied, cast(a, np.dtype(kind))) for a, kind in zip(arguments, format_of, strict=True)]
     there = [each(cupy.asarray, a) for a in host]
     assert on_gpu(name, tuple(there)) is not None
