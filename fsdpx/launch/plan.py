@@ -101,6 +101,7 @@ def add_measure_options(p: argparse.ArgumentParser) -> None:
     """The options of `measure-machine`."""
     p.add_argument("--output", type=Path, default=MACHINE, help="the file to write")
     p.add_argument("--name", default="mine", help="of the machine")
+    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what computes: cores, or GPUs")
     p.add_argument("--fit", type=Path, default=None, help="a CSV of measured steps of a GPT to fit --machine to")
     p.add_argument("--machine", default="a100-dgx-200g", help="where fitting begins")
     p.add_argument("--seed", type=int, default=0, help="of the half that is fitted")
@@ -112,7 +113,7 @@ def measure_machine(args: argparse.Namespace) -> str:
     if args.fit is not None:
         return fit_report(args.fit, args.machine, args.seed, args.rows)
     comm = init() if environment.read().launcher is not None else single()
-    found = measured(args.name, comm)
+    found = measured(args.name, comm, args.device)
     if comm.rank:
         return ""
     write(args.output, machine_text(found), READABLE)

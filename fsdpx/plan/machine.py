@@ -57,7 +57,8 @@ class Compute:
     flops : the most FLOP per second of matrix products, by format: float64, float32, bf16, float16
     memory : the most bytes per second from and to memory
     efficiency : share of `flops` that large products reach
-    half : FLOP of a product that reaches half of that: a product of F FLOP reaches efficiency F / (F + half)
+    half : FLOP of a product that reaches half of that: a product of F FLOP reaches efficiency F / (F + half); it is of
+        the quickest format, and of others the same time
     memory_efficiency : the same of `memory`
     launch : seconds that each kernel takes beside
     spill : share of what the steps inside of attention and of losses read and write that goes to memory, where each is

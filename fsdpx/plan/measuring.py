@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from fsdpx import nn, optim
+from fsdpx.array.namespace import dtype
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.local import single
 from fsdpx.comm.opening import node_of
+from fsdpx.cuda.devices import cupy, gpus
 from fsdpx.nn.numeric import product
 from fsdpx.plan.machine import Compute, Level, Machine
 from fsdpx.plan.prediction import prepared
@@ -24,28 +26,57 @@ from fsdpx.plan.prediction import prepared
 __all__ = ["machine_text", "measured"]
 
 TIMES = 5
-LARGE, SMALL = 768, 96
-"""Rows of square matrices: products that are as quick as any, and such that are not."""
-BLOCK = 1 << 24
-"""Elements of float32 that no cache holds."""
 SIZES = (8, 1 << 20)
 """Elements of float32 of a short and of a long all-reduce."""
 LAYERS = (4, 16)
 
 
-def measured(name: str, comm: Communicator) -> Machine:
-    """The machine of these ranks, alike on all of them. Collective."""
-    compute = _compute(comm)
-    return Machine(name, _levels(comm, compute), compute)
+def measured(name: str, comm: Communicator, device: str = "cpu") -> Machine:
+    """The machine of these ranks, alike on all of them: cores, or GPUs with device="cuda". Collective."""
+    of = Processors() if device == "cpu" else Gpus()
+    compute = _compute(comm, of)
+    return Machine(name, _levels(comm, of, compute), compute)
 
 
-def _seconds(call: Callable[[], Any], times: int = TIMES) -> float:
+class Processors:
+    """What is measured of cores. large, small: rows of square matrices, of products that are as quick as any, and of
+    such that are not. block: elements of float32 that no cache holds."""
+
+    gpu, xp, capacity = False, np, None
+    formats = ("float32", "float64")
+    large, small, block = 768, 96, 1 << 24
+
+    def finish(self) -> None:
+        """What was called is done."""
+
+
+class Gpus(Processors):
+    """The same of the GPU that is current; what is called runs beside the host until it is waited for."""
+
+    gpu = True
+    formats = ("float32", "float64", "bf16", "float16")
+    large, small, block = 8192, 512, 1 << 28
+
+    def __init__(self) -> None:
+        gpus()
+        self.xp = cupy()
+        self.capacity = float(self.xp.cuda.runtime.memGetInfo()[1])
+
+    def finish(self) -> None:
+        self.xp.cuda.Device().synchronize()
+
+
+def _seconds(call: Callable[[], Any], of: Processors, times: int = TIMES, calls: int = 1) -> float:
+    """Of one call, where `calls` of them follow each other."""
     call()
+    of.finish()
     found = []
     for _ in range(times):
         begin = perf_counter()
-        call()
-        found.append(perf_counter() - begin)
+        for _ in range(calls):
+            call()
+        of.finish()
+        found.append((perf_counter() - begin) / calls)
     return median(found)
 
 
@@ -54,71 +85,73 @@ def _slowest(comm: Communicator, seconds: float) -> float:
     return float(np.mean(comm.all_gather_plain(seconds)))
 
 
-def _compute(comm: Communicator) -> Compute:
-    flops, halves = {}, []
-    for name in ("float32", "float64"):
-        large, small = (_slowest(comm, _seconds(_product(n, name))) for n in (LARGE, SMALL))
-        rate = 2 * (LARGE**3 - SMALL**3) / max(large - small, 1e-9)
-        flops[name] = rate
-        halves.append(max(small * rate - 2 * SMALL**3, 0.0))
-    a, b = np.ones(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    memory = 2 * a.nbytes / _slowest(comm, _seconds(lambda: np.copyto(b, a)))
-    bare = Compute(flops, memory, half=min(halves))
-    launch, overhead = _beside(comm, bare)
-    return Compute(flops, memory, half=min(halves), launch=launch, overhead=overhead)
+def _compute(comm: Communicator, of: Processors) -> Compute:
+    flops, halves, calls = {}, {}, 20 if of.gpu else 1
+    for name in of.formats:
+        each = (_seconds(_product(of, n, name), of, calls=calls) for n in (of.large, of.small))
+        large, small = (_slowest(comm, seconds) for seconds in each)
+        rate = 2 * (of.large**3 - of.small**3) / max(large - small, 1e-9)
+        flops[name], halves[name] = rate, max(small * rate - 2 * of.small**3, 0.0)
+    a, b = of.xp.ones(of.block, np.float32), of.xp.empty(of.block, np.float32)
+    memory = 2 * a.nbytes / _slowest(comm, _seconds(lambda: of.xp.copyto(b, a), of))
+    fastest = max(flops, key=lambda name: flops[name])
+    known = {"flops": flops, "memory": memory, "half": halves[fastest], "gpu": of.gpu, "capacity": of.capacity}
+    launch, overhead = _beside(comm, of, Compute(**known))
+    return Compute(**known, launch=launch, overhead=overhead)
 
 
-def _product(n: int, name: str) -> Callable[[], Any]:
-    a, b = np.ones((n, n), name), np.ones((n, n), name)
-    return lambda: product(np, a, b)
+def _product(of: Processors, n: int, name: str) -> Callable[[], Any]:
+    a, b = (of.xp.ones((n, n), dtype(name)) for _ in range(2))
+    return lambda: product(of.xp, a, b)
 
 
-def _beside(comm: Communicator, bare: Compute) -> tuple[float, float]:
+def _beside(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
     """Seconds of a kernel and of a step beside what is computed, from steps of small models on one rank."""
     found = []
     for layers in LAYERS:
         model = nn.Chain(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.AdamW(), comm=single(), strategy="ddp", tune=False, group_bytes=0
-        )
-        x = np.ones((4, 16), np.float32)
+            loss=nn.MSE(), optimizer=optim.AdamW(), comm=single(), strategy="ddp", tune=False, group_bytes=0,
+            device="cuda" if of.gpu else "cpu",
+        )  # fmt: skip
+        x = of.xp.ones((4, 16), np.float32)
         shape = ((4, 16), "float32")
-        dry = prepared(model, (shape, shape), 1, False, group_bytes=0)
-        one = Machine("one", (Level("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0))
+        dry = prepared(model, (shape, shape), 1, of.gpu, group_bytes=0)
+        one = Machine("one", (Level("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=of.gpu))
         kernels = round(dry.on(one).seconds)
-        found.append((kernels, _slowest(comm, _seconds(partial(trainer.step, x, x), 4 * TIMES))))
+        found.append((kernels, _slowest(comm, _seconds(partial(trainer.step, x, x), of, 4 * TIMES))))
         trainer.close()
     (few, quick), (many, slow) = found
     launch = max((slow - quick) / (many - few), 1e-7)
     return launch, max(quick - few * launch, 0.0)
 
 
-def _levels(comm: Communicator, compute: Compute) -> tuple[Level, ...]:
+def _levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[Level, ...]:
     if comm.size == 1:  # no link to measure: ranks of a host read each other's memory
         return (Level("host", 2e-5, compute.memory / 4),)
     node = node_of(comm)
     hosts = len(node.machines) if node is not None else 1
     here = comm if hosts == 1 or node is None else comm.subgroup(node.machine)
-    levels = [Level("host", *_link(here), ranks=here.size)] if here.size > 1 else []
+    levels = [Level("host", *_link(here, of), ranks=here.size)] if here.size > 1 else []
     if hosts > 1 or not levels:
-        levels.append(Level("system", *_link(comm)))
+        levels.append(Level("system", *_link(comm, of)))
     return tuple(levels)
 
 
-def _link(comm: Communicator) -> tuple[float, float]:
+def _link(comm: Communicator, of: Processors) -> tuple[float, float]:
     """Latency and bytes per second of one rank, from all-reduces of all ranks at once, short and long."""
     seconds = []
     for elements in SIZES:
-        array = np.zeros(elements, np.float32)
+        array = of.xp.zeros(elements, np.float32)
         comm.barrier()
-        own = _seconds(partial(_reduce, comm, array), 4 * TIMES)
+        own = _seconds(partial(_reduce, comm, array), of, 4 * TIMES)
         seconds.append(max(comm.all_gather_plain(own)))
     short, long = seconds
     sent = 2 * 4 * SIZES[1] * (comm.size - 1) / comm.size
     return short / (2 * ceil(log2(comm.size))), sent / max(long - short, 1e-9)
 
 
-def _reduce(comm: Communicator, array: np.ndarray) -> None:
+def _reduce(comm: Communicator, array: Any) -> None:
     comm.all_reduce(array, ReduceOp.SUM).wait()
 
 

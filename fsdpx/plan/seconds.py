@@ -45,7 +45,8 @@ def _product_seconds(product: Product, compute: Compute, half: str) -> float:
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    seconds = (product.flops + compute.half) / rate
+    slow = compute.half * flops / max(compute.flops.values())  # the same time in each format
+    seconds = (product.flops + slow) / rate
     if product.fused:
         return seconds
     return max(seconds, product.nbytes / (compute.memory * compute.memory_efficiency))
