@@ -67,7 +67,7 @@ class Gpus(Processors):
 
 
 def _seconds(call: Callable[[], Any], of: Processors, times: int = TIMES, calls: int = 1) -> float:
-    """Of one call, where `calls` of them follow each other."""
+    """The median seconds of one call, where `calls` of them follow each other."""
     call()
     of.finish()
     found = []
