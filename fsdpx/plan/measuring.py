@@ -42,8 +42,9 @@ class Processors:
     """What is measured of cores. large, small: rows of square matrices, of products that are as quick as any, and of
     such that are not. block: elements of float32 that no cache holds."""
 
-    gpu, xp, capacity = False, np, None
-    formats = ("float32", "float64")
+    gpu, xp = False, np
+    capacity: float | None = None
+    formats: tuple[str, ...] = ("float32", "float64")
     large, small, block = 768, 96, 1 << 24
 
     def finish(self) -> None:
