@@ -47,7 +47,8 @@ def draw_step(dry: Dry, found: Prediction, title: str, path: str) -> str:
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     save(figure([lanes(dry, found, title + of)]), Path(path))
-    return f"drawn: {path}, a step of {found.mesh.size} ranks of {found.machine.name}{of}: {found}"
+    ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
+    return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 
 
 def trace_step(dry: Dry, found: Prediction, path: str) -> str:

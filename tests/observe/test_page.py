@@ -288,6 +288,23 @@ def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> 
     assert ends == [(1, 1)]  # F waits for GATHER0; what other ranks are late with comes from no box
 
 
+@in_full
+def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
+    """Two lines of a pipe send messages of one name."""
+    pytest.importorskip("matplotlib")
+    times = {"F0.0": (0, 2), "SEND0.0": (2, 3), "RECV0.0": (0, 3), "F1.0": (3, 4)}
+    events = [
+        Event(2 * n + line, action, start + line, end + line, key=line)
+        for n, words in enumerate(("F0.0 SEND0.0", "RECV0.0 F1.0"))
+        for line in (0, 1)
+        for action in parse(words)
+        for start, end in [times[str(action)]]
+    ]
+    (axes,) = figure([StepLanes("pipe: two lines", events, ["a", "b", "c", "d"])]).axes
+    arrows = [text for text in axes.texts if hasattr(text, "xyann") and not text.get_text()]
+    assert [(arrow.xyann[0], arrow.xy[0]) for arrow in arrows] == [(2, 3), (3, 4)]  # from SEND to F, of each line
+
+
 def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"draw: matplotlib is not installed: pip install 'fsdpx\[plot\]'"):
