@@ -45,6 +45,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--schedule", default=None, help="only this one")
     p.add_argument("--recompute", default=None, help="only this: all, attention, k (every k-th unit), or bytes")
     p.add_argument("--precision", default=None, help="only this one")
+    p.add_argument("--codecs", default="", help="lossy ones that may be chosen, such as bf16,int8")
     p.add_argument("--most", type=int, default=MOST, help="configurations to try at most")
     about = {
         "mtbf": "mean seconds between failures of one rank (default: what the machine says)",
@@ -69,10 +70,11 @@ def plan_job(args: argparse.Namespace) -> str:
     example, space = _field(args, example)
     if example.batch < 1:
         raise ConfigError(f"--batch {example.batch}: at least one sample")
+    codecs = [word for word in args.codecs.split(",") if word]
     found = plan.search(
         example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
         hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
-        space=space, say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
+        space=space, codecs=codecs, say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
     )  # fmt: skip
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)

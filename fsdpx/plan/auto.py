@@ -82,8 +82,12 @@ def planned(
 
 
 def _fixed(recipe: Recipe) -> dict[str, Any]:
-    """What the user has chosen. The precision is not searched: a plan changes no result."""
-    found = {"precision": recipe.training.precision}
+    """What the user has chosen. The precision is not searched: a plan changes no result. Neither are group_bytes, which
+    are measured, and a folder for what is offloaded."""
+    found = {
+        "precision": recipe.training.precision, "group_bytes": recipe.machinery.group_bytes,
+        "offload": recipe.distribution.offload,
+    }  # fmt: skip
     for part in (recipe.training, recipe.distribution, recipe.machinery):
         for one in fields(part):
             value = getattr(part, one.name)

@@ -88,7 +88,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where checkpoints lie. write, read: bytes per second of one rank at most. total: of all ranks together."""
+    """Where checkpoints lie, and what is offloaded. write, read: bytes per second of one rank at most. total: of all
+    ranks together."""
 
     write: float
     read: float

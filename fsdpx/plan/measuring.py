@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from math import ceil, inf, log2
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,8 +21,9 @@ from fsdpx.comm.local import single
 from fsdpx.comm.opening import node_of
 from fsdpx.cuda.devices import cupy, gpus
 from fsdpx.nn.numeric import product
-from fsdpx.plan.machine import Compute, Level, Machine
+from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import prepared
+from fsdpx.state.disk import rates_of
 
 __all__ = ["machine_text", "measured"]
 
@@ -35,7 +37,7 @@ def measured(name: str, comm: Communicator, device: str = "cpu") -> Machine:
     """The machine of these ranks, alike on all of them: cores, or GPUs with device="cuda". Collective."""
     of = Processors() if device == "cpu" else Gpus()
     compute = _compute(comm, of)
-    return Machine(name, _levels(comm, of, compute), compute)
+    return Machine(name, _levels(comm, of, compute), compute, _disk(comm))
 
 
 class Processors:

@@ -135,7 +135,8 @@ class Prediction:
             if changes:
                 other = WorldStep.of(step.model, step.batch, step.mesh.size, step.options | changes)
                 found = Dry.of(other).on(self.machine)
-            return found.memory, None if "offload" in changes else found.seconds  # machines say nothing of disks
+            known = "offload" not in changes or self.machine.disk is not None
+            return found.memory, found.seconds if known else None
 
         return lowered(step.options, step.rows(step.members - 1), count)
 

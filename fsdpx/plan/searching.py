@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from math import prod
 from os import PathLike
 from typing import Any
 
 from fsdpx import nn
 from fsdpx.comm.mesh import AXES, Mesh
-from fsdpx.config import byte_count
+from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.layout.grid import LETTERS, Grid
 from fsdpx.plan.machine import Machine
@@ -26,6 +27,13 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 SHOWN = 5
 MOST = 400
 """Configurations that are tried."""
+FINE = 3
+"""Configurations, the quickest, of which other `group_bytes` and codecs are tried."""
+GROUPS = 256 << 10, 4 << 20
+"""Beside 1 MiB, bytes of a unit."""
+OFFLOADED = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
+DISK = "/local/disk"
+"""Stands for the folder of what is offloaded."""
 ANY = "any"
 """For `space`: all grids."""
 GRIDS = 4
@@ -70,6 +78,9 @@ class Plan:
     searched : what was tried, in words
     largest : samples of the largest global batch at which the quickest one fits, found by doubling
     cells : of a field, where the batch consists of fields
+    longest : positions of the longest sequences, or cells of the largest fields, at which it fits, found by doubling;
+        () where the model takes no others
+    scaling : the quickest one on other numbers of ranks, with the same global batch, fewest first
     """
 
     found: tuple[Candidate, ...]
@@ -82,6 +93,8 @@ class Plan:
     samples: int
     loss: str = "nn.CrossEntropy()"
     cells: tuple[int, ...] = ()
+    longest: tuple[int, ...] = ()
+    scaling: tuple[Prediction, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -129,11 +142,26 @@ class Plan:
             "the quickest of each kind\n" + table([HEAD, *(one.row() for one in kinds)]),
             *(["refused\n" + "\n".join(refused[:SHOWN])] if refused else []),
             f"where the time goes: {self.best.prediction}",
-            f"with these options a global batch of {self.largest} samples still fits",
+            self._limits(),
+            f"on other numbers of ranks, with the same global batch\n{self._scaling()}",
             self.line,
             self.toml,
         ]
         return "\n\n".join(parts)
+
+    def _limits(self) -> str:
+        what = "sequences" if len(self.longest) == 1 else "fields"
+        size = f", or {what} of {' x '.join(map(str, self.longest))}" if self.longest else ""
+        return f"with these options a global batch of {self.largest} samples still fits{size}"
+
+    def _scaling(self) -> str:
+        rows: list[tuple[str, ...]] = [("ranks", "step", "samples/s", "efficiency", "memory of a rank", "it sends")]
+        first = self.scaling[0]
+        for one in self.scaling:
+            sent, share = sum(one.bytes.values()), first.seconds * first.mesh.size / one.seconds / one.mesh.size
+            rate = f"{one.seconds:.4g} s", f"{self.samples / one.seconds:,.4g}", f"{share:.0%}"
+            rows.append((str(one.mesh.size), *rate, bytes_text(one.memory), bytes_text(sent)))
+        return table(rows)
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -143,6 +171,11 @@ class Plan:
             "samples": self.samples,
             "searched": self.searched,
             "largest_batch": self.largest,
+            "longest": list(self.longest),
+            "scaling": [
+                {"ranks": one.mesh.size, "seconds": one.seconds, "memory": one.memory, "bytes": one.bytes}
+                for one in self.scaling
+            ],
             "line": self.line,
             "toml": self.toml,
             "found": [_row(one) for one in self.found],
@@ -162,6 +195,8 @@ def _row(one: Candidate) -> dict[str, Any]:
 def _text(value: Any) -> str:
     if isinstance(value, Grid):
         return "grid"
+    if isinstance(value, Offload):
+        return f"fsdpx.Offload({value.folder!r}, what={value.what!r})"
     return f"fsdpx.Mesh({_mesh_text(value).replace(',', ', ')})" if isinstance(value, Mesh) else repr(value)
 
 
@@ -177,14 +212,16 @@ def search(
     hosts: int | None = None,
     machine: str | PathLike[str] | Machine,
     memory: int | str | None = None,
+    codecs: Sequence[Any] = (),
     most: int = MOST,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plan:
     """The quickest configurations that fit, by `predict`.
 
-    First each strategy on each mesh, with the microbatches and recomputing that fit; then, of those that are close to
-    the quickest, other schedules and microbatches.
+    First each strategy on each mesh, with the microbatches and recomputing that fit; where nothing does, those that
+    need least with state on disk. Then, of those that are close to the quickest, other schedules and microbatches, and
+    of the first three other `group_bytes` and codecs.
 
     Parameters
     ----------
@@ -193,6 +230,7 @@ def search(
     ranks, hosts : one of them: how many ranks, or how many hosts full of them
     machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
     memory : bytes that a rank may take, "16GiB"; by default what the machine says
+    codecs : those that may be tried beside the plain one, which lose bits of gradients: `("bf16", "int8")`
     most : configurations that are tried at most
     say : called with a line now and then
     options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`; `space="any"` tries the
@@ -214,6 +252,7 @@ def search(
         raise ConfigError(f"space={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells")
     model, options["loss"] = native(model, options.get("loss"))
     tried = _Search(model, shapes, size, where, None if limit is None else int(limit), most, say, options, space)
+    tried.codecs = tuple(codecs)
     tried.run()
     return tried.plan()
 
@@ -229,6 +268,7 @@ class _Search:
     say: Callable[[str], None] | None
     fixed: dict[str, Any]
     space: Any
+    codecs: tuple[Any, ...] = ()
     found: list[Candidate] = field(default_factory=list)
     large: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -246,10 +286,32 @@ class _Search:
                     chosen = {"strategy": strategy, "mesh": mesh, "space": space}
                     if self._fits_somehow(chosen | {"recompute": recompute, "precision": precision}):
                         break
+        if not self.found and "offload" not in self.fixed:
+            self._offload()
         for one in sorted(self.found, key=_seconds):
             if one.prediction.seconds > CLOSE * self._least():
                 break
             self._vary(one)
+        for one in sorted(self.found, key=_seconds)[:FINE]:
+            self._fine(one)
+
+    def _offload(self) -> None:
+        """What lies on disk, of those that need least memory."""
+        for one in sorted(self.large, key=lambda one: one.prediction.memory)[:SHOWN]:
+            for what in OFFLOADED:
+                if self.attempt({**one.options, "offload": Offload(DISK, what)}) is not None:
+                    break
+
+    def _fine(self, one: Candidate) -> None:
+        """Other sizes of units, and the codecs that are allowed."""
+        if one.prediction.mesh.width("data") == 1:
+            return
+        for codec in self._choices("codec", *self.codecs):
+            self.attempt({**one.options, "codec": codec})
+        for group_bytes in self._choices("group_bytes", *GROUPS):
+            made = self.attempt({**one.options, "group_bytes": group_bytes})
+            if made is not None and _seconds(made) == _seconds(one):  # its units are larger anyway
+                self.found.remove(made)
 
     def _least(self) -> float:
         return min(one.prediction.seconds for one in self.found)
@@ -331,7 +393,7 @@ class _Search:
         if self.say is not None and len(self.seen) % 20 == 0:
             self.say(f"{len(self.seen)} configurations, {len(self.found)} fit")
         try:
-            made = predict(self.model, self.batch, ranks=self.ranks, machine=self.machine, **{**self.fixed, **options})
+            made = self._predicted(self.batch, self.ranks, options)
         except FsdpxError as error:
             self.refused[words] = str(error)
             return None
@@ -349,26 +411,71 @@ class _Search:
             raise ConfigError(self._nothing())
         found = tuple(sorted(self.found, key=_seconds))
         grids = "grids of fields, " * (self.space == ANY)
-        what = f"strategies, meshes, {grids}microbatches, recomputing and schedules"
+        disk = ", offload" * any("offload" in words for words in self.seen)
+        codecs = "".join(f", codec {codec!r}" for codec in self.codecs)
+        what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
         fixed = ", ".join(f"{name}={_text(value)}" for name, value in self.fixed.items() if value is not None)
         given = f", with {fixed}" * bool(fixed)
         searched = f"{len(self.seen)} configurations: {what}{given}; {len(self.refused)} refused"
         loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[1][1]) else nn.MSE())
-        largest, cells = self._largest(found[0]), self.batch[0][0][2:]
+        cells, best = self.batch[0][0][2:], found[0]
         rest = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
-        return Plan(found, tuple(self.refused.items()), searched, largest, *rest)
+        largest, longest, scaling = self._largest(best), self._longest(best), self._scaling(best)
+        return Plan(found, tuple(self.refused.items()), searched, largest, *rest, longest, scaling)
 
     def _largest(self, one: Candidate) -> int:
-        """By doubling, at most 64 times the batch."""
-        samples, times = self.samples, 2
-        while self.limit is not None and times <= 64:
-            batch = tuple(((shape[0] * times, *shape[1:]), dtype) for shape, dtype in self.batch)
-            options = {**self.fixed, **one.options}
-            made = predict(self.model, (batch[0], batch[1]), ranks=self.ranks, machine=self.machine, **options)
+        """Samples of the largest global batch."""
+        return self.samples * (self._times(one, 0, 1) or 1)
+
+    def _longest(self, one: Candidate) -> tuple[int, ...]:
+        """Positions of the longest sequence, or cells of the largest field."""
+        shape = self.batch[0][0]
+        first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
+        times = self._times(one, first, last) if last > first else None
+        return () if times is None else tuple(n * times for n in shape[first:last])
+
+    def _times(self, one: Candidate, first: int, last: int) -> int | None:
+        """How many times as large dims of the batch may be, by doubling, at most 64. None where the model refuses."""
+        times = 1
+        while self.limit is not None and times < 64:
+            batch = [
+                ((*shape[:first], *(2 * times * n for n in shape[first:last]), *shape[last:]), dtype)
+                for shape, dtype in self.batch
+            ]
+            try:
+                made = self._predicted(batch, self.ranks, one.options)
+            except FsdpxError:
+                return None if times == 1 else times
             if made.memory > self.limit:
                 break
-            samples, times = self.samples * times, times * 2
-        return samples
+            times *= 2
+        return times
+
+    def _predicted(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
+        return predict(self.model, batch, ranks=ranks, machine=self.machine, **{**self.fixed, **options})
+
+    def _scaling(self, one: Candidate) -> tuple[Prediction, ...]:
+        """The same on other numbers of ranks: its data axis is narrower and wider."""
+        found, mesh = {self.ranks: one.prediction}, one.prediction.mesh
+        beside = mesh.width("pipe") * mesh.width("tensor")
+        for data in (mesh.width("data") * 2**n // 8 for n in range(7)):
+            if data < 1 or data * beside in found:
+                continue
+            grown, other = ("replica", "shard") if mesh.width("replica") > 1 else ("shard", "replica")
+            options = {**one.options, "mesh": replace(mesh, space=(), **{grown: data // mesh.width(other)})}
+            with suppress(FsdpxError, ValueError):
+                if mesh.space:
+                    options["space"] = self._alike(mesh, data)
+                elif data > self.samples:
+                    break
+                found[data * beside] = self._predicted(self.batch, data * beside, options)
+        return tuple(found[ranks] for ranks in sorted(found))
+
+    def _alike(self, mesh: Mesh, data: int) -> tuple[int, ...]:
+        """A grid of as many members on other data ranks. ValueError where there is none."""
+        members, cells = mesh.width("data") // prod(mesh.space), self.batch[0][0][2:]
+        grids = [dims for dims in _factors(data // members, len(cells)) if _divides(dims, cells)]
+        return min(grids, key=lambda dims: _faces(dims, cells))
 
     def _nothing(self) -> str:
         if self.large:
@@ -444,4 +551,5 @@ def _kind(mesh: Mesh, options: Mapping[str, Any]) -> str:
     name = options["strategy"] if mesh.width("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width("replica") > 1 else name
     means = [name, *(axis for axis in ("tensor", "pipe") if mesh.width(axis) > 1), "space" * (prod(mesh.space) > 1)]
+    means += [str(options.get("codec") or ""), "offload" * (options.get("offload") is not None)]
     return " + ".join(filter(None, means)) or "one rank"

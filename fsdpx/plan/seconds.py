@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsdpx.comm.mesh import AXES, Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.plan.costing import ActionCost
-from fsdpx.plan.machine import Compute, Level, Machine
+from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.shapes.work import Product, Work
 
 __all__ = ["Lines", "StepTimes", "work_seconds"]
@@ -125,6 +125,9 @@ class StepTimes:
 
         A message to a neighbour of the line takes one latency; it arrives meanwhile.
         """
+        if axis == "disk":
+            disk = self.lines.machine.disk or Storage(inf, inf)
+            return nbytes / min(getattr(disk, verb), disk.total / self.ranks)
         reaches = self.lines.known.get(axis, [])
         if not reaches or verb == "recv":
             return 0.0

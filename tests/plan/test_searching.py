@@ -15,6 +15,7 @@ from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, Plan, predict
+from fsdpx.plan.machine import Storage
 from fsdpx.plan.fit import FITTED, MeasuredStep, _get, _put, errors, fitted, rows_of
 from fsdpx.plan.machine import Storage
 from fsdpx.plan.measuring import machine_text
@@ -69,6 +70,66 @@ def test_what_it_prints(found: Plan) -> None:
 
 def test_the_largest_batch_is_found_by_doubling(found: Plan) -> None:
     assert found.largest == 16 * 64  # where it stops
+
+
+def test_a_model_without_a_longest_sequence_says_how_long_they_may_be() -> None:
+    """Doubled until they do not fit; a GPT has positions of its own."""
+    llama = nn.Llama(64, 32, 2, 2, 8)
+    made = fsdpx.plan(llama, batch=(X, X), ranks=2, machine="laptop", memory="2MiB", strategy="fsdp")
+    (length,) = made.longest
+    assert 8 <= length < 8 * 64
+    options = {**made.best.options, "ranks": 2, "machine": "laptop"}
+    fits = [predict(llama, (((16, n), "int64"),) * 2, **options).memory <= 2 << 20 for n in (length, 2 * length)]
+    assert fits == [True, False]
+    assert f"a global batch of {made.largest} samples still fits, or sequences of {length}\n" in str(made)
+    assert fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", strategy="fsdp").longest == ()
+
+
+def test_time_and_memory_against_ranks(found: Plan) -> None:
+    ranks = [one.mesh.size for one in found.scaling]
+    assert ranks == [1, 2, 4, 8, 16]  # as many as there are samples
+    assert found.best.prediction in found.scaling
+    options = {name: value for name, value in found.best.options.items() if name != "mesh"}
+    eight = predict(gpt(), (X, X), ranks=8, machine="ethernet-10g", **options)
+    assert found.scaling[3].seconds == eight.seconds
+    assert found.scaling[3].memory == eight.memory
+    row = next(line for line in str(found).splitlines() if line.startswith("8  "))
+    share = found.scaling[0].seconds / eight.seconds / 8
+    assert row.split()[1:3] == [f"{eight.seconds:.4g}", "s"]
+    assert f"{share:.0%}" in row
+    assert [one["ranks"] for one in found.as_json()["scaling"]] == ranks
+
+
+def test_group_bytes_and_the_codecs_that_are_allowed_are_tried() -> None:
+    model, x = nn.Chain(*[nn.Linear(256, 256) for _ in range(12)]), ((64, 256), "float32")
+    made = fsdpx.plan(model, batch=(x, x), ranks=4, machine="ethernet-10g", strategy="ddp", codecs=("bf16", "int8"))
+    sizes = {one.options.get("group_bytes") for one in made.found}
+    assert {None, 256 << 10, 4 << 20} <= sizes
+    assert made.best.options["codec"] == "int8"
+    assert {"ddp", "ddp + bf16", "ddp + int8"} <= made.kinds.keys()
+    assert "schedules and group_bytes, codec 'bf16', codec 'int8'" in made.searched
+    plain = fsdpx.plan(model, batch=(x, x), ranks=4, machine="ethernet-10g", strategy="ddp")
+    assert not any("codec" in one.options for one in plain.found)
+    assert "codec" not in plain.searched
+
+
+def test_offload_is_tried_where_nothing_else_fits() -> None:
+    model, x = nn.Chain(*[nn.Linear(256, 256) for _ in range(48)]), ((64, 256), "float32")
+    slow = replace(Machine.load("ethernet-10g"), disk=Storage(write=1e9, read=2e9, total=1e9))
+    options: dict[str, Any] = {"batch": (x, x), "ranks": 2, "machine": slow, "strategy": "fsdp", "mesh": Mesh()}
+    options |= {"microbatches": 1, "recompute": "all"}
+    least = min(one.prediction.memory for one in fsdpx.plan(model, **options).found)
+    made = fsdpx.plan(model, memory=least - 4096, **options)
+    assert all(one.kind.endswith("offload") for one in made.found)
+    assert "schedules and group_bytes, offload, with" in made.searched
+    assert made.best.prediction.parts["disk"] > 0
+    quick = predict(model, (x, x), ranks=2, machine=replace(slow, disk=None), **made.best.options)
+    moved = sum(n for (axis, _), (_, n) in quick.worst.traffic.items() if axis == "disk")
+    assert quick.seconds < made.best.prediction.seconds <= quick.seconds + moved / 0.5e9  # its half of the disk
+    assert "offload=fsdpx.Offload('/local/disk', what=('optimizer'" in made.line
+    assert eval(f"dict({made.best.words})", {"fsdpx": fsdpx}) == dict(made.best.options)
+    with pytest.raises(ConfigError, match="nothing fits"):
+        fsdpx.plan(model, memory=least - 4096, offload=None, **options)
 
 
 def test_options_that_are_given_are_not_searched() -> None:
