@@ -15,7 +15,6 @@ from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, Plan, predict
-from fsdpx.plan.machine import Storage
 from fsdpx.plan.fit import FITTED, MeasuredStep, _get, _put, errors, fitted, rows_of
 from fsdpx.plan.machine import Storage
 from fsdpx.plan.measuring import machine_text
