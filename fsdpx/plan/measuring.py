@@ -40,6 +40,15 @@ def measured(name: str, comm: Communicator, device: str = "cpu") -> Machine:
     return Machine(name, _levels(comm, of, compute), compute, _disk(comm))
 
 
+def _disk(comm: Communicator) -> Storage | None:
+    """The disk of the working folder, as rank 0 finds it; None where nothing is to be measured."""
+    rates, node = rates_of(Path.cwd(), None) if comm.rank == 0 else None, node_of(comm)
+    hosts = 1 if node is None else len(node.machines)
+    own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
+    found = comm.all_gather_plain(own)[0]
+    return None if found is None else Storage(*found)
+
+
 class Processors:
     """What is measured of cores. large, small: rows of square matrices, of products that are as quick as any, and of
     such that are not. block: elements of float32 that no cache holds."""
