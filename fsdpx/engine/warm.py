@@ -12,7 +12,7 @@ from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.parallel import flushed
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Layer, runs_of
 from fsdpx.optim.optimizer import zeros
 from fsdpx.optim.segments import Segment, Segments
 
@@ -26,27 +26,11 @@ def warm(xp: Any, model: Layer, loss: Any, optimizer: Any, dtypes: tuple[Any, An
     if xp is not np:
         return
     with flushed():
-        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
+        warm_kernels([*runs_of(model), *getattr(loss, "runs", ()), "add"], dtype)
         if norm:
             warm_kernels(["square_sum", "square_sums"], gradients)
         if optimizer is not None:
             _warm_optimizer(optimizer, master, gradients)
-
-
-def _kernels(layer: Layer) -> dict[str, None]:
-    """Names of what a layer and those inside it run, each once, in a fixed order."""
-    names: dict[str, None] = {}
-    seen: set[int] = set()
-
-    def visit(one: Layer) -> None:
-        if id(one) not in seen:
-            seen.add(id(one))
-            names.update(dict.fromkeys(one.runs))
-            for child in one.children().values():
-                visit(child)
-
-    visit(layer)
-    return names
 
 
 def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
@@ -85,11 +69,12 @@ def warm_kernels(names: Iterable[str], dtype: Any) -> None:
 def _linear(x: Any, w: Any, s: Any) -> None:
     """The products of a Linear, which are not kernels but run by the chosen BLAS."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
+    kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
         blas.halves.product(y, x, weight, bias=w)
         blas.halves.product(np.zeros((3, 3), np.float32), x.T, x)
-        kernels.sum_rows(np, x, s)
         return
+    kernels.add_bias(np, y, w)
     blas.affine(y, x, weight, w)
     blas.gemm(y, x, weight)
     blas.linear_gradients((weight, False), (w.copy(), False), y, x)

@@ -77,7 +77,7 @@ class Tokens(Layer):
     does not hold all rows of `weight`, how rows are looked up and their gradients added (`_rows`, `_add_rows`)."""
 
     takes = "indices"
-    runs = ("embedding_backward",)
+    runs = ("embedding_backward", "add_bias", "sum_rows")
     caches = True
 
     def __init__(

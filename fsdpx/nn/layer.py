@@ -19,7 +19,8 @@ from fsdpx.nn.numeric import Gradients, is_index
 
 __all__ = [
     "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
-    "describe", "dotted", "fraction", "pair", "positive", "prefixed", "time_of", "want_image", "want_last", "want_time",
+    "describe", "dotted", "fraction", "pair", "positive", "prefixed", "runs_of", "time_of", "want_image", "want_last",
+    "want_time",
 ]  # fmt: skip
 
 
@@ -386,6 +387,22 @@ def time_of(inputs: Iterable[Array]) -> int | None:
     """`Env.time` for a model's inputs: the length that all of them have; None if there is no such length."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
+
+
+def runs_of(layer: Layer) -> tuple[str, ...]:
+    """Names of the kernels that a layer and those inside it run, each once, in a fixed order."""
+    names: dict[str, None] = {}
+    seen: set[int] = set()
+
+    def visit(one: Layer) -> None:
+        if id(one) not in seen:
+            seen.add(id(one))
+            names.update(dict.fromkeys(one.runs))
+            for child in one.children().values():
+                visit(child)
+
+    visit(layer)
+    return tuple(names)
 
 
 def dotted(path: str, name: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cells import reduced
 from fsdpx.nn.cut import CutRequest, Parts
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, runs_of
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.parts import over
 from fsdpx.nn.plan import over_parts
@@ -75,7 +75,7 @@ class PhysicsLoss(Loss):
         if (residual.n_inputs, residual.n_outputs) != (1, 1) or residual.specs():
             raise ConfigError(f"PhysicsLoss: {residual!r} must have one input, one output and no parameters")
         self.loss, self.residual, self.weight = loss, residual, float(weight)
-        self.runs = (*loss.runs, *residual.runs)
+        self.runs = (*loss.runs, *runs_of(residual))
 
     def over(self, parts: Parts) -> Loss:
         return PhysicsLoss(self.loss.over(parts), over_parts(self.residual, parts)[0], self.weight)

@@ -9,7 +9,7 @@ from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.ghosts import bare, filled, filled_backward
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, runs_of
 from fsdpx.nn.plan import over_parts
 
 __all__ = ["Rollout"]
@@ -39,7 +39,7 @@ class Rollout(Layer):
             raise ConfigError(f"Rollout: a model of one input and one output is needed, got {net!r}")
         self.net, self.steps = net, steps
         self.parts: Parts | None = None  # with ghost cells
-        self.collective, self.runs = net.collective, net.runs
+        self.collective, self.runs = net.collective, runs_of(net)
 
     def specs(self) -> dict[str, Spec]:
         return self.net.specs()

@@ -1,10 +1,15 @@
 """Every layer keeps the contract that `fsdpx.testing.LayerContract` tests."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from fsdpx import nn
+from fsdpx.array.kernels import choice
+from fsdpx.engine.warm import warm_kernels
 from fsdpx.nn.init import normal
+from fsdpx.nn.layer import runs_of
 from fsdpx.testing import LayerContract
 
 SHAPE = LayerContract()
@@ -178,6 +183,24 @@ for _name, (_make, _inputs, *_more) in CASES.items():
     globals()[f"Test{_name}"] = type(
         f"Test{_name}", (LayerContract,), {k: v for m in [_body, *_more] for k, v in m.items()}
     )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_kernel_is_compiled_in_a_step(name):
+    """What a step of the layer calls is reached by warming what its `runs` name; numbers come before."""
+    bodies, layer = {body.__code__: kernel for kernel, body in choice.names().items()}, CASES[name][0]()
+
+    def reached(call):
+        found = set()
+        sys.setprofile(lambda frame, event, argument: found.add(bodies.get(frame.f_code)))
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return found - {None, "normal"}
+
+    step = globals()[f"Test{name}"]().test_float32_stays_float32
+    assert reached(step) <= reached(lambda: warm_kernels([*runs_of(layer), "add"], np.float32))
 
 
 def test_every_layer_of_the_package_is_tested_here():

@@ -267,7 +267,7 @@ def _tiles(size: int) -> int:
 MANY = 8
 """Groups from which products of small matrices by array code are faster than a call for each."""
 
-ALONG = Strides((2,), (1,), (1,), (0,), 1)
+ALONG, ALONE = (Strides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
 
 
 def _field(x: Any) -> tuple[Any, Any]:
@@ -275,7 +275,11 @@ def _field(x: Any) -> tuple[Any, Any]:
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
-@form(lambda x, w, s: (*_field(x), None, ALONG, (2,), _field(x)[0]))
+@form(
+    lambda x, w, s: [
+        (*_field(x), None, ALONG, (2,), _field(x)[0]), (_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ALONE, (2,))
+    ]
+)  # fmt: skip
 def correlate(
     xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
 ) -> np.ndarray:
@@ -322,7 +326,7 @@ def correlate_backward_input(
     return _first(dx)
 
 
-@form(lambda x, w, s: (_field(x)[0], _field(x)[0], ALONG, (_field(x)[1].astype(s.dtype), True), None))
+@form(lambda x, w, s: (_field(x)[0], _field(x)[0], ALONG, (_field(x)[1].astype(s.dtype), True), (s, True)))
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: Strides, weight: plain.Sum, bias: plain.Sum
 ) -> None:
@@ -402,7 +406,7 @@ def _windows(x: Any) -> list[Any]:
     return made
 
 
-@form(lambda x, w, s: [(y, k, None, window) for y, k, window, _ in _windows(x)])
+@form(lambda x, w, s: [(y, k, np.zeros(k.shape[0], k.dtype), window) for y, k, window, _ in _windows(x)])
 def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: SlidingWindow) -> np.ndarray:
     return correlate(xp, x, weight, bias, _strides(window), window.out(x.shape))
 
