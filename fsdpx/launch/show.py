@@ -75,7 +75,7 @@ def show(args: argparse.Namespace) -> str:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     full = (mesh or Mesh()).filled(Distribution(args.strategy, mesh).within(ranks), ranks)
     rank, rows = _rank(args, replace(full, space=dims), ranks, batch)
-    example, space = _over_field(args, example, full, dims, rank)
+    (example, space), whole = _over_field(args, example, full, dims, rank), _over_field(args, example, full, (), 0)[0]
     options = _options(args, example, full, ranks, rank) | {"space": space}
     run = dry_run(example.model(), example.x(rows), example.y(rows), **options)
 
@@ -85,7 +85,7 @@ def show(args: argparse.Namespace) -> str:
     def peak(changes: dict[str, Any]) -> tuple[int, None]:
         return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).peak.nbytes, None
 
-    changes, simulated = lowered(options, rows, peak), _simulated(args, example, batch * prod(dims), options)
+    changes, simulated = lowered(options, rows, peak), _simulated(args, whole, options | {"space": dims or None})
     if args.json:
         return json.dumps(_as_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
     budget = _budget(run, args.memory, partial(remedies, options, count, rows=rows))
@@ -291,20 +291,19 @@ def _count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def _simulated(args: argparse.Namespace, example: CatalogModel, samples: int, options: dict[str, Any]) -> Iterator[str]:
-    """Draw a step and write its trace. samples: of all data ranks, where ranks that have parts of one sample count it
-    each."""
+def _simulated(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
+    """Draw a step and write its trace. example: whose samples are whole fields."""
     if not args.png and not args.trace:
         if args.machine is not None:
             raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
         return
     machine = Machine.load(args.machine or MACHINE)
     chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
-    batch = example.x(samples), example.y(samples)
+    batch = example.x(example.batch), example.y(example.batch)
     dry = prepared(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
     found, where = dry.on(machine), "" if options["mesh"] is None else f" on {mesh_text(options['mesh'])}"
     if args.png:
-        title = f"{args.strategy}{where}: {args.example}, batch {args.batch or example.batch}, on {machine.name}"
+        title = f"{args.strategy}{where}: {args.example}, batch {example.batch}, on {machine.name}"
         yield draw_step(dry, found, title, args.png)
     if args.trace:
         yield trace_step(dry, found, args.trace)

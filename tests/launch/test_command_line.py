@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from fsdpx import nn
 from fsdpx.__main__ import main, parser
+from fsdpx.plan import predict
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -252,6 +254,17 @@ def test_a_picture_of_many_ranks_has_a_row_for_each_stage(
     assert [line.partition(",")[0] for line in found] == [f"drawn: {path}"]
     assert main(["show", "mlp", "--ranks", "8", "--machine", "laptop", "--png", str(path)]) == 2
     assert "machine 'laptop': its last level, host, holds 4 ranks" in capsys.readouterr().err
+
+
+def test_a_picture_of_parts_of_a_field_is_of_the_whole_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    field = ((2, 3, 16, 16), "float32")
+    found = predict(nn.UNet(3, 3, 2, 16, 4), (field, field), ranks=4, machine="laptop", strategy="fsdp", space=(2, 2),
+                    loss=nn.RelativeL2())  # fmt: skip
+    said = shown(capsys, f"unet2d --space 2,2 --field 16,16 --batch 2 --machine laptop --png {tmp_path / 'step.png'}")
+    assert f"a step of 4 ranks of laptop: {found}" in said
 
 
 def test_show_of_a_grid_without_a_pipe_has_one_row(capsys: pytest.CaptureFixture[str]) -> None:
