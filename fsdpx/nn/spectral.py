@@ -82,8 +82,8 @@ class SpectralConv(Layer):
         parts = self.parts or Parts.whole(x.shape[2:])
         self._demand_modes(parts.shape)
         tables = self._tables(env, parts, x.dtype)
-        mine = self._scattered(env, _forward(env.xp, kernels.widened(env.xp, x), [t[0] for t in tables]))
-        found = _multiply(env.xp, mine, self._matrices(env, p["weight"]))
+        mine = _rows(env.xp, self._scattered(env, _forward(env.xp, kernels.widened(env.xp, x), [t[0] for t in tables])))
+        found = _multiply(env.xp, mine, self._own(env, p["weight"]))
         y = _backward(env.xp, self._gathered(env, found), [t[1] for t in tables])
         y = kernels.narrowed(env.xp, y, x.dtype)
         if self.bias:
@@ -93,8 +93,10 @@ class SpectralConv(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         mine, tables = saved
         xp = env.xp
-        dmodes = self._scattered(env, _forward(xp, kernels.widened(xp, dy), [_turned(t[1]) for t in tables]))
-        found = _multiply(xp, dmodes, self._matrices(env, p["weight"]).swapaxes(1, 2))
+        slopes = self._scattered(env, _forward(xp, kernels.widened(xp, dy), [_turned(t[1]) for t in tables]))
+        dmodes = _slope_rows(xp, slopes)
+        parts = products(xp, dmodes, self._own(env, p["weight"]).swapaxes(1, 2))
+        found = xp.stack(xp.split(parts, 2, axis=1), axis=-1)
         dx = _backward(xp, self._gathered(env, found), [_turned(to) for to, _ in tables])
         return kernels.narrowed(xp, dx, dy.dtype), (mine, dmodes, dy)
 
@@ -105,12 +107,9 @@ class SpectralConv(Layer):
             out, add = into
             if not add:
                 out[...] = 0
-            parts = products(env.xp, _pairs(mine).swapaxes(1, 2), _pairs(dmodes))  # of real and imaginary parts
-            parts = parts.reshape(len(mine), self.in_channels, 2, self.out_channels, 2)
-            real = parts[:, :, 0, :, 0] + parts[:, :, 1, :, 1]
-            imaginary = parts[:, :, 0, :, 1] - parts[:, :, 1, :, 0]
             start, stop = self._share(env)
-            flat = env.xp.stack([real, imaginary], axis=-1).transpose(1, 2, 0, 3).astype(out.dtype, copy=False)
+            flat = products(env.xp, mine.swapaxes(1, 2), dmodes).astype(out.dtype, copy=False)
+            flat = flat.reshape(stop - start, self.in_channels, self.out_channels, 2).transpose(1, 2, 0, 3)
             rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
             rows[:, :, start:stop] += flat
         if "bias" in g:
@@ -131,16 +130,12 @@ class SpectralConv(Layer):
         """All ranks that have a part; None: one has the whole field."""
         return None if self.parts is None or self.parts.uncut else env.mesh.parts
 
-    def _matrices(self, env: Env, weight: Array) -> Array:
-        """Own modes as matrices over pairs of numbers, (own modes, 2 in, 2 out): the transpose is the adjoint."""
-        (start, stop), xp = self._share(env), env.xp
+    def _own(self, env: Env, weight: Array) -> Array:
+        """Own modes, as (modes, in, 2 out): real and imaginary parts side by side."""
+        start, stop = self._share(env)
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
-        w = kernels.widened(xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
-        made = xp.empty((stop - start, self.in_channels, 2, self.out_channels, 2), dtype=w.dtype)
-        made[:, :, 0] = w
-        made[:, :, 1, :, 0] = -w[..., 1]
-        made[:, :, 1, :, 1] = w[..., 0]
-        return made.reshape(stop - start, 2 * self.in_channels, 2 * self.out_channels)
+        own = kernels.widened(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
+        return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
     def _tables(self, env: Env, parts: Parts, dtype: Any) -> list[tuple[Array, Array]]:
         """For each dim the matrices that lead from this rank's cells to the modes, and back; of 16 bits in float32."""
@@ -409,11 +404,21 @@ def _along(xp: Any, y: Array, dim: int, table: Array) -> Array:
     return xp.moveaxis(product.reshape(*shape, table.shape[1] // 2, 2), -2, dim)
 
 
-def _multiply(xp: Any, x: Array, matrices: Array) -> Array:
-    """(modes, samples, in, 2) by (modes, 2 in, 2 out), as (modes, samples, out, 2)."""
-    return products(xp, _pairs(x), matrices).reshape(*x.shape[:2], matrices.shape[2] // 2, 2)
+def _multiply(xp: Any, rows: Array, w: Array) -> Array:
+    """Rows of `_rows` by (modes, in, 2 out), as (modes, samples, out, 2): a w + i (b w) for numbers a + i b."""
+    made = products(xp, rows, w)
+    real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
+    real[..., 0] -= imaginary[..., 1]
+    real[..., 1] += imaginary[..., 0]
+    return real
 
 
-def _pairs(x: Array) -> Array:
-    """(modes, samples, channels, 2) as (modes, samples, 2 channels)."""
-    return x.reshape(*x.shape[:2], 2 * x.shape[2])
+def _rows(xp: Any, x: Array) -> Array:
+    """(modes, samples, channels, 2) as (modes, 2 samples, channels): the real parts above the imaginary ones."""
+    return xp.concatenate([x[..., 0], x[..., 1]], axis=1)
+
+
+def _slope_rows(xp: Any, dy: Array) -> Array:
+    """The gradients of results as (modes, 2 samples, 2 channels): those that meet a above those that meet b."""
+    other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
+    return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])

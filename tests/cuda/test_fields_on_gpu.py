@@ -34,6 +34,12 @@ LOSSES: dict[str, Callable[[], nn.Loss]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_on_the_host(name: str) -> None:
+    _, shape, grids = MODELS[name]
+    both(2e-2, name, grids[0], even(shape, grids[0]), device="cpu", precision="bf16")
+
+
 @pytest.fixture(params=["stand-in", ON_GPU])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where arrays of device="cuda" lie."""
@@ -64,11 +70,14 @@ def trained(
     return [*losses, float(comm.all_gather_plain(float((np.asarray(found, np.float64) ** 2).sum()))[0])]
 
 
-def both(bound: float, name: str, dims: tuple[int, ...], cuts: Any, **options: Any) -> None:
+def both(
+    bound: float, name: str, dims: tuple[int, ...], cuts: Any, device: str = "cuda", **options: Any
+) -> None:
+    """What ranks find on a device, beside the host; 16 bits beside float32."""
     ranks = int(np.prod(dims))
     wide = {**options, "precision": "float32"} if options.get("precision") == "bf16" else options
     want = spawn(lambda comm: trained(comm, name, dims, cuts, **wide), ranks)[0]
-    got = spawn(lambda comm: trained(comm, name, dims, cuts, **options, device="cuda"), ranks)[0]
+    got = spawn(lambda comm: trained(comm, name, dims, cuts, device=device, **options), ranks)[0]
     np.testing.assert_allclose(got, want, rtol=bound, err_msg=f"{name} {dims} {cuts}")
 
 
