@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import terms
+from docutils import nodes
 
 from fsdpx.version import __version__
 
@@ -53,9 +54,18 @@ def plain(app, what, name, obj, options, lines):
 
 def _escaped(line):
     parts = re.split(r"(`[^`]+`)", line)
-    return "".join(f"`{part}`" if part.startswith("`") else re.sub(r"([*|_\\])", r"\\\1", part) for part in parts)
+    plain = (f"`{part}`" if part.startswith("`") else re.sub(r"([*|_\\])", r"\\\1", part) for part in parts)
+    return re.sub(r"\bdocs/([\w/-]+)\.md\b", r":doc:`/\1`", "".join(plain))
+
+
+def aligned(app, doctree):
+    """Text in columns keeps its lines; other code is wrapped where the screen is narrower (fsdpx.css)."""
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("language") == "text" and re.search(r"\S {2,}\S", block.astext()):
+            block["classes"].append("aligned")
 
 
 def setup(app):
     app.connect("autodoc-process-docstring", plain)
     app.connect("doctree-resolved", terms.on_page)
+    app.connect("doctree-read", aligned)
