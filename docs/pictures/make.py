@@ -9,6 +9,7 @@ import sys
 import textwrap
 import tomllib
 import zlib
+from dataclasses import replace
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -23,9 +24,10 @@ from fsdpx.launch.drawing import lanes, trace_step
 from fsdpx.nn import models
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.parts import reaches
-from fsdpx.observe.plots import MEMORY, THEMES, colour, figure, save
+from fsdpx.observe.plots import MEMORY, THEMES, StepLanes, colour, figure, save
 from fsdpx.plan import Machine
 from fsdpx.plan.prediction import prepared
+from fsdpx.program import Costs, bubble, in_flight, schedule, simulate
 
 HERE = Path(__file__).parent
 
@@ -49,6 +51,23 @@ def step(theme: str) -> Any:
     for title, options in THREE.items():
         dry = prepared(models.mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
         panels.append(lanes(dry, dry.on(machine), title))
+    return figure(panels, theme)
+
+
+# -- schedules of a pipe -----------------------------------------------------------------------------------------------
+
+
+def schedules(theme: str) -> Any:
+    """Of four ranks and eight microbatches, where F, I and W take as long and messages no time."""
+    panels, costs = [], Costs(forward=1, backward_input=1, backward_params=1)
+    for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"):
+        made = schedule(name, ranks=4, microbatches=8)
+        shorter = 1 if made.stages == 4 else 4 / made.stages  # of the same model
+        events = [replace(e, start=e.start * shorter, end=e.end * shorter) for e in simulate(made, costs)]
+        idle = bubble(simulate(made, costs), made, costs)
+        alive = ", ".join(f"{n * shorter:g}" for n in in_flight(made))
+        title = f"{name}: {idle:.0%} idle; at most so many microbatches in flight, by rank: {alive}"
+        panels.append(StepLanes(title, events, [f"rank {rank}" for rank in range(4)]))
     return figure(panels, theme)
 
 
@@ -315,7 +334,7 @@ def _slices(axes: Any, theme: str, slices: list[dict[str, Any]], y: int, inch: f
             axes.text(event["ts"] + 0.04 / inch, y + 0.5, event["name"], color="#24292f", fontsize=7.5, va="center")
 
 
-PICTURES = {"step": step, "field": field, "strategies": strategies, "floors": floors, "trace": trace}
+PICTURES = {made.__name__: made for made in (step, schedules, field, strategies, floors, trace)}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
