@@ -17,6 +17,7 @@ from fsdpx.files import READABLE, write
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.drawing import draw_step
 from fsdpx.launch.show import no_field, numbers, parse_recompute
+from fsdpx.observe.plots import against_ranks, save
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.fit import fit_report
 from fsdpx.plan.measuring import machine_text, measured
@@ -56,6 +57,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
         p.add_argument(f"--{name}", type=float, default=None, metavar="SECONDS", help=words)
     p.add_argument("--json", action="store_true", help="the same for programs")
     p.add_argument("--png", default=None, help="draw the simulated step of the quickest into this file")
+    p.add_argument("--ranks-png", default=None, help="draw time and memory against ranks into this file")
 
 
 FIXED = ("strategy", "microbatches", "schedule", "precision")
@@ -82,6 +84,10 @@ def plan_job(args: argparse.Namespace) -> str:
         dry = prepared(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best.words}"
         print(draw_step(dry, dry.on(found.machine), title, args.png), file=sys.stderr)
+    if args.ranks_png is not None:
+        rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
+        title = f"{args.example} on {found.machine.name}: {found.best.words}"
+        print(f"drawn: {save(against_ranks(title, rows), args.ranks_png)}", file=sys.stderr)
     best = found.best.prediction
     changes, rates = best.lowered(), best.rates(mtbf=args.mtbf, save=args.save, restore=args.restore)
     if args.json:

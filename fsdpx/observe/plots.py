@@ -12,7 +12,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.program import VERBS, Event
 from fsdpx.program.verbs import partner
 
-__all__ = ["MEMORY", "THEMES", "StepLanes", "colour", "curves", "draw", "figure", "missing", "save"]
+__all__ = ["MEMORY", "THEMES", "StepLanes", "against_ranks", "colour", "curves", "draw", "figure", "missing", "save"]
 
 COLOURS = {  # on a light and on a dark page; memory has the colour of what fills it
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
@@ -385,6 +385,22 @@ def _bytes(nbytes: float) -> str:
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     name, each = next((one for one in units if nbytes >= one[1]), ("B", 1))
     return f"{nbytes / each:.3g} {name}"
+
+
+def against_ranks(title: str, rows: Sequence[tuple[int, float, float]]) -> Any:
+    """A figure of time and memory on several numbers of ranks. rows: ranks, seconds of a step, bytes of a rank."""
+    figure = _figure(9, 3.6, layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    times, memory = figure.subplots(1, 2)
+    ranks, seconds, held = zip(*rows, strict=True)
+    times.plot(ranks, seconds, "o-", label="predicted", markersize=4)
+    times.plot(ranks, [seconds[0] * ranks[0] / n for n in ranks], ":", label="in proportion to ranks")
+    memory.plot(ranks, [n / 2**30 for n in held], "o-", markersize=4)
+    for axes, words in ((times, "seconds of a step"), (memory, "GiB of a rank")):
+        axes.set(xlabel="ranks", ylabel=words, xscale="log", yscale="log", xticks=ranks, xticklabels=ranks)
+        axes.grid(alpha=0.3)
+    times.legend()
+    return figure
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -9,9 +9,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from fsdpx.plan.found import Candidate, Plan
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import Prediction, RankClass, predict
-from fsdpx.plan.searching import Candidate, Plan, search
+from fsdpx.plan.searching import search
 
 __all__ = [
     "Candidate", "Compute", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage", "predict", "search",

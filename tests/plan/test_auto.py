@@ -10,9 +10,10 @@ import pytest
 
 import fsdpx
 from fsdpx import data, nn, optim, spawn
+from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.plan import Machine
+from fsdpx.plan import Machine, measuring
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.measuring import machine_text
 
@@ -102,6 +103,22 @@ def test_a_measured_machine_is_taken_from_where_the_job_is_started() -> None:
         "on 2 ranks of laptops (there is no machine.toml, which python -m fsdpx measure-machine writes)" in words
         for words in spawn(body, 2)
     )
+
+
+def test_measure_machine_writes_where_plans_look(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "TIMES", 1)
+    monkeypatch.setattr(measuring, "LAYERS", (1, 3))
+    monkeypatch.setattr(measuring.Processors, "large", 128)
+    monkeypatch.setenv("FSDPX_TUNE", "1")
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "cache"))
+    assert main(["measure-machine", "--name", "ours"]) == 0
+    found = Machine.load(MACHINE)
+    assert found.name == "ours"
+    assert found.disk is not None
+    assert capsys.readouterr().out.endswith("written: machine.toml\n")
+    assert spawn(lambda comm: auto(comm).report().planned, 1)[0].count("on 1 ranks of ours (machine.toml)") == 1
 
 
 def test_without_a_limit_the_free_memory_of_the_host_is_it() -> None:

@@ -190,6 +190,17 @@ def test_the_command_line(
     assert "machine='nowhere' is none of" in capsys.readouterr().err
 
 
+def test_the_command_line_draws_time_and_memory_against_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    path = tmp_path / "ranks.png"
+    words = "plan gpt-tiny --ranks 2 --machine laptop --batch 4 --most 1 --strategy fsdp --microbatches 1".split()
+    assert main([*words, "--ranks-png", str(path)]) == 0
+    assert f"drawn: {path}" in capsys.readouterr().err
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,187 @@
+"""Plan: what a search has found, as tables, as the line of Python that asks for the quickest, and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.comm.mesh import AXES, Mesh
+from fsdpx.config import Offload
+from fsdpx.layout.grid import LETTERS, Grid
+from fsdpx.plan.machine import Machine
+from fsdpx.plan.prediction import Prediction
+from fsdpx.state.tuning import bytes_text, table
+
+__all__ = ["SHOWN", "Candidate", "Plan", "divides", "text_of"]
+
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration. options: of `distribute`. kind: which means it combines, "fsdp + tensor"."""
+
+    kind: str
+    options: Mapping[str, Any]
+    prediction: Prediction
+
+    @property
+    def words(self) -> str:
+        """The options as they are written in Python."""
+        return ", ".join(f"{name}={text_of(value)}" for name, value in self.options.items())
+
+    def row(self) -> tuple[str, ...]:
+        """For a table: kind, time, samples per second, bubble, memory, bytes, options."""
+        found, sent = self.prediction, sum(self.prediction.bytes.values())
+        return (
+            self.kind, f"{found.seconds:.4g} s", f"{found.bubble:.0%}", bytes_text(found.memory), bytes_text(sent),
+            self.words,
+        )  # fmt: skip
+
+
+HEAD = ("kind", "step", "bubble", "memory of a rank", "it sends", "options")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search has found.
+
+    Parameters
+    ----------
+    found : configurations that fit, the quickest first
+    refused : options of those that do not, and why
+    searched : what was tried, in words
+    largest : samples of the largest global batch at which the quickest one fits, found by doubling
+    cells : of a field, where the batch consists of fields
+    longest : positions of the longest sequences, or cells of the largest fields, at which it fits, found by doubling;
+        () where the model takes no others
+    scaling : the quickest one on other numbers of ranks, with the same global batch, fewest first
+    """
+
+    found: tuple[Candidate, ...]
+    refused: tuple[tuple[str, str], ...]
+    searched: str
+    largest: int
+    machine: Machine
+    memory: int | None
+    ranks: int
+    samples: int
+    loss: str = "nn.CrossEntropy()"
+    cells: tuple[int, ...] = ()
+    longest: tuple[int, ...] = ()
+    scaling: tuple[Prediction, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """The quickest."""
+        return self.found[0]
+
+    @property
+    def kinds(self) -> dict[str, Candidate]:
+        """Kind -> the quickest of it: what each means buys."""
+        return {one.kind: one for one in reversed(self.found)}
+
+    @property
+    def line(self) -> str:
+        """The line of Python that asks for the quickest."""
+        words, space = self.best.words, self.best.options.get("space")
+        if isinstance(space, tuple):
+            even = f"fsdpx.Grid.even({self.cells}, {space}, fsdpx.rank()).own"
+            own = tuple(n // width for n, width in zip(self.cells, space, strict=True))
+            part = own if divides(space, self.cells) else even
+            layout = "c" + LETTERS[3 - len(space) :]
+            grid = f"fsdpx.Grid(fsdpx.init(), {part}, dims={space}, layout={layout!r})"
+            words = words.replace(f"space={space}", f"space={grid}")
+        return f"trainer = model.as_distributed(loss={self.loss}, optimizer=optim.AdamW(), {words})"
+
+    @property
+    def toml(self) -> str:
+        """The same for a run file, with a comment for what only Python can say."""
+        lines = ["[distribute]"]
+        for name, value in self.best.options.items():
+            plain = _mesh_text(value) if isinstance(value, Mesh) else value
+            lines.append(f"{name} = {json.dumps(plain)}" if isinstance(plain, str | int) else f"# {name}={value!r}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        limit = "" if self.memory is None else f", {bytes_text(self.memory)} of memory per rank"
+        head = f"{self.ranks} ranks of {self.machine.name}, batch {self.samples}{limit}\nsearched {self.searched}"
+        kinds = sorted(self.kinds.values(), key=lambda one: one.prediction.seconds)
+        reasons: dict[str, list[str]] = {}
+        for words, why in self.refused:
+            reasons.setdefault(why.splitlines()[0], []).append(words)
+        refused = [f"  {len(words)}: {why}; such as {words[0]}" for why, words in reasons.items()]
+        parts = [
+            head,
+            "the quickest\n" + table([HEAD, *(one.row() for one in self.found[:SHOWN])]),
+            "the quickest of each kind\n" + table([HEAD, *(one.row() for one in kinds)]),
+            *(["refused\n" + "\n".join(refused[:SHOWN])] if refused else []),
+            f"where the time goes: {self.best.prediction}",
+            self._limits(),
+            f"on other numbers of ranks, with the same global batch\n{self._scaling()}",
+            self.line,
+            self.toml,
+        ]
+        return "\n\n".join(parts)
+
+    def _limits(self) -> str:
+        what = "sequences" if len(self.longest) == 1 else "fields"
+        size = f", or {what} of {' x '.join(map(str, self.longest))}" if self.longest else ""
+        return f"with these options a global batch of {self.largest} samples still fits{size}"
+
+    def _scaling(self) -> str:
+        rows: list[tuple[str, ...]] = [("ranks", "step", "samples/s", "efficiency", "memory of a rank", "it sends")]
+        first = self.scaling[0]
+        for one in self.scaling:
+            sent, share = sum(one.bytes.values()), first.seconds * first.mesh.size / one.seconds / one.mesh.size
+            rate = f"{one.seconds:.4g} s", f"{self.samples / one.seconds:,.4g}", f"{share:.0%}"
+            rows.append((str(one.mesh.size), *rate, bytes_text(one.memory), bytes_text(sent)))
+        return table(rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "machine": self.machine.name,
+            "ranks": self.ranks,
+            "samples": self.samples,
+            "searched": self.searched,
+            "largest_batch": self.largest,
+            "longest": list(self.longest),
+            "scaling": [
+                {"ranks": one.mesh.size, "seconds": one.seconds, "memory": one.memory, "bytes": one.bytes}
+                for one in self.scaling
+            ],
+            "line": self.line,
+            "toml": self.toml,
+            "found": [_row(one) for one in self.found],
+            "refused": [list(one) for one in self.refused],
+        }
+
+
+def _row(one: Candidate) -> dict[str, Any]:
+    found = one.prediction
+    return {
+        "kind": one.kind, "options": {name: text_of(value) for name, value in one.options.items()},
+        "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "bytes": found.bytes,
+        "bubble": found.bubble,
+    }  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    """An option as it is written in Python."""
+    if isinstance(value, Grid):
+        return "grid"
+    if isinstance(value, Offload):
+        return f"fsdpx.Offload({value.folder!r}, what={value.what!r})"
+    return f"fsdpx.Mesh({_mesh_text(value).replace(',', ', ')})" if isinstance(value, Mesh) else repr(value)
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return ",".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(Mesh(), axis))
+
+
+def divides(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
+    """Whether all parts of a field have as many cells."""
+    return all(n % width == 0 for n, width in zip(cells, dims, strict=True))
