@@ -1,3 +1,13 @@
-"""The one place that knows the version."""
+"""The one place that knows the version; and those of installed packages."""
 
 __version__ = "0.1.0"
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, "" of any other."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -38,7 +38,7 @@ from fsdpx.state.gradients import Reduction
 from fsdpx.state.placement import Placement, tag
 from fsdpx.state.ties import add_together
 
-__all__ = ["OPERATIONS", "alone", "evict", "fetch", "receive", "send", "store_record", "travelling"]
+__all__ = ["OPERATIONS", "alone", "fetch", "receive", "send", "store_record", "travelling"]
 
 
 def send(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -125,10 +125,6 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     return Transfer(disk.store(slot), lambda: value), True
 
 
-def evict(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    return ()
-
-
 def _roots(run: ProgramRun) -> set[int]:
     """Memory that is there anyway: the arena's, and that of the batch."""
     batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
@@ -186,7 +182,8 @@ def gather(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
     return (Transfer(comm.all_gather(master, full, page.counts, what=what), lambda: views),)
 
 
-def free(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def release(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """What was taken is let go of: the memory of a page that was gathered, or of a record that lies on disk."""
     return ()
 
 
@@ -326,10 +323,10 @@ OPERATIONS: dict[str, Operation] = {
     "SEED": computing.seed,
     "MEAN": mean,
     "GATHER": gather,
-    "FREE": free,
+    "FREE": release,
     "FETCH": fetch,
     "STORE": store_record,
-    "EVICT": evict,
+    "EVICT": release,
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,

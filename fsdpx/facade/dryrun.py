@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from zlib import crc32
 
@@ -30,7 +29,7 @@ from fsdpx.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.trainer.fit import passing
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
-from fsdpx.version import __version__
+from fsdpx.version import __version__, version_of
 
 __all__ = ["Baseline", "DryRun", "baseline", "dry_run"]
 
@@ -88,7 +87,7 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
     left out. blas: library of matrix products. ConfigError if no process can be asked."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
     key |= {"code": image.able(), "fsdpx": __version__, "asked": crc32(CODE.encode())} | {
-        name: _version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
+        name: version_of(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
     known = tuning.read("process", key, lambda value: Baseline(**typed(value, _KINDS)), times=False)
     if known is not None:
@@ -117,13 +116,6 @@ def _ask(mpi: bool, blas: str, ranks_here: int) -> Baseline | str:
         return (done.stderr.strip().splitlines() or [str(error)])[-1]
     taken = max(mpi_adds[0], 0)
     return Baseline(own - taken, files - mpi_adds[1], taken + shared, mpi_adds[1], max(workspace, 0))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 OBJECTS = 6 << 10

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from fsdpx import environment, files
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.observe.plots import curves, missing
-from fsdpx.version import __version__
+from fsdpx.version import __version__, version_of
 
 __all__ = ["RUNS", "RunFolder", "as_written", "choose", "rows_of"]
 
@@ -94,7 +93,7 @@ class RunFolder:
             "python": sys.version,
             "command": sys.argv,
         }
-        found |= {"versions": {name: text for name in LIBRARIES if (text := _version(name))}}
+        found |= {"versions": {name: text for name in LIBRARIES if (text := version_of(name))}}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             files.write(self.config, json.dumps(config, indent=1) + "\n", files.READABLE)
@@ -153,13 +152,6 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict):
                 yield row
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def choose(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx import environment
-from fsdpx.array.kernels.compiled.half import dot, put
-from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
+from fsdpx.array.kernels.compiled.half import dot, largest, put
+from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.native.compiled import REORDER, fixed, jit
 from fsdpx.native.late import cgutils, intrinsic, ir, types
 from fsdpx.native.processor import cpuinfo
@@ -199,11 +199,7 @@ def _scaled(x, scale, seen):
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
-    best = order(np.float32(-np.inf))
-    for j in range(x.size):
-        n = order(x[j])
-        best = n if n > best else best
-    return unorder(best)
+    return largest(x)
 
 
 @jit(fastmath=REORDER)
