@@ -398,6 +398,7 @@ def against_ranks(title: str, rows: Sequence[tuple[int, float, float]]) -> Any:
     memory.plot(ranks, [n / 2**30 for n in held], "o-", markersize=4)
     for axes, words in ((times, "seconds of a step"), (memory, "GiB of a rank")):
         axes.set(xlabel="ranks", ylabel=words, xscale="log", yscale="log", xticks=ranks, xticklabels=ranks)
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.grid(alpha=0.3)
     times.legend()
     return figure

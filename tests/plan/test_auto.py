@@ -180,6 +180,18 @@ def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
         fsdpx.ModelBuilder({**loaded, "loader": {}}).build()
 
 
+def test_elastic_ranks_begin_by_the_plan() -> None:
+    def body(comm: Communicator) -> tuple[str, float]:
+        made = auto(comm, elastic=True)
+        return made.report().planned, made.step(TOKENS, TOKENS)
+
+    (words, loss), other = spawn(body, 2)
+    assert other == (words, loss)
+    assert "on 2 ranks of laptops" in words
+    plain = spawn(lambda comm: auto(comm, strategy="ddp", **PLAIN).step(TOKENS, TOKENS), 1)
+    assert loss == pytest.approx(plain[0], rel=1e-5)
+
+
 def test_reports_and_dry_runs_state_the_choice() -> None:
     run = fsdpx.dry_run(
         nn.GPT(64, 32, 4, 2, 8), ((8, 8), "int64"), ((8, 8), "int64"), ranks=2, rank=1, loss=nn.CrossEntropy(),
