@@ -156,8 +156,9 @@ class ModelBuilder:
     def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
         """Check that a call has the arguments that it needs."""
         taken = signature(function)
-        if function is distribute:  # `bind` takes all names for options
-            demand_known(f"{self.source}: [{where}] distribute", named, OPTIONS)
+        known = OPTIONS if function is distribute else taken.parameters
+        if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):
+            demand_known(f"{self.source}: [{where}] {function.__name__}", named, known)
         try:
             taken.bind(*args, **named)
         except TypeError as error:
