@@ -48,6 +48,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default=None, help="only this one")
     p.add_argument("--codecs", default="", help="lossy ones that may be chosen, such as bf16,int8")
     p.add_argument("--most", type=int, default=MOST, help="configurations to try at most")
+    p.add_argument(
+        "--stragglers", type=float, default=None, metavar="SPREAD", help="of the computing of ranks and steps: 0.05"
+    )
     about = {
         "mtbf": "mean seconds between failures of one rank (default: what the machine says)",
         "save": "seconds of a checkpoint (default: its bytes over the rate of the machine's disk)",
@@ -60,7 +63,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ranks-png", default=None, help="draw time and memory against ranks into this file")
 
 
-FIXED = ("strategy", "microbatches", "schedule", "precision")
+FIXED = ("strategy", "microbatches", "schedule", "precision", "stragglers")
 
 
 def plan_job(args: argparse.Namespace) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from math import inf, prod
 from os import PathLike
 from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.array.arena import Life
@@ -27,7 +29,8 @@ from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
 from fsdpx.plan.rates import JobRates, rates
 from fsdpx.plan.seconds import Lines, StepTimes
-from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
+from fsdpx.plan.stragglers import Stragglers
+from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, Stage, compile
 from fsdpx.program.count import filled
 from fsdpx.program.machine import by_rank, run
 from fsdpx.program.verbs import partner
@@ -82,11 +85,11 @@ class Prediction:
     seconds : of a step
     parts : what they consist of, in the mean of the ranks of a pipe: "compute"; by axis what communication is not
         hidden behind computing, "tensor", "shard", "replica", "pipe"; "optimiser"; "bubble", waiting for other ranks of
-        the pipe; "overhead". Their sum is `seconds`
+        the pipe; "overhead"; "stragglers", if they were asked for. Their sum is `seconds`
     classes : of equal ranks
     mesh, microbatches : as they are filled in
     events : when each action of each rank of the pipe runs, of as many microbatches as were simulated
-    step : what was asked for
+    step, stragglers : what was asked for
     """
 
     seconds: float
@@ -97,6 +100,7 @@ class Prediction:
     machine: Machine
     step: WorldStep = field(repr=False)
     events: tuple[Event, ...] = field(repr=False, default=())
+    stragglers: Stragglers | None = None
 
     @property
     def memory(self) -> int:
@@ -134,7 +138,7 @@ class Prediction:
             found = self
             if changes:
                 other = WorldStep.of(step.model, step.batch, step.mesh.size, step.options | changes)
-                found = Dry.of(other).on(self.machine)
+                found = Dry.of(other).on(self.machine, self.stragglers)
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
@@ -181,6 +185,7 @@ def predict(
     schedule: Any = "1f1b",
     recompute: Any = None,
     precision: str | Precision | None = None,
+    stragglers: Stragglers | float | None = None,
     **options: Any,
 ) -> Prediction:
     """How long a step takes, what it moves and what memory it needs. No MPI, no data; in a fraction of a second.
@@ -200,6 +205,8 @@ def predict(
         the numbers of ranks along each dim of a field, `(2, 2, 1)`; by default the
         loss is CrossEntropy for targets of whole numbers, else MSE, and the optimiser AdamW. "fp16" on a GPU computes
         in 16 bits
+    stragglers : how unequal the computing of ranks is from step to step: the spread of a lognormal factor, 0.05 for
+        about 5 %, or `fsdpx.plan.Stragglers`; the seconds are then the mean of simulated steps
 
     Returns
     -------
@@ -211,7 +218,7 @@ def predict(
     """
     where, steps = Machine.load(machine), {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
-    return prepared(model, batch, ranks, where.compute.gpu, **options).on(where)
+    return prepared(model, batch, ranks, where.compute.gpu, **options).on(where, stragglers)
 
 
 def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **options: Any) -> Dry:
@@ -428,24 +435,39 @@ class Dry:
             others += step.runs(last, few, 1)
         return cls(step, step.runs(last, few), others, few, each)
 
-    def on(self, machine: Machine) -> Prediction:
+    def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
         """The same step on a machine."""
         step, few, each, runs = self.step, self.few, self.each, self.runs
         timing = StepTimes(Lines(step.mesh, machine, step.faces), half_name(_compute(step.options["precision"])))
-        seconds, parts, events = _timed(runs, timing, few)
+        price, stage = _prices(runs, timing), runs[0].program(few).stage
+        seconds, rows_few = _timed(runs, price, few)
+        parts = _mean_parts(rows_few, seconds, price, stage)
         classes = [run.found for run in (*self.others, *runs)]
         if each:
             times = (step.microbatches - few) // each
-            more, bigger, _ = _timed(runs, timing, few + each)
+            more, rows_more = _timed(runs, price, few + each)
+            bigger = _mean_parts(rows_more, more, price, stage)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
             rows = step.samples // step.members // step.microbatches * (step.microbatches - few)
             busy = (self.others, step.sample_bytes(1)), (runs, step.sample_bytes(0))
             classes = [_grown(run, few, each, times, rows * nbytes) for some, nbytes in busy for run in some]
-        overhead = machine.compute.overhead
+        overhead, events = machine.compute.overhead, tuple(event for row in rows_few for event in row)
         parts = {"overhead": overhead, **parts}
-        found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, step, tuple(events)
-        return Prediction(*found)
+        slow = None if stragglers is None else Stragglers.of(stragglers)
+        if slow is not None:
+            parts["stragglers"] = self._slowed(price, slow) - seconds
+            seconds += parts["stragglers"]
+        found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, step, events
+        return Prediction(*found, slow)
+
+    def _slowed(self, price: PriceOf, stragglers: Stragglers) -> float:
+        """Mean seconds of a step in which the ranks at a place of the pipe wait for the slowest of them."""
+        pipe, few, each = len(self.runs), self.few, self.each
+        slow = stragglers.slowest(self.step.mesh.size // pipe, pipe)
+        end, times = _timed(self.runs, price, few, slow)[0], (self.step.microbatches - few) // max(each, 1)
+        more = _timed(self.runs, price, few + each, slow)[0] if each else end
+        return float(np.mean(end + (more - end) * times))
 
     def held(self, prediction: Prediction) -> list[dict[str, list[tuple[float, int]]]]:
         """What lies in memory while `prediction.events` run, by rank of the pipe: kind -> (seconds, bytes from then
@@ -517,9 +539,12 @@ Price = tuple[float, dict[str, float]]
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def _timed(runs: list[_Run], timing: StepTimes, microbatches: int) -> tuple[float, dict[str, float], list[Event]]:
-    """Seconds of a step, their parts in the mean of the ranks of the pipe, and what happens when."""
-    programs = [run.program(microbatches) for run in runs]
+PriceOf = Callable[[int, Action], Price]
+"""What an action costs, by rank of the pipe."""
+
+
+def _prices(runs: list[_Run], timing: StepTimes) -> PriceOf:
+    """Each is asked for once."""
     few = min(min(run.programs) for run in runs)
     places = [run.found.rank for run in runs]
     prices: list[dict[Action, Price]] = [{} for _ in runs]
@@ -531,6 +556,27 @@ def _timed(runs: list[_Run], timing: StepTimes, microbatches: int) -> tuple[floa
             known[action] = _price(runs[rank], found, places, timing) if found is action else price(rank, found)
         return known[action]
 
+    return price
+
+
+def _timed(
+    runs: list[_Run], price: PriceOf, microbatches: int, slow: Any = None
+) -> tuple[Any, list[list[Event]]]:
+    """Seconds of a step, and what happens when on each rank of the pipe. slow: by rank of the pipe, how many times as
+    long its computing takes in each of many steps; the seconds are then those of each."""
+    factors, latest = ([1.0] * len(runs), max) if slow is None else (slow, partial(reduce, np.maximum))
+
+    def seconds(rank: int, action: Action) -> float:
+        own, moving = price(rank, action)
+        return own * factors[rank] + sum(moving.values())
+
+    rows = run([one.program(microbatches) for one in runs], seconds, latest=latest)
+    return latest([event.end for row in rows for event in row]), rows
+
+
+def _mean_parts(rows: list[list[Event]], end: float, price: PriceOf, stage: Stage) -> dict[str, float]:
+    """The parts of a step in the mean of the ranks of the pipe."""
+
     def seconds(rank: int, action: Action) -> float:
         own, moving = price(rank, action)
         return own + sum(moving.values())
@@ -540,14 +586,11 @@ def _timed(runs: list[_Run], timing: StepTimes, microbatches: int) -> tuple[floa
         if not verb.receives:
             return seconds(rank, action) if verb.meets else inf
         sent = Action(partner(action.op), action.unit, action.mb)
-        return seconds(programs[0].stage.edge(sent).sender, sent)
+        return seconds(stage.edge(sent).sender, sent)
 
-    rows = run(programs, seconds)
-    end = max(event.end for row in rows for event in row)
     shares = [_parts(row, end, partial(price, rank), partial(way, rank)) for rank, row in enumerate(rows)]
     names = dict.fromkeys(name for share in shares for name in share)
-    parts = {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
-    return end, parts, [event for row in rows for event in row]
+    return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
 
 def _price(run: _Run, action: Action, places: list[int], timing: StepTimes) -> Price:

@@ -94,6 +94,7 @@ class Event:
     key: Hashable = None
 
 
+Latest = Callable[[Sequence[float]], float]
 Waits = tuple[tuple[Hashable, float], ...]
 
 
@@ -122,8 +123,9 @@ class Stuck:
     ranks: tuple[int, ...]
 
 
-def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]]:
-    """The events of each rank's tasks as far as they get, and the ranks that do not finish."""
+def walk(rows: Sequence[Sequence[Task]], latest: Latest = max) -> tuple[list[list[Event]], list[Stuck]]:
+    """The events of each rank's tasks as far as they get, and the ranks that do not finish. latest: of several times,
+    which may be arrays: many steps at once, since the order does not depend on times."""
     left = Counter(task.key for row in rows for task in row)
     ends, lanes, free = dict[Hashable, float](), defaultdict[Hashable, float](float), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
@@ -132,12 +134,12 @@ def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]
         return [key for key, _ in task.waits if key not in ends or left[key]]
 
     def issue(rank: int, task: Task) -> None:
-        issued = max([free[rank], *[ends[key] + way for key, way in task.waits]])
-        start = issued if task.lane is None else max(issued, lanes[task.lane])
+        issued = latest([free[rank], *[ends[key] + way for key, way in task.waits]])
+        start = issued if task.lane is None else latest((issued, lanes[task.lane]))
         end = start + task.seconds
         free[rank] = end if task.lane is None else issued
         lanes[task.lane] = end
-        ends[task.key] = max(end, ends.get(task.key, 0.0))
+        ends[task.key] = latest((end, ends.get(task.key, 0.0)))
         left[task.key] -= 1
         spans[rank].append((start, end))
 
@@ -152,14 +154,14 @@ def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]
         pass
     ahead = [row[len(done) :] for row, done in zip(rows, spans, strict=True)]
     stuck = [_stuck(rank, len(spans[rank]), missing(row[0]), ahead) for rank, row in enumerate(ahead) if row]
-    return [_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
+    return [_events(rank, rows[rank], done, ends, latest) for rank, done in enumerate(spans)], stuck
 
 
 def _events(
-    rank: int, row: Sequence[Task], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float]
+    rank: int, row: Sequence[Task], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float], latest: Latest
 ) -> list[Event]:
     done = zip(row, spans, strict=False)
-    return [Event(rank, task.action, start, max(end, ends.get(task.until, end))) for task, (start, end) in done]
+    return [Event(rank, task.action, start, latest((end, ends.get(task.until, end)))) for task, (start, end) in done]
 
 
 def _stuck(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[Task]]) -> Stuck:
@@ -311,11 +313,14 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
     return [event for row in run(programs, machine.of) for event in row]
 
 
-def run(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[Event]]:
-    """The events of each rank. blocking: a rank goes on only when all the ranks it meets have arrived.
+def run(
+    programs: Sequence[Program], seconds: Seconds, blocking: bool = False, latest: Latest = max
+) -> list[list[Event]]:
+    """The events of each rank. blocking: a rank goes on only when all the ranks it meets have arrived. latest: as for
+    `walk`.
 
     Raises ProgramError if ranks wait for each other."""
-    events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
+    events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)], latest)
     if stuck:
         lines = [line for wait in stuck for line in _explained(programs[wait.rank], wait)]
         raise ProgramError("\n".join(["the ranks of the pipe wait for each other", *lines]))

@@ -1,4 +1,4 @@
-"""The table of the ZeRO paper (Rajbhandari et al., SC 2020, table 1): GB of parameters, gradients and optimiser state."""
+"""Table 1 of the ZeRO paper (Rajbhandari et al., SC 2020): GB of parameters, gradients and optimiser state."""
 
 import pytest
 
