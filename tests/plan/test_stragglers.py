@@ -60,8 +60,8 @@ def test_draws_are_those_of_a_seed() -> None:
 
 
 def test_stages_of_a_pipe_wait_for_the_slower_one() -> None:
-    """m microbatches of two stages: m times the slower one, and the other once. The first of 16 layers needs no gradient
-    of its input: its stage is 23 products long, the other 24."""
+    """m microbatches of two stages: m times the slower one, and the other once. The first of 16 layers needs no
+    gradient of its input: its stage is 23 products long, the other 24."""
     m, spread = 32, 0.3
     options: dict[str, Any] = {"mesh": fsdpx.Mesh(pipe=2, shard=1, replica=1), "microbatches": m, "layers": 16}
     even, found = (step(2, samples=m, **options, **more) for more in ({}, {"stragglers": spread}))
