@@ -162,9 +162,11 @@ class Mesh:
 
     def line(self, coordinates: Coordinates, axes: tuple[str, ...]) -> list[int]:
         """The ranks that differ from `coordinates` along `axes` only, in the order of their coordinates."""
-        every = zip(AXES, self.shape, coordinates, strict=True)
-        spans = [range(width) if axis in axes else (index,) for axis, width, index in every]
-        return [self.rank(Coordinates(*place)) for place in product(*spans)]
+        first = self.rank(coordinates._replace(**dict.fromkeys(set(axes) & set(AXES), 0)))
+        steps = (self.rank(Coordinates(*(int(axis == one) for one in AXES))) for axis in AXES if axis in axes)
+        widths = (width for axis, width in zip(AXES, self.shape, strict=True) if axis in axes)
+        spans = (range(0, width * step, step) for width, step in zip(widths, steps, strict=True))
+        return [first + sum(place) for place in product(*spans)]
 
     def _widths(self) -> tuple[int | None, ...]:
         return (self.pipe, self.replica, self.shard, self.tensor)
@@ -286,7 +288,8 @@ def connect(
     made: list[Communicator] = []
 
     def opened(ranks: Sequence[int]) -> Communicator:
-        part = comm if list(ranks) == list(range(comm.size)) else comm.subgroup(ranks)
+        everyone = ranks == range(comm.size) or list(ranks) == list(range(comm.size))
+        part = comm if everyone else comm.subgroup(ranks)
         part = Guarded(part) if check else part
         made.extend([] if part is comm else [part])
         return part
@@ -294,8 +297,8 @@ def connect(
     def group(axes: tuple[str, ...]) -> Communicator:
         wide = tuple(axis for axis in axes if mesh.width(axis) > 1)
         if wide not in groups:
-            ranks = mesh.line(place, wide)
-            groups[wide] = opened(sorted(ranks) if len(ranks) == comm.size else ranks)
+            whole = prod(map(mesh.width, wide)) == comm.size
+            groups[wide] = opened(range(comm.size) if whole else mesh.line(place, wide))
         return groups[wide]
 
     named = {"world": AXES, "data": ("replica", "shard")} | {axis: (axis,) for axis in AXES}

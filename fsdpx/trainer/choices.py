@@ -334,6 +334,8 @@ def agree(world: Communicator, choices: Mapping[str, Any]) -> None:
     choices: by their names in errors. Ranks give the same names in the same order."""
     everyone = world.all_gather_plain([_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
+        if texts == everyone[0]:
+            continue
         for name, first, theirs in zip(choices, everyone[0], texts, strict=True):
             if first != theirs:
                 raise ConfigError(_differ(name, first, rank, theirs))

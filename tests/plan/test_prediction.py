@@ -247,3 +247,12 @@ def test_activations_over_a_step_reach_what_is_predicted(mesh: Any) -> None:
     options: dict[str, Any] = {"strategy": "ddp", "mesh": mesh, "microbatches": 2}
     found = predict(mlp(), rows(32), ranks=2, machine=FLAT, **options).classes[0].memory["activations"]
     assert max(held(**options)["activations"]) == found
+
+
+def test_a_million_ranks() -> None:
+    """As many classes as the pipe has ranks, whatever the other axes have."""
+    mesh = fsdpx.Mesh(pipe=2, tensor=2, shard=128, replica=2048)
+    options: dict[str, Any] = {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
+    found = predict(gpt(4), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
+    assert [one.rank for one in found.classes] == [(1 << 19) - 2, (1 << 20) - 2]
+    assert found.bytes["replica"] > 0
