@@ -209,8 +209,9 @@ def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
         return nn.Chain(nn.LayerNorm(6), nn.Tanh(), nn.LayerNorm(6))
 
     found = first_difference(record(1, model=by_rows), record(*other, model=by_rows))
-    assert (found.step, found.written.kind) == (1, "total")
-    assert found.written.action == "REDUCE0"
+    assert found.step == 1
+    sums = {("mean", "MEAN"), ("total", "REDUCE0")}  # whose last bit is another first depends on the processor
+    assert (found.written.kind, found.written.action) in sums
     assert 0 < found.worst.relative < 1e-14
     assert f"The first run sums over 1 ranks and the second over {other[0]}, in another order." in str(found)
 

@@ -31,7 +31,7 @@ NAMES = {
 
 class Hidden(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name in MODULES:
+        if name in MODULES or name == "torch":  # a PyTorch for this system looks for Windows' libraries
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hidden())
