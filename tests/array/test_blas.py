@@ -70,6 +70,21 @@ def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> Non
     blas.choose(None)
 
 
+def test_gradients_of_another_format_than_what_they_are_made_of() -> None:
+    """Layers that are called by hand may mix them: nothing beyond the gradients is written."""
+    rng = np.random.default_rng(0)
+    x, dy, weight = rng.standard_normal((5, 3)), rng.standard_normal((5, 4)), rng.standard_normal((4, 3))
+    for adds in (False, True):
+        for call in (blas.linear_gradients, lambda *given: blas.linear_backward(np.empty((5, 3)), *given, weight)):
+            memory = np.full(64, 7.0, np.float32)
+            dweight, dbias = memory[:12].reshape(4, 3), memory[24:28]
+            call((dweight, adds), (dbias, adds), dy, x)
+            np.testing.assert_allclose(dweight, dy.T @ x + 7 * adds, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(dbias, dy.sum(0) + 7 * adds, rtol=1e-5, atol=1e-5)
+            assert (memory[12:24] == 7).all()
+            assert (memory[28:] == 7).all()
+
+
 @pytest.mark.parametrize("shape", [(64, 32, 32), (64, 48, 33), (64, 256, 64), (256, 512, 384)])
 def test_the_same_bits_at_every_alignment(library: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape

@@ -64,7 +64,8 @@ def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
 def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) -> None:
     """dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
     at = ADDRESSES[dy.dtype.char]
-    if at and dy.dtype is x.dtype and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
+    alike = dy.dtype is x.dtype and _alike(dy.dtype, weight, bias)
+    if at and alike and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
         dweight, add_weight = weight or (NO_MATRIX[dy.dtype.char], False)
         dbias, add_bias = bias or (NO_VECTOR[dy.dtype.char], False)
         if COMPILED["linear_gradients"](at, dweight, dbias, dy, x, add_weight, add_bias):
@@ -79,13 +80,19 @@ def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, 
     """dx = dy @ by, and `linear_gradients`, in one call."""
     dtype = dy.dtype
     at = ADDRESSES[dtype.char]
-    if at and dtype is x.dtype is by.dtype and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
+    alike = dtype is x.dtype is by.dtype and _alike(dtype, weight, bias)
+    if at and alike and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
         dweight, add_weight = weight or (NO_MATRIX[dtype.char], False)
         dbias, add_bias = bias or (NO_VECTOR[dtype.char], False)
         if COMPILED["linear_backward"](at, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
             return
     gemm(dx, dy, by)
     linear_gradients(weight, bias, dy, x)
+
+
+def _alike(dtype: Any, weight: Sum | None, bias: Sum | None) -> bool:
+    """Whether gradients are of this dtype, as compiled code takes them to be."""
+    return (weight is None or weight[0].dtype is dtype) and (bias is None or bias[0].dtype is dtype)
 
 
 def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
