@@ -224,7 +224,7 @@ def test_fit_refuses_nonsense_and_nan() -> None:
         ({"every": 0}, r"fit\(every=0\): at least 1\n"),
         ({"epochs": 0}, r"fit\(epochs=0\): at least 1\n"),
         ({"epoch": 1}, r"fit\(epoch=\.\.\.\): no such option; did you mean 'epochs'\?\n"),
-        ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option: epochs, steps, validation, "),
+        ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option: loader, epochs, steps, validation, "),
         ({"checkpoints": 5}, r"fit\(checkpoints=5\): a folder, or fsdpx.Checkpoints\(folder, every=\.\.\.\)"),
     ):
         with pytest.raises(ConfigError, match=text):
