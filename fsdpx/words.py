@@ -42,6 +42,7 @@ OTHERS: dict[str, str] = {
     "lr_scheduler": "optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))",
     "scheduler": "optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))",
     "init_method": "fsdpx.init(), which takes it from the launcher",
+    "params": "nothing: a trainer knows the parameters of its model, and groups= makes groups of them",
     "world_size": "mpiexec -n, or fsdpx run -n: the launcher decides",
     "nproc_per_node": "fsdpx run --nproc-per-node: the launcher decides",
     "nprocs": "mpiexec -n, or fsdpx run -n: the launcher decides",
@@ -168,7 +169,7 @@ CALLS: dict[str, str] = {
 _OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
-    "params": "groups", "T_max": "steps", "total_steps": "steps", "eta_min": "final", "step_size": "every",
+    "T_max": "steps", "total_steps": "steps", "eta_min": "final", "step_size": "every",
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
     "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip

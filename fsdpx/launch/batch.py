@@ -133,7 +133,7 @@ def _spread(config: LaunchConfig, of_node: NodeCores) -> tuple[int, int]:
 def _about(nodes: int, per_node: int, cores: int, of_node: NodeCores) -> str:
     """A comment that says what is asked for, and by what it was chosen."""
     asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
-    more = "" if per_node * cores <= of_node.cores else f": {per_node * cores} in all, which is more"
+    more = "" if per_node * cores <= of_node.cores else f": {per_node * cores} cores, more than a node has"
     return f"# {asked}{more}. A node is taken to have {of_node.cores} cores, {of_node.source}.\n"
 
 

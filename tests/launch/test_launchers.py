@@ -338,7 +338,7 @@ def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
         (LaunchConfig(512, threads=8), 64, 8, 8, "8 ranks on each of 64 nodes, 8 cores for each"),
         (LaunchConfig(32, nodes=8), 8, 4, 16, "4 ranks on each of 8 nodes, 16 cores for each"),
         (LaunchConfig(6), 1, 6, 10, "6 ranks on each of 1 nodes, 10 cores for each"),
-        (LaunchConfig(8, per_node=4, threads=32), 2, 4, 32, "32 cores for each: 128 in all, which is more"),
+        (LaunchConfig(8, per_node=4, threads=32), 2, 4, 32, "32 cores for each: 128 cores, more than a node has"),
     ],
 )
 def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
