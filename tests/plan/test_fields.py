@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from steps import demand_equal, observed
 
 import fsdpx
 from fsdpx import nn, optim
@@ -59,22 +60,10 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(
         rows = samples * (member + 1) // members - samples * member // members
         grid = fsdpx.Grid(comm if data == [*range(ranks)] else comm.subgroup(data), own, dims=space, layout="cyx")
         made = model().as_distributed(comm=comm, space=grid, **OPTIONS, **chosen)
-        made.inspect.reset()
-        parts, ledger = dict[str, int](), made.inspect.engine.state.ledger
-        absent = lambda: sum(row.nbytes for row in ledger if row.passing and row.key not in ledger.arrays)  # noqa: E731
-        made.inspect.engine.observers.append(lambda action: parts.setdefault(str(action), absent()))
-        made.step(*(np.ones((rows, 2, *own), "f4") for _ in range(2)))
-        report = made.report()
-        traffic = {k: (v.calls, v.bytes) for k, v in report.traffic.items() if k[0] != "world"}
-        return traffic, report.memory, parts
+        return observed(made, *(np.ones((rows, 2, *own), "f4") for _ in range(2)))
 
     real = fsdpx.spawn(run, ranks)
-    for one in found.classes:
-        traffic, memory, absent = real[one.rank]
-        assert dict(one.traffic) == traffic
-        memory["gradients"] -= absent[one.peak.action]  # those that have no memory yet when most is held
-        there = {kind: n for kind, n in memory.items() if n}
-        assert {kind: n for kind, n in one.memory.items() if kind != "activations"} == there
+    demand_equal(found, real)
     assert found.bytes["space"] == max(
         sum(n for (axis, call), (_, n) in traffic.items() if axis == "space" and call != "recv")
         for traffic, *_ in real

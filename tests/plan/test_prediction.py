@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from steps import demand_equal, observed
 
 import fsdpx
 from fsdpx import nn, optim
@@ -70,22 +71,10 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(ranks: int, samples
         place = mesh.coordinates(comm.rank)
         data, size = place.replica * mesh.width("shard") + place.shard, mesh.width("data")
         own = samples * (data + 1) // size - samples * data // size
-        made.inspect.reset()
-        parts, ledger = dict[str, int](), made.inspect.engine.state.ledger
-        absent = lambda: sum(row.nbytes for row in ledger if row.passing and row.key not in ledger.arrays)  # noqa: E731
-        made.inspect.engine.observers.append(lambda action: parts.setdefault(str(action), absent()))
-        made.step(np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
-        report = made.report()
-        traffic = {k: (v.calls, v.bytes) for k, v in report.traffic.items() if k[0] != "world"}
-        return traffic, report.memory, parts
+        return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
 
     real = fsdpx.spawn(run, ranks)
-    for one in found.classes:
-        traffic, memory, absent = real[one.rank]
-        assert dict(one.traffic) == traffic
-        memory["gradients"] -= absent[one.peak.action]  # those that have no memory yet when most is held
-        there = {kind: n for kind, n in memory.items() if n}
-        assert {kind: n for kind, n in one.memory.items() if kind != "activations"} == there
+    demand_equal(found, real)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
