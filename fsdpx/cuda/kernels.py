@@ -550,7 +550,7 @@ def correlate_backward_input(
     dx = launch.xp.empty(tuple(shape), dtype=dy.dtype if alone else launch.wide)
     if alone:
         _multiply(_by_group(dx, strides[4]), matrix, flat)
-    window = _table(tuple(strides[:4]), tuple(shape[2:]), tuple(dy.shape[2:]), launch.xp.cuda.Device().id)
+    window = _window(launch, strides, shape[2:], dy.shape[2:])
     rest = math.prod(dy.shape[3:])
     for some, begin, rows in () if alone else _pieces(matrix.shape[1] * strides[4], tuple(dy.shape)):
         into, slopes = dx[some], flat[some, ..., begin * rest : (begin + rows) * rest]
@@ -633,7 +633,7 @@ def _columns(
     if _of_one_cell(strides, x.shape[2:], sizes):
         yield slice(None), slice(None), _by_group(x, groups)
         return
-    window = _table(tuple(strides[:4]), tuple(x.shape[2:]), sizes, launch.xp.cuda.Device().id)
+    window = _window(launch, strides, x.shape[2:], sizes)
     rest = math.prod(sizes[1:])
     for some, begin, rows in _pieces(x.shape[1] * places, (len(x), 0, *sizes)):
         piece, cells = x[some], rows * rest
@@ -653,9 +653,14 @@ def _multiply(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
         batched(out[sample], a[sample], b[sample], accumulate=accumulate)
 
 
+def _window(launch: Launch, strides: Any, cells: Any, sizes: Any) -> Any:
+    """What the kernels know of a window over a field of `cells` with a result of `sizes`."""
+    return _table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
+
+
 @functools.lru_cache(1 << 10)
 def _table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
-    """What the kernels know of a window, on this GPU: three numbers of each kind; dims that are not there have 1."""
+    """Three numbers of each kind, on this GPU; dims that are not there have 1."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return cupy().asarray(np.array(rows, np.int64))
@@ -677,26 +682,24 @@ def avg_pool(launch: Launch, x: Any, window: Any) -> Any:
 def _pool(launch: Launch, x: Any, window: Any, largest: bool) -> tuple[Any, Any]:
     xp, shape = launch.xp, (*x.shape[:2], *window.out(x.shape))
     y, winner = xp.empty(shape, dtype=x.dtype), xp.empty(shape, dtype=np.int32) if largest else None
-    launch.each("pool", y.size, x, y, winner, _place(launch, window, x.shape, shape), y.size)
+    launch.each("pool", y.size, x, y, winner, _window(launch, _strides(window), x.shape[2:], shape[2:]), y.size)
     return y, winner
 
 
 @form("real index any any")
 def max_pool_backward(launch: Launch, dy: Any, winner: Any, window: Any, shape: tuple[int, ...]) -> Any:
-    dx = launch.xp.empty(tuple(shape), dtype=dy.dtype)
-    launch.each("pool_backward", dx.size, dy, winner, dx, _place(launch, window, shape, dy.shape), dx.size)
-    return dx
+    return _pool_backward(launch, dy, winner, window, shape)
 
 
 @form("real any any")
 def avg_pool_backward(launch: Launch, dy: Any, window: Any, shape: tuple[int, ...]) -> Any:
-    dx = launch.xp.empty(tuple(shape), dtype=dy.dtype)
-    launch.each("pool_backward", dx.size, dy, None, dx, _place(launch, window, shape, dy.shape), dx.size)
+    return _pool_backward(launch, dy, None, window, shape)
+
+
+def _pool_backward(launch: Launch, dy: Any, winner: Any, window: Any, shape: tuple[int, ...]) -> Any:
+    dx, place = launch.xp.empty(tuple(shape), dtype=dy.dtype), _strides(window)
+    launch.each("pool_backward", dx.size, dy, winner, dx, _window(launch, place, shape[2:], dy.shape[2:]), dx.size)
     return dx
-
-
-def _place(launch: Launch, window: Any, field: Any, result: Any) -> Any:
-    return _table(tuple(_strides(window)[:4]), tuple(field[2:]), tuple(result[2:]), launch.xp.cuda.Device().id)
 
 
 @form("real")

@@ -169,10 +169,7 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         out = xp.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
         gemm(out, a, b)
         return out
-    if np.dtype(a.dtype).itemsize != 2:
-        return xp.matmul(a, b)
-    with one_product(a, b):
-        return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+    return products(xp, a, b)
 
 
 def products(xp: Any, a: Any, b: Any) -> Any:
