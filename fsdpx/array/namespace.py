@@ -47,6 +47,8 @@ def joined(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
 
 def namespace_of(array: Any) -> Any:
     """The module of array functions that `array` belongs to."""
+    if type(array) is np.ndarray:
+        return np
     if devices.is_on_gpu(array):
         return devices.cupy()
     return namespace("shape") if getattr(array, "holds_no_data", False) else np
@@ -54,6 +56,8 @@ def namespace_of(array: Any) -> Any:
 
 def to_host(array: Any) -> np.ndarray:
     """`array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if there is no data."""
+    if type(array) is np.ndarray:
+        return array
     if devices.is_on_gpu(array):
         return array.get()
     if getattr(array, "holds_no_data", False):

@@ -217,8 +217,10 @@ def array_of(placement: Placement, value: Any, name: str = "") -> Any:
     """On the engine's device, floating point in its format, in the byte order of the machine. name: of the input, or
     TARGET."""
     compute = placement.formats.compute
-    if value.__class__ is np.ndarray and value.dtype is compute and placement.xp is np:  # nearly always
-        return value
+    if value.__class__ is np.ndarray and placement.xp is np:  # nearly always
+        dtype = value.dtype
+        if dtype is compute or (dtype.kind in "iub" and dtype.isnative):
+            return value
     if value is None:
         raise DataError(f"got None where an array is needed: {_called(name)}")
     if placement.imaginary:
