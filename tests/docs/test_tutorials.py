@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from amount import in_full
+
+import fsdpx
 
 TUTORIAL = Path(__file__).parents[2] / "docs/tutorial"
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -27,15 +30,21 @@ def printed(folder: Path, *command: str) -> list[str]:
 
 
 @in_full
-def test_a_script_for_torchrun_and_its_port_print_the_same_losses(tmp_path: Path) -> None:
+def test_a_script_for_torchrun_and_its_port_print_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank is this process, which has PyTorch already; each other process takes seconds to import it."""
     torch = pytest.importorskip("torch")
     (shown,) = re.findall(r"^```text\n(epoch.*?)^```", (TUTORIAL / "torchrun.md").read_text(), re.S | re.M)
     theirs = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(TUTORIAL / "ddp.py")]
     assert printed(tmp_path, *theirs) == shown.splitlines()
-    for ranks in ("1", "2", "3"):
-        assert MPIEXEC is not None
-        ours = printed(tmp_path, MPIEXEC, "-n", ranks, sys.executable, str(TUTORIAL / "ported.py"))
-        assert ours == shown.splitlines(), ranks
+    monkeypatch.chdir(tmp_path)
+    fsdpx.finalize()
+    runpy.run_path(str(TUTORIAL / "ported.py"))
+    fsdpx.finalize()
+    assert capsys.readouterr().out == shown
+    assert MPIEXEC is not None
+    assert printed(tmp_path, MPIEXEC, "-n", "3", sys.executable, str(TUTORIAL / "ported.py")) == shown.splitlines()
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
     load_file = pytest.importorskip("safetensors.torch").load_file
     net.load_state_dict(load_file(tmp_path / "net/model.safetensors"))
