@@ -28,8 +28,9 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # with it a print is several writes, a
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Under `mpirun -n 4` this is one of several ranks that run the same tests together."""
     found = environment.read()
-    if found.launcher is not None and found.launcher.rank is not None and (found.expected_size or 1) > 1:
-        config.pluginmanager.register(Ranks(found.launcher.rank, found.launcher.mpi), "ranks")
+    size = found.expected_size or 1
+    if found.launcher is not None and found.launcher.rank is not None and size > 1:
+        config.pluginmanager.register(Ranks(found.launcher.rank, size, found.launcher.mpi), "ranks")
 
 
 @pytest.hookimpl

@@ -7,16 +7,36 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from amount import THOROUGH
 
-__all__ = ["Ranks"]
+from fsdpx.testing.communicator import EVERY, CommunicatorContract
+
+__all__ = ["Ranks", "in_turn"]
+
+
+def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
+    """Leaves out two thirds of the dtypes that the contract of communicators is tried with, others for each transport
+    and each number of ranks; all of them are tried by `--hypothesis-profile=thorough`.
+
+    A dtype chooses what adds two numbers and how many bytes they take, the number of ranks who has which elements, and
+    the transport how bytes travel. Each test still sees every two of the three together: each dtype on each number of
+    ranks, on a third of the transports, and each dtype on each transport, on a third of the numbers of ranks."""
+    classes = list(dict.fromkeys(getattr(item, "cls", None) for item in items))
+    kept = []
+    for item in items:
+        kind, parameters = getattr(item, "cls", None), getattr(getattr(item, "callspec", None), "params", {})
+        several = kind is not None and issubclass(kind, CommunicatorContract) and "dtype" in parameters
+        if THOROUGH or not several or (EVERY.index(parameters["dtype"]) + classes.index(kind) + size) % 3 == 0:
+            kept.append(item)
+    return kept
 
 
 class Ranks:
-    """rank: of this process, from 0. mpi: whether it is one of MPI's. Other ranks than 0 print what they have to say
-    only if a test has failed there."""
+    """rank, size: of this process, from 0, and how many there are. mpi: whether it is one of MPI's. Other ranks than 0
+    print what they have to say only if a test has failed there."""
 
-    def __init__(self, rank: int, mpi: bool = True) -> None:
-        self.rank, self.mpi = rank, mpi
+    def __init__(self, rank: int, size: int, mpi: bool = True) -> None:
+        self.rank, self.size, self.mpi = rank, size, mpi
         self.said = io.StringIO()
         self.failed = True  # unless the session comes to its end
         self.folder = Path(tempfile.mkdtemp(prefix=f"rank-{rank}-"))  # in a common one they remove each other's
@@ -41,6 +61,7 @@ class Ranks:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """All other tests have thread ranks, or none, and belong to one process; jobs are shown as skipped."""
         here = [item for item in items if item.get_closest_marker("world") or item.get_closest_marker("jobs")]
+        here = in_turn(here, self.size)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(here)])
         items[:] = here
 

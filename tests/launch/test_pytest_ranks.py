@@ -6,11 +6,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ranks_of_mpi import in_turn
 from trials import MPIEXEC, ROOT, environment, none_left
 
-pytestmark = pytest.mark.jobs
+from fsdpx.testing.communicator import EVERY, CommunicatorContract
 
 TESTS = """
 import os, sys
@@ -38,7 +41,8 @@ def test_without_mpi():
 def run(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "test_some.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    world: all ranks\n    jobs: starts some\n")
+    quick = "[pytest]\naddopts = -p no:zarr -p no:anyio -p no:hypothesispytest\n"
+    (folder / "pytest.ini").write_text(f"{quick}markers =\n    world: all ranks\n    jobs: starts some\n")
     (folder / "tmp").mkdir()
     path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}"
     done = subprocess.run(
@@ -51,19 +55,36 @@ def run(folder: Path, *options: str, **variables: str) -> subprocess.CompletedPr
     return done
 
 
-@pytest.mark.parametrize("options", [[], ["-m", "world", "--with-mpi"]])
-def test_ranks_run_what_is_theirs(tmp_path: Path, options: list[str]) -> None:
-    done = run(tmp_path, *options)
+def test_each_dtype_is_tried_on_each_number_of_ranks_and_by_each_transport() -> None:
+    classes = [type(f"Test{n}", (CommunicatorContract,), {}) for n in range(4)]
+    cases: list[Any] = [SimpleNamespace(cls=cls, callspec=SimpleNamespace(params={"dtype": dtype}))
+                        for cls in classes for dtype in EVERY]  # fmt: skip
+    others: list[Any] = [SimpleNamespace(cls=classes[0]), SimpleNamespace()]
+    kept = {size: in_turn(cases + others, size) for size in (2, 3, 4, 5)}
+    for size, found in kept.items():
+        assert found[-2:] == others
+        assert {case.callspec.params["dtype"] for case in found[:-2]} == set(EVERY), size
+        assert len(found) < len(cases) / 2
+    for case in cases:
+        assert any(case in found for found in kept.values())
+
+
+@pytest.mark.jobs
+def test_ranks_run_what_is_theirs(tmp_path: Path) -> None:
+    done = run(tmp_path, "-m", "world", "--with-mpi")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 passed") == 1
-    assert ("1 skipped" in done.stdout) == ("-m" not in options)
+    assert "skipped" not in done.stdout
     assert "not here" not in done.stdout
 
 
+@pytest.mark.jobs
 def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
+    """Without options, too, no rank starts a job, or runs what is for one process."""
     done = run(tmp_path, FAILS="1")
     assert done.returncode != 0
-    assert "2 passed" in done.stdout  # of rank 0
+    assert "2 passed, 1 skipped" in done.stdout  # of rank 0
+    assert "not here" not in done.stdout
     assert "[rank 1]" in done.stdout
     assert "rank 1 has failed" in done.stdout
     assert "[rank 2]" not in done.stdout
