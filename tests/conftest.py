@@ -21,6 +21,7 @@ settings.register_profile("thorough", max_examples=3000, database=None, deadline
 settings.load_profile("suite")
 
 os.environ.setdefault("FSDPX_TUNE", "0")  # measurements belong to the tests that are about them
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a job would compile all modules again
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it a print is several writes, and lines of the ranks of a job mix
 
 

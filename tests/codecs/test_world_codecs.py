@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bits import bits
+from bits import Bits, bits
 from models import CASES, make, part
 from ranks import from_rank_0
 
@@ -27,6 +27,21 @@ CODECS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def trained(comm: Communicator, name: str, strategy: str) -> tuple[list[float], Bits, dict[str, np.ndarray]]:
+    options = {"optimizer": optim.SGD(lr=1e-2), "precision": "float32", **CODECS[name]()}
+    trainer = make(comm, "mlp", strategy, **options)
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
+    mine = part(comm, 12, options.get("chunks"))
+    losses = [float(trainer.step(x[mine], y[mine])) for _ in range(3)]
+    found = losses, bits(trainer), trainer.parameters()
+    trainer.close()
+    return found
+
+
+def trained_on_threads(size: int, name: str, strategy: str) -> Any:
+    return spawn(trained, size, name, strategy)[0]
+
+
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bits_are_those_of_thread_ranks(world: Communicator, name: str, strategy: str) -> None:
@@ -34,18 +49,8 @@ def test_bits_are_those_of_thread_ranks(world: Communicator, name: str, strategy
     if strategy == "ddp" and (name == "chunks" or world.size == 1):
         pytest.skip("refused, or the same as fsdp")
 
-    def run(comm: Communicator) -> tuple[list[float], str, dict[str, np.ndarray]]:
-        options = {"optimizer": optim.SGD(lr=1e-2), "precision": "float32", **CODECS[name]()}
-        trainer = make(comm, "mlp", strategy, **options)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-        mine = part(comm, 12, options.get("chunks"))
-        losses = [float(trainer.step(x[mine], y[mine])) for _ in range(3)]
-        found = losses, bits(trainer), trainer.parameters()
-        trainer.close()
-        return found
-
-    losses, digest, parameters = run(world)
-    told = from_rank_0(world, lambda: spawn(run, world.size)[0])
+    losses, digest, parameters = trained(world, name, strategy)
+    told = from_rank_0(world, trained_on_threads, world.size, name, strategy)
     if name == "powersgd":
         np.testing.assert_allclose(losses, told[0], rtol=1e-5)
         for key, array in parameters.items():

@@ -201,13 +201,14 @@ def test_ranks_that_call_it_differently_are_named_and_go_on(backend):
         return
     open_by(backend)
     size, last = functional.world_size(), functional.rank() == functional.world_size() - 1
-    for one, other, words in DIFFERENT:
+    for k, (one, other, words) in enumerate(DIFFERENT):
+        most = 4 if k else 70  # once more of them than there are places for them
         functional.all_reduce(np.ones(3)), functional.all_reduce(np.ones(4))
         with pytest.raises(DesyncError, match=rf"ranks called different collectives \(call \d+\): rank.*{words}"):
             (other if last else one)()
-        under_way = [functional.all_reduce(np.full(n, 1.0), async_op=True) for n in range(1, 70)]
+        under_way = [functional.all_reduce(np.full(n, 1.0), async_op=True) for n in range(1, most)]
         assert functional.all_gather(np.ones(2)).sum() == 2 * size
-        assert [future.wait().sum() for future in under_way] == [n * size for n in range(1, 70)]
+        assert [future.wait().sum() for future in under_way] == [n * size for n in range(1, most)]
 
 
 @pytest.mark.world
@@ -290,7 +291,7 @@ def test_sums_of_few_bytes_are_those_of_many(backend):
                 found = functional.all_reduce(small, op)
                 assert (found.shape, found.dtype) == (small.shape, small.dtype)
                 np.testing.assert_array_equal(found, functional.all_reduce(large, op)[:n], f"{dtype} {op} {n}")
-    for n in range(150):
+    for n in range(70):
         assert functional.all_reduce(np.float64(n + rank)) == n * size + size * (size - 1) / 2
     out = np.zeros(2)
     assert functional.all_reduce(np.ones(2), out=out) is out

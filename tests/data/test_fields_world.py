@@ -12,7 +12,8 @@ from fsdpx.comm import Communicator
 from fsdpx.data import DataLoader, FieldDataset
 from fsdpx.errors import DataError
 
-pytestmark = [pytest.mark.world, pytest.mark.mpi]
+# what is tried are communicators of mpi4py, whatever backend counts the ranks
+pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
 
 
 def trained(dataset: FieldDataset, **more: Any) -> list[float]:

@@ -1,10 +1,10 @@
 """Fields on a Cartesian communicator of MPI, at whatever number of ranks the tests are run with."""
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
+from ranks import from_rank_0
 from test_space import MODELS, even, part, random_cuts, trained, wanted
 
 import fsdpx
@@ -13,10 +13,10 @@ from fsdpx.comm import Communicator
 from fsdpx.comm.local import single
 from fsdpx.testing import demand_close
 
-pytestmark = [pytest.mark.world, pytest.mark.mpi]
+# what is tried are communicators of mpi4py, whatever backend counts the ranks
+pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
 
 
-@lru_cache
 def alone(name: str) -> Any:
     return spawn(lambda comm: trained(comm, name, None, nn.RelativeL2()), 1)[0]
 
@@ -26,7 +26,7 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
     """Even parts, and uneven ones of which some are empty, on the grid that MPI makes of the ranks."""
     MPI = pytest.importorskip("mpi4py.MPI")
     make, shape, _ = MODELS[name]
-    losses, parameters, predicted = alone(name)
+    losses, parameters, predicted = from_rank_0(world, alone, name)
     dims = MPI.Compute_dims(world.size, len(shape))
     cart = MPI.COMM_WORLD.Create_cart(dims, periods=[True] * len(shape))
     fields = np.random.default_rng(1).standard_normal((3, 2, *shape, 2))

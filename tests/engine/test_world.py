@@ -1,12 +1,11 @@
 """The same promises under real MPI, at whatever number of ranks the tests are run with."""
 
 import time
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
-from bits import bits
+from bits import Bits, bits
 from meshes import reference
 from meshes import train as train_on_mesh
 from models import CASES, HYBRID, STRATEGIES, make, part, train
@@ -33,9 +32,8 @@ def _says_something(request: Any, world: Communicator) -> None:
         pytest.skip("on one rank all strategies are one")
 
 
-@lru_cache
 def alone(case: str) -> Any:
-    return spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3), 1)[0]
+    return spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3)[:2], 1)[0]
 
 
 @EACH
@@ -50,44 +48,48 @@ def test_statistics_over_the_batch_equal_one_process(world: Communicator) -> Non
 
 
 def equals_one_process(world: Communicator, case: str, strategy: str) -> None:
-    losses, want, _ = alone(case)
+    losses, want = from_rank_0(world, alone, case)
     got_losses, got, trainer = train(world, case, strategy, clip_norm=0.3, check=True)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     demand_close(got, want, 1e-12)
     trainer.close()
 
 
+def by_themselves(comm: Communicator) -> Any:
+    local = Local(every=3, fragments=2, delay=2, mix=0.5)
+    losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 8, check=True)
+    trainer.close()
+    return losses, parameters
+
+
+def by_themselves_on_threads(size: int) -> Any:
+    return spawn(by_themselves, size)
+
+
 def test_replicas_by_themselves(world: Communicator) -> None:
     """Local training, fragments under way from step to step, as on thread ranks."""
 
-    def run(comm: Communicator) -> Any:
-        local = Local(every=3, fragments=2, delay=2, mix=0.5)
-        losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 8, check=True)
-        trainer.close()
-        return losses, parameters
-
-    losses, want = from_rank_0(world, lambda: spawn(run, world.size))[world.rank]
-    got_losses, got = run(world)
+    losses, want = from_rank_0(world, by_themselves_on_threads, world.size)[world.rank]
+    got_losses, got = by_themselves(world)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     demand_close(got, want, 1e-12)
 
 
-def in_chunks(comm: Communicator, how: str) -> tuple[list[float], str]:
+def in_chunks(comm: Communicator, how: str) -> tuple[list[float], Bits]:
     losses, _, trainer = train(comm, "gpt", how, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32")
     digest = bits(trainer)
     trainer.close()
     return losses, digest
 
 
-@lru_cache
-def alone_in_chunks() -> tuple[list[float], str]:
+def alone_in_chunks() -> tuple[list[float], Bits]:
     return spawn(in_chunks, 1, "ddp")[0]
 
 
 @EACH
 def test_one_hash(world: Communicator, strategy: str) -> None:
     """MPI ranks end with the bits of thread ranks."""
-    assert in_chunks(world, strategy) == alone_in_chunks()
+    assert in_chunks(world, strategy) == from_rank_0(world, alone_in_chunks)
 
 
 @EACH
@@ -156,8 +158,12 @@ def fits(world: Communicator, mesh: Mesh) -> None:
         pytest.skip(f"{mesh} needs {mesh.size} ranks")
 
 
+def on_one_rank(case: str) -> Any:
+    return reference(case)[:2]
+
+
 def check(world: Communicator, mesh: Mesh, strategy: str, case: str = "wide", **options: Any) -> None:
-    losses, want, _ = reference(case)
+    losses, want = from_rank_0(world, on_one_rank, case)
     got_losses, got, trainer = train_on_mesh(world, case, mesh, strategy, check=True, **options)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     demand_close(got, want, 1e-12)
@@ -190,33 +196,41 @@ def test_sequences_equal_one_process(world: Communicator, sequence: str) -> None
         check(world, Mesh(shard=1, pipe=2, tensor=2), "ddp", "uneven", sequence=sequence, microbatches=3)
 
 
+def hashed(comm: Communicator, mesh: Mesh) -> Bits:
+    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 8, 4), chunks=4, precision="float32")[2]
+    digest = bits(trainer)
+    trainer.close()
+    return digest
+
+
+def hashed_alone() -> Bits:
+    return spawn(hashed, 1, Mesh(shard=1))[0]
+
+
 def test_one_hash_on_axes(world: Communicator) -> None:
     """A pipe of MPI ranks ends with the bits of one thread rank."""
     if world.size > 4:
         pytest.skip("the model has four layers")
 
-    def run(comm: Communicator, mesh: Mesh) -> str:
-        trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 8, 4), chunks=4, precision="float32")[2]
-        digest = bits(trainer)
-        trainer.close()
-        return digest
+    assert hashed(world, Mesh(shard=1, pipe=world.size)) == from_rank_0(world, hashed_alone)
 
-    assert run(world, Mesh(shard=1, pipe=world.size)) == spawn(run, 1, Mesh(shard=1))[0]
+
+def frozen(comm: Communicator, mesh: Mesh) -> dict[str, np.ndarray]:
+    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(6, 6), frozen=["embed.*"], microbatches=2)[2]
+    x = np.random.default_rng(0).integers(0, 31, (3, 12))
+    trainer.evaluate(x, x)
+    trainer.step(x, x)
+    found = trainer.parameters()
+    trainer.close()
+    return found
+
+
+def frozen_alone() -> dict[str, np.ndarray]:
+    return spawn(frozen, 1, Mesh(shard=1))[0]
 
 
 def test_ranks_with_and_without_frozen_parameters_bind_alike(world: Communicator) -> None:
     """What a step leaves differs between stages; the memory that they share is made together all the same."""
     if world.size > 4:
         pytest.skip("the model has four layers")
-    mesh = Mesh(shard=1, pipe=world.size)
-
-    def run(comm: Communicator, mesh: Mesh) -> dict[str, np.ndarray]:
-        trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(6, 6), frozen=["embed.*"], microbatches=2)[2]
-        x = np.random.default_rng(0).integers(0, 31, (3, 12))
-        trainer.evaluate(x, x)
-        trainer.step(x, x)
-        found = trainer.parameters()
-        trainer.close()
-        return found
-
-    demand_close(run(world, mesh), spawn(run, 1, Mesh(shard=1))[0], 1e-12)
+    demand_close(frozen(world, Mesh(shard=1, pipe=world.size)), from_rank_0(world, frozen_alone), 1e-12)

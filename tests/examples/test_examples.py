@@ -91,15 +91,14 @@ def test_help_of_the_layer_of_ones_own_does_not_train() -> None:
     assert "loss" not in out
 
 
-@pytest.mark.parametrize(("ranks", "trainers"), [(4, 2), (5, 3)])
-def test_a_solver_uses_what_others_learn_from_it(ranks: int, trainers: int) -> None:
-    """Rows of the field here, columns there, in parts of different sizes."""
-    found = run(ranks, "fsdpx.examples.solver", "--trainers", str(trainers)).stdout
+def test_a_solver_uses_what_others_learn_from_it() -> None:
+    """Rows of the field here, columns there, in parts of different sizes; one trainer serves no solver."""
+    found = run(5, "fsdpx.examples.solver", "--trainers", "3").stdout
     line = re.fullmatch(
         r"(\d) ranks solve, (\d) train: loss (\S+), (\d+)% of the small steps, largest difference (\S+)\n", found
     )
     assert line, found
-    assert (int(line[1]), int(line[2])) == (ranks - trainers, trainers)
+    assert (int(line[1]), int(line[2])) == (2, 3)
     assert float(line[3]) < 1e-4
     assert 20 < int(line[4]) < 80  # the trainers had it go by the network for a while
     assert float(line[5]) < 0.03  # of velocities up to 0.9

@@ -156,13 +156,17 @@ def test_what_does_not_fit_is_named(comm: Communicator, tmp_path: Path) -> None:
         make(comm, "LAMB", optimizer=optim.SGD()).load(tmp_path / "a")
 
 
+def trained_alone(name: str) -> Bits:
+    return spawn(lambda comm: train(make(comm, name), 2), 1)[0]
+
+
 @pytest.mark.world
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", MAKE)
 def test_processes_find_the_bits_of_one(world: Communicator, name: str) -> None:
     with make(world, name, group_bytes=0) as trainer:
         found = train(trainer, 2)
-    assert found == from_rank_0(world, lambda: spawn(lambda comm: train(make(comm, name), 2), 1)[0])
+    assert found == from_rank_0(world, trained_alone, name)
 
 
 def make_averaging(comm: Communicator, **options: Any) -> fsdpx.Trainer:
