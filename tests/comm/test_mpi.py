@@ -104,12 +104,13 @@ def test_a_guard_names_who_called_what_and_who_did_not_come(world):
     def body(comm):
         if comm.size == 1:
             return
-        guarded = Guarded(comm, timeout=0.5)
+        guarded = Guarded(comm)
         with pytest.raises(DesyncError, match=r"rank 0: all_reduce of a.*: all_reduce of b"):
             guarded.all_reduce(np.zeros(3), what="a" if comm.rank == 0 else "b")
         late = Guarded(comm, timeout=0.5)
         if comm.rank != 1:
-            with pytest.raises(DesyncError, match=r"ranks \[1\] did not arrive at barrier of end"):
+            # on a busy machine others may be late as well
+            with pytest.raises(DesyncError, match=r"ranks \[(0, )?1\b.* did not arrive at barrier of end"):
                 late.barrier(what="end")
 
     together(world, world, body)

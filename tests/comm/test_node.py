@@ -217,8 +217,9 @@ def test_groups_have_boards_of_their_own(world):
 
 
 def test_who_does_not_come_is_named():
-    comm, everyone = _node(timeout=0.3), carrier()
+    comm, everyone = _node(), carrier()
     room = comm.share(4096)
+    comm.wait_up_to(0.3)
 
     def body(comm):
         buf = room[:800].view(np.float64)

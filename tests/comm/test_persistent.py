@@ -183,7 +183,7 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
 
 
 def test_who_does_not_come_to_a_planned_call_is_named():
-    comm, everyone = _node(timeout=0.3), carrier()
+    comm, everyone = _node(), carrier()
     room, common = comm.share(4096), comm.share_one(4096)
 
     def body(comm):
@@ -191,6 +191,7 @@ def test_who_does_not_come_to_a_planned_call_is_named():
         comm.all_reduce(buf).wait()
         comm.all_gather(full[comm.rank : comm.rank + 1], full[: comm.size]).wait()
         everyone.barrier().wait()
+        comm.wait_up_to(0.3)
         if comm.rank == 0:
             with pytest.raises(CommTimeout, match=r"all_reduce of 'w' on rank 0 of \d+ .* ranks \[1\b.*window"):
                 comm.all_reduce(buf, what="'w'").wait()

@@ -158,8 +158,10 @@ def test_it_reads_ahead_only_so_far():
     data = Single(list(range(100)))
     running = iter(DataLoader(data, 1, prefetch=3))
     next(running)
-    time.sleep(0.1)
-    assert 4 <= len(data.read) <= 5  # one received, three waiting, one in hand
+    while len(data.read) < 5:  # one received, three waiting, one in hand
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(data.read) == 5
     running.close()
 
 

@@ -1,6 +1,5 @@
 """The same promises under real MPI, at whatever number of ranks the tests are run with."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -134,10 +133,9 @@ def test_ranks_that_call_different_things_are_named(world: Communicator) -> None
         else:
             axis.all_reduce(np.zeros(3), what="REDUCE3 blocks.0").wait()
 
-    begin = time.monotonic()
     with pytest.raises(DesyncError) as caught:
         act()
-    assert time.monotonic() - begin < 10
+    assert "did not arrive" not in str(caught.value)  # as it would be said of ranks that were waited for
     for word in ("rank 0", "barrier", "the odd one", "all_reduce", "REDUCE3 blocks.0"):
         assert word in str(caught.value), str(caught.value)
 

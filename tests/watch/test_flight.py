@@ -41,15 +41,15 @@ def test_the_last_actions_are_there_in_order(actions: int, open_: bool) -> None:
 def test_a_record_says_who_where_and_what_for(tmp_path: Path) -> None:
     written = recorder(tmp_path)
     written.program(7, "step", 1)
-    now = time.perf_counter()
+    wall, now = time.time() + 0.01, time.perf_counter()
     written.begin("GATHER1 (page 'ä.weight')", now - 3)
     written.waits("GATHER0 (page 'b')")
     flight = read_all(tmp_path)[1]
     assert (flight.rank, flight.ranks, flight.step, flight.program, flight.host) == (1, 3, 7, "step", "host")
-    where = flight.where(time.time())
+    where = flight.where(wall)
     assert where.startswith("in action GATHER1 (page 'ä.weight'), needs GATHER0 (page 'b'), for 3.")
     written.end(now)
-    assert read_all(tmp_path)[1].where(time.time()).startswith("outside any action for 0.0 s, after GATHER1")
+    assert read_all(tmp_path)[1].where(wall).startswith("outside any action for 0.0 s, after GATHER1")
     assert "GATHER1 (page 'ä.weight')  needs GATHER0" in log(read_all(tmp_path))
 
 
