@@ -85,9 +85,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = globals()[name] = getattr(import_module(_HOME[name]), name)
         return value
-    from fsdpx.words import left
+    from fsdpx.words import absent
 
-    raise AttributeError(left(name) or f"module 'fsdpx' has no attribute {name!r}")
+    raise absent(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -20,12 +20,14 @@ FsdpxError
 """
 
 import re
+import sys
+import warnings
 from collections.abc import Iterable
 
 __all__ = [
     "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
     "LaunchError", "MeshError", "NumericsError", "OffloadError", "OutOfMemory", "ProgramError", "RankLost",
-    "ShapeError", "StateLost", "printable",
+    "ShapeError", "StateLost", "printable", "warn",
 ]  # fmt: skip
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -35,6 +37,21 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def printable(text: str) -> str:
     """A text of which others may have written parts, so that a terminal shows it and does nothing else."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+_BETWEEN = {"contextlib", "fsdpx", "functools", "importlib", "numba"}
+"""Packages that stand between the line of a caller and a warning."""
+
+
+def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
+    """A warning at the line of the program that has called fsdpx, whatever lies between; an example is a program."""
+    frame = sys._getframe(1)
+    name = frame.f_globals.get("__name__", "")
+    while frame.f_back and name.partition(".")[0] in _BETWEEN and not name.startswith("fsdpx.examples."):
+        frame = frame.f_back
+        name = frame.f_globals.get("__name__", "")
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, kind, frame.f_code.co_filename, frame.f_lineno, name, seen)
 
 
 class FsdpxError(Exception):

@@ -16,11 +16,12 @@ import os
 import re
 import shutil
 import stat
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from fsdpx.errors import warn
 
 __all__ = [
     "LARGEST_RECORD", "READABLE", "Untrusted", "append", "believed", "belongs", "create", "demand_private", "folder",
@@ -121,7 +122,7 @@ def passed_over(error: Exception, path: Path | None = None) -> None:
     key = _PATH_END.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(f"fsdpx: {text}; it is passed over", RuntimeWarning, stacklevel=3)
+        warn(f"fsdpx: {text}; it is passed over")
 
 
 def _demand(path: str | os.PathLike[str], found: os.stat_result, most: int | None, ours: bool) -> None:

@@ -1,19 +1,21 @@
 """Words of other libraries, and of earlier versions of this one, and what to write instead: one table for all errors
 about names that are unknown."""
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import wraps
 from inspect import Parameter, signature
+from opcode import opmap
 from typing import Any, ParamSpec, TypeVar
 
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "CALLS", "GONE", "LEFT", "MOVED", "OTHERS", "demand_known", "demand_match", "knowing", "left", "meant", "moved",
-    "patterns_of", "refusing",
+    "CALLS", "GONE", "LEFT", "MOVED", "OTHERS", "absent", "demand_known", "demand_match", "knowing", "left", "meant",
+    "moved", "patterns_of", "refusing",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -116,6 +118,48 @@ OTHERS: dict[str, str] = {
     "batch_size": "data.DataLoader(dataset, batch_size)",
     "num_epochs": "trainer.fit(loader, epochs=...)",
     "epochs": "trainer.fit(loader, epochs=...)",
+    "Sequential": "nn.Chain",
+    "Module": "nn.Composite, or a torch.nn.Module, which distribute takes as it is",
+    "ModuleList": "nn.Chain",
+    "Parameter": "nn.Spec, in the specs of a layer",
+    "functional": "layers: nn.ReLU(), nn.Softmax()",
+    "CrossEntropyLoss": "nn.CrossEntropy",
+    "NLLLoss": "nn.CrossEntropy, without the log_softmax before it",
+    "MSELoss": "nn.MSE",
+    "BCEWithLogitsLoss": "nn.BCEWithLogits",
+    "BCELoss": "nn.BCEWithLogits, without the sigmoid before it",
+    "BatchNorm1d": "nn.BatchNorm",
+    "BatchNorm2d": "nn.BatchNorm",
+    "BatchNorm3d": "nn.BatchNorm",
+    "SyncBatchNorm": "nn.BatchNorm",
+    "InstanceNorm1d": "nn.InstanceNorm",
+    "InstanceNorm2d": "nn.InstanceNorm",
+    "InstanceNorm3d": "nn.InstanceNorm",
+    "MultiheadAttention": "nn.MultiHeadAttention",
+    "TransformerEncoderLayer": "nn.TransformerBlock",
+    "LSTM": "a torch.nn.Module, which distribute takes as it is",
+    "GRU": "a torch.nn.Module, which distribute takes as it is",
+    "RNN": "a torch.nn.Module, which distribute takes as it is",
+    "CosineAnnealingLR": "optim.schedules.Cosine",
+    "StepLR": "optim.schedules.Step",
+    "LinearLR": "optim.schedules.Linear",
+    "SequentialLR": "optim.schedules.WarmUp",
+    "OneCycleLR": "optim.schedules.WarmUp(..., optim.schedules.Cosine(...))",
+    "LambdaLR": "optimizer=optim.AdamW(lr=...), a function of the step",
+    "init_process_group": "fsdpx.init()",
+    "destroy_process_group": "fsdpx.finalize()",
+    "get_rank": "fsdpx.rank()",
+    "get_world_size": "fsdpx.world_size()",
+    "fully_shard": 'fsdpx.distribute(model, strategy="fsdp")',
+    "Accelerator": "fsdpx.distribute(model, ...)",
+    "DeviceMesh": "fsdpx.Mesh",
+    "init_device_mesh": "fsdpx.Mesh",
+    "TensorDataset": "data.ArrayDataset",
+    "DataLoader": "data.DataLoader",
+    "DistributedSampler": "data.DataLoader(dataset, batch_size, comm=trainer.data)",
+    "no_grad": "trainer.predict(x), or trainer.evaluate(x, y)",
+    "save": "trainer.save(folder)",
+    "load": "trainer.load(folder)",
 }  # fmt: skip
 """Word -> what to write here. Capitals, dashes and underscores do not count."""
 LEFT: dict[str, str] = {
@@ -188,6 +232,17 @@ def meant(word: str, known: Iterable[str]) -> str:
         return f"; here that is {ours}"
     near = get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
+    """The error for a name that a module does not have, with what may be meant. Call it from `__getattr__`.
+
+    Python answers "from fsdpx import FSDP" with a text of its own for an AttributeError, which would hide this one."""
+    hint = "" if name.startswith("_") else meant(name, known)
+    by = sys._getframe(2)
+    if by.f_code.co_code[by.f_lasti] == opmap["IMPORT_FROM"]:
+        return ImportError(f"cannot import name {name!r} from {module!r}{hint}", name=module)
+    return AttributeError(left(name) or f"module {module!r} has no attribute {name!r}{hint}")
 
 
 def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:

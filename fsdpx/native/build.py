@@ -12,7 +12,6 @@ import gc
 import hashlib
 import pickle
 import struct
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,6 +24,7 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from fsdpx import environment
+from fsdpx.errors import warn
 from fsdpx.native.image import Code, fingerprint, freedom, seal, unsealed
 from fsdpx.native.kinds import ARRAY, FLAGS, NUMBER
 
@@ -220,11 +220,9 @@ def _warn(error: Exception) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
+        warn(
             f"fsdpx: compiled kernels cannot be kept on disk ({error}), so every process compiles them again "
             "(some seconds): set NUMBA_CACHE_DIR to a folder that can be written",
-            RuntimeWarning,
-            stacklevel=3,
         )
 
 

@@ -1,5 +1,7 @@
 """What is computed: layers, containers, losses and models."""
 
+from typing import TYPE_CHECKING, Any
+
 from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, CutDropout, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
@@ -41,6 +43,7 @@ from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
 from fsdpx.nn.spectral import FNO, ChannelLinear, ChannelScale, GridEmbedding, SpectralConv
 from fsdpx.nn.unet import UNet
+from fsdpx.words import absent
 
 __all__ = [
     "FNO", "GELU", "GPT", "MLP", "MSE", "RMSE", "VRMSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d",
@@ -58,3 +61,9 @@ __all__ = [
     "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora",
     "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip
+
+
+if not TYPE_CHECKING:  # a type checker would take any name
+
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, name, __all__)

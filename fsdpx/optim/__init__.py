@@ -1,6 +1,6 @@
 """Optimisers: flat, in place, on this rank's shard only; and the schedules of their learning rates."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdpx.optim import schedules
 from fsdpx.optim.adam import Adam, AdamW
@@ -11,7 +11,7 @@ from fsdpx.optim.muon import Muon
 from fsdpx.optim.optimizer import Kept, Optimizer, Rate, no_decay, rate
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
-from fsdpx.words import knowing, left
+from fsdpx.words import absent, knowing
 
 __all__ = [
     "EMA", "LAMB", "SGD", "SWA", "Adam", "AdamW", "Groups", "Kept", "Lion", "Muon", "Optimizer", "Rate", "Run",
@@ -23,5 +23,7 @@ for _kind in (EMA, LAMB, SGD, SWA, Adam, AdamW, Lion, Muon, *(getattr(schedules,
     knowing(_kind)
 
 
-def __getattr__(name: str) -> Any:
-    raise AttributeError(left(name) or f"module 'fsdpx.optim' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name
+
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, name, __all__)

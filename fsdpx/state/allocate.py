@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from fsdpx.array.namespace import from_host
 from fsdpx.comm.backend import FakeNode
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import node_of
+from fsdpx.errors import warn
 from fsdpx.nn.layer import Spec
 from fsdpx.state.ledger import Ledger, LedgerRow, rows_of
 from fsdpx.state.offload import Disk, open_disk
@@ -76,11 +76,9 @@ def _padded(row: LedgerRow) -> int:
 def _warn(placement: Placement, what: str) -> None:
     """Once, on one rank."""
     if placement.axes.world.rank == 0:
-        warnings.warn(
+        warn(
             f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they travel as MPI messages: "
             "slower, same results. Give it more (containers: docker run --shm-size=4g)",
-            RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -22,7 +21,7 @@ from fsdpx.array import blas, cores, parallel
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.opening import carrier_of, node_of
-from fsdpx.errors import printable
+from fsdpx.errors import printable, warn
 from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES
 from fsdpx.native.processor import cpuinfo
@@ -130,11 +129,9 @@ def kept() -> str:
 def _refuse(folder: Path, error: OSError) -> None:
     if folder not in _refused:
         _refused.add(folder)
-        warnings.warn(
+        warn(
             f"fsdpx: measurements cannot be kept in {folder} ({error.strerror or error}), so every start measures "
             "again: set FSDPX_CACHE to a folder that can be written",
-            RuntimeWarning,
-            stacklevel=3,
         )
 
 

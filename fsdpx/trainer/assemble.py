@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +30,7 @@ from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.cuda.devices import current, take
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.warm import warm
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, warn
 from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, over_parts, parallelise
@@ -295,7 +294,7 @@ def _products(world: Communicator, formats: Precision, xp: Any) -> str:
     library, able = blas.halves.chosen(name), blas.halves.instructions(name)
     if library == blas.halves.WIDENED and world.rank == 0:
         why = "oneDNN is not installed (pip install 'fsdpx[onednn]')" if able else NOTHING
-        warnings.warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", stacklevel=2)
+        warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
     return library
 
 

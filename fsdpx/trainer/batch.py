@@ -4,7 +4,6 @@ call it is; a rank's part of the global batch is checked, agreed on with the oth
 from __future__ import annotations
 
 import hashlib
-import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.guarded import compare, grouped
 from fsdpx.comm.mesh import REPLICA, Axes
 from fsdpx.cuda.devices import current, is_on_gpu, where
-from fsdpx.errors import DataError, DesyncError, FsdpxError
+from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
 from fsdpx.nn.numeric import as_taken
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
@@ -135,12 +134,10 @@ class Twins:
                 self._warn()
 
     def _warn(self) -> None:
-        warnings.warn(
+        warn(
             f"fsdpx: all {self._size} data ranks train on the same samples ({self._same} so far), so together they do "
             "what one rank would: give each its part of the global batch, as DataLoader(comm=trainer.data) does, or "
             "cut it by trainer.data.rank and trainer.data.size",
-            RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.config import python_number
 from fsdpx.data.dataset import digest_of_first
 from fsdpx.data.loader import DataLoader
-from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory
+from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory, warn
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.feed import Feed
@@ -468,12 +467,10 @@ def _warn_of_first(host: TrainerHost, loader: Any) -> None:
     """Warn on rank 0, unless a sample differs each time that it is read. Collective."""
     changes = _digest(loader) != _digest(loader)
     if not host.most(np.array([int(changes)]), "fit")[0] and host.rank == 0:
-        warnings.warn(
+        warn(
             f"fsdpx: the datasets of the ranks have {len(loader.dataset)} samples each and differ in the first one, "
             "and each rank trains on its share of its own dataset alone: give all ranks the same dataset, or, where "
             "each has its own part already, say DataLoader(dataset, samples of this rank, rank=0, size=1)",
-            RuntimeWarning,
-            stacklevel=2,
         )
 
 

@@ -3,7 +3,6 @@ one after every change of ranks."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +18,7 @@ from fsdpx.engine.direct import Direct
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
 from fsdpx.engine.run import GradientScale, Mean, demand_finite
-from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
@@ -300,12 +299,10 @@ class Session:
         self._noticed.add(IDLE)
         if axes.data.rank == axes.tensor.rank == 0:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            warnings.warn(
+            warn(
                 f"no gradient reaches {', '.join(names[:6])}{more}: the loss does not depend on them, so they are "
                 "trained with a gradient of zero: weight decay and momentum still move them, where PyTorch leaves them "
                 "alone; leave their layers out, or freeze them (frozen=[...])",
-                RuntimeWarning,
-                stacklevel=3,
             )
 
     def updated(self, mean: Mean, scale: GradientScale) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -15,7 +14,7 @@ import numpy as np
 from fsdpx.checkpoint.save import Choices
 from fsdpx.checkpoint.weights import WeightsReport, load_weights
 from fsdpx.comm.communicator import Communicator
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.generation.texts import Sampling, Stream, is_one
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
@@ -439,7 +438,7 @@ class Trainer:
             if name not in MOVED:
                 raise AttributeError(moved(name) or f"'Trainer' object has no attribute {name!r}")
             found = getattr(getattr(self, MOVED[name]), name)
-            warnings.warn(moved(name), DeprecationWarning, stacklevel=2)
+            warn(moved(name), DeprecationWarning)
             return found
 
     def _demand(self, call: str) -> None:
@@ -458,11 +457,9 @@ class Trainer:
         if before and not self._finite and self._place.axes.world.rank == 0:
             assert self._host.last is not None
             done = "the update was skipped" if self._host.last.skipped else "the parameters are updated with it"
-            warnings.warn(
+            warn(
                 f"the loss of step {self.steps + self._host.last.skipped} is {loss}, and {done}: "
                 "distribute(..., check_finite=True) names its origin",
-                RuntimeWarning,
-                stacklevel=4,
             )
 
     def _refuse_to_mix(self, how: str) -> None:

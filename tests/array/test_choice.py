@@ -119,8 +119,9 @@ def test_a_full_disk_warns_and_the_kernel_runs(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(cache._KeptObject, "save", full)
     kernel = dispatcher(_double)
     kernel._cache._cache_path = str(tmp_path)
-    with pytest.warns(RuntimeWarning, match="No space left on device"):
+    with pytest.warns(RuntimeWarning, match="No space left on device") as caught:
         assert kernel(2.0) == 4.0
+    assert caught[0].filename == __file__  # numba stands between
 
 
 def test_each_signature_and_version_has_its_own_file(cache, monkeypatch, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from fsdpx.array.blas.libraries import intel, present
 from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.array.kernels.half import widened
 from fsdpx.array.namespace import dtype
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, warn
 from fsdpx.native.processor import cpuinfo
 
 __all__ = ["available", "candidates", "choose", "chosen", "instructions", "product"]
@@ -124,7 +123,7 @@ def _proven(name: str, kind: str) -> bool:
     if library is None or _computes(library, kind):
         return library is not None
     about = f"{library.name} in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
-    warnings.warn(f"fsdpx: {about}: {kind} computes without it", RuntimeWarning, stacklevel=2)
+    warn(f"fsdpx: {about}: {kind} computes without it")
     return False
 
 

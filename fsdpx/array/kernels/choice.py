@@ -4,12 +4,11 @@ The table follows `bench/kernels.py`; it never depends on a measurement made whi
 
 import functools
 import importlib.util
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, warn
 
 __all__ = ["Mode", "chosen", "compiled", "form", "installed", "names", "on_device", "use"]
 
@@ -93,10 +92,8 @@ def installed() -> bool:
 @functools.cache
 def _warn() -> None:
     """Once per process."""
-    warnings.warn(
+    warn(
         "fsdpx: Numba is not installed, so kernels run as plain array code (several times slower): pip install numba",
-        RuntimeWarning,
-        stacklevel=2,
     )
 
 
