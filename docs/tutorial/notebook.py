@@ -1,5 +1,6 @@
 """The course as a notebook: `python docs/tutorial/notebook.py` makes course.ipynb of course.md."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -21,8 +22,23 @@ def cells(text: str) -> list[dict[str, object]]:
                 {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": source}
             )
         elif source:
-            found.append({"cell_type": "markdown", "metadata": {}, "source": source})
+            found.append(markdown(piece.strip("\n")))
     return [{"id": f"cell-{i}", **cell} for i, cell in enumerate(found)]
+
+
+def markdown(text: str) -> dict[str, object]:
+    """A cell of text that needs no file beside it, as a reader downloads the notebook alone: links to other pages become
+    their names, and pictures lie in the cell."""
+    text = re.sub(r"(?<!!)\[([^\]]+)\]\((?:\.\./)*([\w/-]+)\.md[^)]*\)", r"\1 (`docs/\2.md`)", text)
+    pictures = re.findall(r"!\[[^\]]*\]\((\S+)\)", text)
+    cell: dict[str, object] = {"cell_type": "markdown", "metadata": {}}
+    if pictures:
+        files = {path: PAGE.parent / path for path in pictures}
+        data = {file.name: base64.b64encode(file.read_bytes()).decode() for file in files.values()}
+        cell["attachments"] = {name: {"image/png": content} for name, content in data.items()}
+        for path, file in files.items():
+            text = text.replace(f"]({path})", f"](attachment:{file.name})")
+    return cell | {"source": text.splitlines(keepends=True)}
 
 
 def notebook(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def checkpoint(path: Path) -> Source:
         raise CheckpointError(f"{path}: there is no checkpoint" + _near(path))
     if not is_checkpoint(folder):
         raise CheckpointError(
-            f"{folder} is no checkpoint: it has no {MANIFEST}. For safetensors files from elsewhere: load_weights"
+            f"{folder} is no checkpoint: it has no {MANIFEST}"
+            + (_newest(folder) or ". For safetensors files from elsewhere: load_weights")
         )
     manifest = Manifest.parse(_text(folder / MANIFEST), str(folder / MANIFEST))
     files = {}
@@ -148,7 +150,16 @@ def _text(path: Path) -> bytes:
 
 
 def _near(path: Path) -> str:
-    return f"; in {path.parent.absolute()} there is {_names(path.parent)}" if path.parent.is_dir() else ""
+    """What there is instead, in the nearest folder that is there, as the end of a sentence."""
+    folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+    return _newest(folder) or f"; in {folder} there is {_names(folder)}"
+
+
+def _newest(folder: Path) -> str:
+    """The checkpoint with the most steps, as the end of a sentence; nothing if none has a number at its end."""
+    steps = {path: re.search(r"\d+$", path.name) for path in folder.iterdir()}
+    found = {path: int(step[0]) for path, step in steps.items() if step and is_checkpoint(path)}
+    return f"; the newest in {folder} is {max(found, key=lambda path: found[path]).name}" if found else ""
 
 
 def _names(folder: Path) -> str:

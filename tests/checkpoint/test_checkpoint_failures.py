@@ -473,6 +473,19 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     assert f"{tmp_path}/b: there is no checkpoint; in {tmp_path} there is a" in refused(2, broken, tmp_path / "b")
 
 
+def test_a_checkpoint_that_is_not_there_names_the_newest_one(tmp_path: Path) -> None:
+    def load(comm: Communicator, path: Path) -> None:
+        make(comm, "wide").load(path)
+
+    for step in (9, 10):
+        spawn(saved, 1, tmp_path / f"step-{step}")
+    (tmp_path / "step-11").mkdir()  # another program's, or one that is not whole
+    newest = f"; the newest in {tmp_path} is step-10"
+    for path in (tmp_path / "step-12", tmp_path / "last", tmp_path / "nowhere" / "step-9"):
+        assert refused(2, load, path) == f"load {path}: rank 0: {path}: there is no checkpoint{newest}"
+    assert refused(2, load, tmp_path).endswith(f"{tmp_path} is no checkpoint: it has no manifest.json{newest}")
+
+
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     spawn(saved, 1, tmp_path / "a")
     values = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")

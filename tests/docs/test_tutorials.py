@@ -63,5 +63,9 @@ def test_the_notebook_of_the_course_is_made_of_its_page() -> None:
     kept = (TUTORIAL / "course.ipynb").read_text()
     assert kept == made.notebook(page), "run python docs/tutorial/notebook.py"
     cells = json.loads(kept)["cells"]
+    for cell in cells:  # a reader downloads it alone
+        inside = {f"attachment:{name}" for name in cell.get("attachments", ())}
+        links = set(re.findall(r"\]\(([^)]*)\)", "".join(cell["source"]))) if cell["cell_type"] == "markdown" else set()
+        assert {link for link in links if not link.startswith("https:")} == inside, links
     programs = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert programs == [code.strip("\n") for code in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)]
