@@ -27,8 +27,8 @@ def cells(text: str) -> list[dict[str, object]]:
 
 
 def markdown(text: str) -> dict[str, object]:
-    """A cell of text that needs no file beside it, as a reader downloads the notebook alone: links to other pages become
-    their names, and pictures lie in the cell."""
+    """A cell of text that needs no file beside it, as readers download the notebook alone: links to pages become
+    names, and pictures lie in the cell."""
     text = re.sub(r"(?<!!)\[([^\]]+)\]\((?:\.\./)*([\w/-]+)\.md[^)]*\)", r"\1 (`docs/\2.md`)", text)
     pictures = re.findall(r"!\[[^\]]*\]\((\S+)\)", text)
     cell: dict[str, object] = {"cell_type": "markdown", "metadata": {}}
