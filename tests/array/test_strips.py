@@ -37,11 +37,18 @@ def all_of(dtype: str, strides: Strides, inner: int, outer: int) -> list[np.ndar
     return [y, more, dx, dweight, dbias]
 
 
+CHANNELS = ((3, 5), (8, 16), (4, 20))
+FEW = ((8, 1), (2, 8), (16, 3), (16, 4), (8, 19))
+"""Few outputs, or few channels of the gradient: the lanes are those of the other side."""
+
+
 @pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_strips_equal_sums_over_places(dims: int, dtype: str) -> None:
-    channels = ((3, 5), (8, 16), (4, 20)) if dims < 3 else ((4, 12),)
-    for (inner, outer), k, s, d, first in itertools.product(channels, (1, 2, 3), (1, 2, 3), (1, 2), (-3, -1, 0, 2)):
+    for (inner, outer), k, s, d, first in itertools.chain(
+        itertools.product(CHANNELS if dims < 3 else ((4, 12),), (1, 2, 3), (1, 2, 3), (1, 2), (-3, -1, 0, 2)),
+        itertools.product(FEW, (2, 3), (1, 2), (1,), (-1, 2)),
+    ):
         strides = Strides((k,) * dims, (s,) * dims, (d,) * dims, (first,) * dims, 2 if inner == 4 else 1)
         with use("plain"):
             want = all_of(dtype, strides, inner, outer)
@@ -59,7 +66,7 @@ def test_bits_of_strips_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for threads in (1, 2, 5):
             parallel.set_threads(threads)
-            found.append(all_of("float32", strides, 8, 24))
+            found.append([*all_of("float32", strides, 8, 24), *all_of("float32", strides, 8, 3)])
     finally:
         parallel.set_threads(before)
     for other in found[1:]:

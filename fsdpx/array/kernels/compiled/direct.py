@@ -2,7 +2,8 @@
 
 A strip of neighbouring outputs, some lanes of channels of each, stays in registers while the cells under their windows
 run by: each number of a cell is multiplied by a row of weights. Where windows reach beyond the field, only the places
-inside count. The gradient of the weights keeps some rows of them in registers while outputs run by."""
+inside count. Where there are few outputs, their lanes are channels of the field instead, which are added up at the end.
+The gradient of the weights keeps some rows of them in registers while outputs run by."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ WIDE, NARROW = 64, 32
 """Bytes of channels that are computed together, and of the last ones of a result."""
 WIDE_ROWS, NARROW_ROWS = 6, 8
 """Outputs of a strip, at most: as many as registers hold."""
+FEW = (8, 6, 4, 3)
+"""Cells of a strip of one, two, three, four outputs, at most."""
 NEAR = 3 << 13
 """Bytes of the cells and of the slopes over which a gradient of weights runs again and again: they stay near."""
 
@@ -67,6 +70,58 @@ def strip_of(nbytes: int, most: int) -> Any:
         return types.void(like, *[types.int64] * 8, three, three, three, types.int64), code
 
     return strip
+
+
+def dots_of(outputs: int, most: int) -> Any:
+    """The loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over places (i, j, k) and r of
+    x[b + place, r] w[o, place, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
+
+    @intrinsic
+    def dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
+             x_step: Any, w: Any, w_step: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            like, rows, y, y_step, start, start_step, x, x_step, w, w_step, counts, x_steps, w_steps, run = arguments
+            vector, word = vector_of(like, NARROW)
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(outputs)] for _ in range(most)]
+            counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
+
+            def body(many: int) -> None:
+                for total in (total for row in sums[:many] for total in row):
+                    builder.store(ir.Constant(vector, None), total)
+                with ExitStack() as stack:
+                    at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in (*counts, run)]
+                    cells, row = (along(builder, base, at, (*steps, w.type(NARROW)))
+                                  for base, steps in ((x, x_steps), (w, w_steps)))  # fmt: skip
+                    weights = [read(builder, vector, row, w_step, o) for o in range(outputs)]
+                    for b in range(many):
+                        cell = read(builder, vector, cells, x_step, b)
+                        for total, weight in zip(sums[b], weights, strict=True):
+                            term = builder.fmul(cell, weight, flags=["contract"])
+                            builder.store(builder.fadd(builder.load(total), term, flags=["contract"]), total)
+                for b, o in product(range(many), range(outputs)):
+                    begin, to = (builder.add(base, base.type(o * word)) for base in (start, y))
+                    number = read(builder, like.type, begin, start_step, b)
+                    to = pointer(builder, like.type, builder.add(to, times(builder, y_step, b)))
+                    builder.store(builder.fadd(number, total_of(builder, builder.load(sums[b][o]))), to)
+
+            each_size(builder, rows, most, body)
+            return context.get_dummy_value()
+
+        three = types.UniTuple(types.int64, 3)
+        return types.void(like, *[types.int64] * 9, three, three, three, types.int64), code
+
+    return dots
+
+
+def total_of(builder: Any, row: Any) -> Any:
+    """The sum of a row, by halves."""
+    index = ir.IntType(32)
+    while (half := row.type.count // 2) > 0:
+        none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
+        low = builder.shuffle_vector(row, none, ir.Constant(kind, [*range(half)]))
+        high = builder.shuffle_vector(row, none, ir.Constant(kind, [*range(half, 2 * half)]))
+        row = builder.fadd(low, high)
+    return builder.extract_element(row, index(0))
 
 
 def outer_of(nbytes: int, most: int) -> Any:
@@ -153,31 +208,41 @@ def each_size(builder: Any, rows: Any, most: int, body: Any) -> None:
 
 
 _wide_strip, _narrow_strip = strip_of(WIDE, WIDE_ROWS), strip_of(NARROW, NARROW_ROWS)
+_one, _two, _three, _four = (dots_of(n + 1, most) for n, most in enumerate(FEW))
 _wide_outer, _narrow_outer = outer_of(WIDE, 6), outer_of(NARROW, 12)
+
+
+@register_jitable
+def _few(outputs, nbytes):
+    """Whether so many outputs are few: so that lanes are channels, of so many bytes."""
+    return outputs <= len(FEW) and nbytes % NARROW == 0
 
 
 @jit
 def _pack(weight, packed, places, turned, back):
-    """packed[block, places, c, lane] = weight[o, c, places]; places (3 dims, 3): how many, the first, and the step to
-    the next. turned: of channels in place of outputs. back: the other way, added."""
+    """packed[block, places, c, lane] = weight[o, c, places], but of `_few` outputs packed[block, lane, places, c];
+    places (3 dims, 3): how many, the first, and the step to the next. turned: of channels in place of outputs. back:
+    the other way, added."""
     outer, inner = (weight.shape[1], weight.shape[0]) if turned else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
         lanes = (WIDE if outer - first > NARROW // word else NARROW) // word
+        few = not back and _few(outer - first, inner * word)
+        near, far = (1, places[0, 0] * places[1, 0] * places[2, 0] * inner) if few else (lanes, 1)
         for c in range(inner):
-            at = base + c * lanes
+            at = base + c * near
             for i in range(places[0, 0]):
                 for j in range(places[1, 0]):
                     for k in range(places[2, 0]):
                         p, q = places[0, 1] + i * places[0, 2], places[1, 1] + j * places[1, 2]
-                        r, row = places[2, 1] + k * places[2, 2], packed[at : at + lanes]
+                        r = places[2, 1] + k * places[2, 2]
                         for lane in range(min(lanes, outer - first)):
                             o, n = (c, first + lane) if turned else (first + lane, c)
                             if back:
-                                weight[o, n, p, q, r] += row[lane]
+                                weight[o, n, p, q, r] += packed[at + lane]
                             else:
-                                row[lane] = weight[o, n, p, q, r]
-                        at += inner * lanes
+                                packed[at + lane * far] = weight[o, n, p, q, r]
+                        at += inner * near
         base += places[0, 0] * places[1, 0] * places[2, 0] * inner * lanes
         first += lanes
 
@@ -239,6 +304,25 @@ def _line(like, wide, long, x, x_step, y, y_step, start, add, partial, scratch, 
         at += rows
 
 
+@register_jitable
+def _short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
+    """The strips of a line of few outputs. run: bytes."""
+    at, most, run = 0, FEW[outputs - 1], run // NARROW
+    while at < long:
+        rows = _rows(long - at, most)
+        xs, ys = x + at * x_step, y + at * y_step
+        begin, step = (ys, y_step) if add else (start, 0)
+        if outputs == 1:
+            _one(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        elif outputs == 2:
+            _two(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        elif outputs == 3:
+            _three(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        else:
+            _four(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        at += rows
+
+
 @jit
 def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
     """Outputs of some lines of all samples' first dim, strip by strip.
@@ -270,7 +354,9 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
             wide = start.size - first > NARROW // word
             nbytes = WIDE if wide else NARROW
             valid = min(nbytes // word, start.size - first)
-            steps = (sizes[1] * sizes[2] * channels * nbytes, sizes[2] * channels * nbytes, channels * nbytes)
+            few = _few(start.size - first, channels * word)
+            cell = channels * (word if few else nbytes)
+            steps = (sizes[1] * sizes[2] * cell, sizes[2] * cell, cell)
             for b in range(bounds[1]):
                 for c in range(bounds[2]):
                     lo1, n1, lo2, n2 = runs[1, b, 2], runs[1, b, 3], runs[2, c, 2], runs[2, c, 3]
@@ -290,6 +376,10 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
                     partial = valid if valid * word < nbytes else 0
                     for h in range(high):
                         xs, ys = x_at + h * x_out, y_at + h * y_out
+                        if few:
+                            _short_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
+                                        counts, (moves[0, 1], moves[1, 1], moves[2, 1]), steps, run * word)  # fmt: skip
+                            continue
                         _line(like, wide, long, xs, x_in, ys, y_in, start_at, add, partial, scratch, w_at, counts,
                               (moves[0, 1], moves[1, 1], moves[2, 1]), steps, run)  # fmt: skip
             first += nbytes // word
