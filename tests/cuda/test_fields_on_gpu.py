@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import even, grid_at, part, place_of, random_cuts
 from stand_in import Cupy, Device
-from test_space import MODELS, even, part, random_cuts, wanted
+from test_space import MODELS, wanted
 
-import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.cuda.devices import gpus
 from fsdpx.errors import ConfigError
@@ -57,8 +57,7 @@ def trained(
     """Losses of three steps and the sum of a prediction's squares."""
     make, shape, _ = MODELS[name]
     fields = np.random.default_rng(1).standard_normal((3, 2, *shape, 2))
-    place = [int(i) for i in np.unravel_index(comm.rank, dims)]
-    grid = fsdpx.Grid(comm, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)], dims=dims)
+    place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts)
     steps = optim.AdamW(lr=1e-2) if precision == "float64" else optim.SGD(lr=1e-2)  # Adam makes rounding errors steps
     options: dict[str, Any] = {"space": grid, "comm": comm, "precision": precision, "device": device}
     trainer = make().as_distributed(loss=loss or nn.MSE(), optimizer=steps, **options)

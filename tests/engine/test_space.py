@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
+from grids import Cuts, OfLine, bounds, even, grid_at, part, place_of, random_cuts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,8 +23,6 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Env
 from fsdpx.nn.parts import MODES, Reach, fold, widen
 from fsdpx.testing import demand_close
-
-Cuts = Sequence[Sequence[int]]
 
 
 def windows() -> nn.Layer:
@@ -60,20 +59,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int,
 }
 
 
-def even(shape: Sequence[int], dims: Sequence[int]) -> list[list[int]]:
-    return [[n * r // d for r in range(d + 1)] for n, d in zip(shape, dims, strict=True)]
-
-
-def random_cuts(shape: Sequence[int], dims: Sequence[int]) -> list[list[int]]:
-    """Uneven parts, of which some are empty."""
-    rng = np.random.default_rng(sum(dims))
-    return [[0, *sorted(rng.integers(0, n + 1, d - 1).tolist()), n] for n, d in zip(shape, dims, strict=True)]
-
-
-def part(a: Any, cuts: Cuts, place: Sequence[int], first: int) -> Any:
-    return a[(slice(None),) * first + tuple(slice(c[p], c[p + 1]) for c, p in zip(cuts, place, strict=True))]
-
-
 def trained(comm: Communicator, name: str, dims: Sequence[int] | None, loss: Any, cuts: Cuts = ()) -> Any:
     """Losses of three steps, parameters, the prediction of this rank, and where it lies; dims None: without a grid."""
     make, shape, _ = MODELS[name]
@@ -86,8 +71,7 @@ def trained(comm: Communicator, name: str, dims: Sequence[int] | None, loss: Any
         target = np.moveaxis(wanted(out), -1, 1)
         losses = [trainer.step(x, target) for x in whole]
         return losses, trainer.parameters(), np.moveaxis(trainer.predict(whole[0]), 1, -1)
-    place = [int(i) for i in np.unravel_index(comm.rank, dims)]
-    grid = fsdpx.Grid(comm, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)], dims=dims)
+    place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts)
     trainer = make().as_distributed(space=grid, **options)
     outputs = trainer.inspect.placement.field.outputs
     target = part(wanted(outputs.shape), outputs.cuts, place, 1)
@@ -112,13 +96,6 @@ def test_parts_train_as_the_whole_does(name: str, loss: nn.Loss) -> None:
                 np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
                 demand_close(values, parameters, 1e-8)
                 demand_close({"prediction": mine}, {"prediction": part(predicted, parts, place, 1)}, 1e-8)
-
-
-class OfLine:
-    """A mesh whose ranks are those of one dim."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.space = (comm,)
 
 
 @given(st.integers(1, 13), st.data())
@@ -170,10 +147,8 @@ def test_backward_by_hand_gives_the_gradient_of_each_part(ghosts: int) -> None:
     x, dy = rng.standard_normal((9 + 2 * ghosts, 7 + 2 * ghosts, 2)), rng.standard_normal((9, 7, 3))
 
     def run(comm: Communicator, dims: Sequence[int]) -> Any:
-        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
         cuts = random_cuts((9, 7), dims)
-        here = [(c[p], c[p + 1]) for c, p in zip(cuts, place, strict=True)]
-        grid = fsdpx.Grid(comm, [b - a for a, b in here], dims=dims, ghosts=ghosts)
+        here, grid = bounds(cuts, place_of(comm.rank, dims)), grid_at(comm, dims, cuts, ghosts=ghosts)
         net = nn.Chain(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1))
         trainer = net.as_distributed(space=grid, comm=comm, optimizer=optim.SGD(lr=0.1), precision="float64")
         mine = x[*(slice(a, b + 2 * ghosts) for a, b in here)]
@@ -214,9 +189,7 @@ def test_what_only_chooses_values_has_the_same_bits_on_all_grids() -> None:
     net = nn.Chain(nn.MaxPool2d(3, 2, 1), nn.GELU(), nn.Upsample(size=(15, 11), mode="nearest"), nn.MaxPool2d(2, 1))
 
     def run(comm: Communicator, dims: Sequence[int]) -> np.ndarray:
-        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
-        cuts = random_cuts(cells, dims)
-        grid = fsdpx.Grid(comm, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)], dims=dims)
+        place, grid = place_of(comm.rank, dims), grid_at(comm, dims, random_cuts(cells, dims))
         trainer = net.as_distributed(space=grid, comm=comm)
         outputs = trainer.inspect.placement.field.outputs
         found = fsdpx.Grid(comm, outputs.local(place), dims=dims).gather(trainer.predict(grid.local(whole)))

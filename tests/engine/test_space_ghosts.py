@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
+from grids import Cuts, OfLine, bounds, even, grid_at, place_of, random_cuts
 from hypothesis import given
 from hypothesis import strategies as st
-from test_space import Cuts, even, random_cuts, refused
+from test_space import refused
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -67,19 +68,14 @@ def alone(first: str) -> Any:
     return spawn(run, 1)[0]
 
 
-def bounds(cuts: Cuts, place: Sequence[int]) -> list[tuple[int, int]]:
-    return [(c[p], c[p + 1]) for c, p in zip(cuts, place, strict=True)]
-
-
 @in_full
 @pytest.mark.parametrize("first", few(list(FIRST), 5))
 def test_ghost_cells_are_the_padding(first: str) -> None:
     losses, parameters, predicted = alone(first)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
-        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+        place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts, ghosts=GHOSTS)
         mine = bounds(cuts, place)
-        grid = fsdpx.Grid(comm, [b - a for a, b in mine], dims=dims, ghosts=GHOSTS)
         trainer = nn.Chain(FIRST[first](1), *tail(4)).as_distributed(space=grid, **options(comm))
         x = padded(2)[:, *(slice(a, b + 2 * g) for (a, b), g in zip(mine, GHOSTS, strict=True))]
         outputs = trainer.inspect.placement.field.outputs
@@ -148,9 +144,8 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
         return np.concatenate(found, -1)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
-        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
-        mine = bounds(cuts, place)
-        grid = fsdpx.Grid(comm, [b - a for a, b in mine], dims=dims, ghosts=1, periods=periods)
+        mine = bounds(cuts, place_of(comm.rank, dims))
+        grid = grid_at(comm, dims, cuts, ghosts=1, periods=periods)
         trainer = nn.Rollout(net, 3).as_distributed(space=grid, **options(comm))
         here = tuple(slice(a, b) for a, b in mine)
         x = state[:, *(slice(a, b + 2) for a, b in mine)]
@@ -166,13 +161,6 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
                 demand_close({"prediction": mine}, {"prediction": predicted[:, *here]}, 1e-10)
                 np.testing.assert_allclose(losses, straight[1], rtol=1e-11, err_msg=f"{dims} {cuts}")
                 demand_close(values, straight[2], 1e-8)
-
-
-class OfLine:
-    """A mesh whose ranks are those of one dim."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.space = (comm,)
 
 
 @given(st.integers(1, 9), st.data())

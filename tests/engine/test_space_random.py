@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from grids import bounds, grid_at, place_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
@@ -86,12 +86,10 @@ def test_any_chain_over_any_parts(data: st.DataObject) -> None:
         return y, trainer.step(x, target(y.shape[2:])), trainer.parameters()
 
     def run(comm: Communicator) -> Any:
-        place = [int(i) for i in np.unravel_index(comm.rank, width)]
-        own = [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)]
-        grid = fsdpx.Grid(comm, own, dims=width, layout="c" + "zyx"[3 - dims :])
+        grid = grid_at(comm, width, cuts, layout="c" + "zyx"[3 - dims :])
         trainer = nn.Chain(*layers).as_distributed(comm=comm, space=grid, **options)
         outputs = trainer.inspect.placement.field.outputs
-        there = tuple(slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, place, strict=True))
+        there = tuple(slice(*ends) for ends in bounds(outputs.cuts, place_of(comm.rank, width)))
         mine = grid.local(x)
         y = trainer.predict(mine)
         return there, y, trainer.step(mine, target(outputs.shape)[:, :, *there]), trainer.parameters()

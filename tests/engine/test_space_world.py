@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import even, part, random_cuts
 from ranks import from_rank_0
-from test_space import MODELS, even, part, random_cuts, trained, wanted
+from test_space import MODELS, trained, wanted
 
 import fsdpx
 from fsdpx import nn, optim, spawn

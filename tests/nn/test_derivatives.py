@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, run_alone, run_over
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -14,8 +15,6 @@ from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.parts import MODES
 from fsdpx.testing import LossContract
-
-from .grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, run_alone, run_over
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import cuts_of, place_of
 from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator
-
-from .grids import cuts_of
 
 SHAPE = (7, 10)
 ROWS = 5
@@ -72,7 +71,7 @@ def compare(found: Any, want: Any = None) -> None:
 
 def placed(comm: Communicator, dims: tuple[int, int], rank: int, seed: int) -> Any:
     """(grid, offsets, cells) of this rank."""
-    place = [int(i) for i in np.unravel_index(rank, dims)]
+    place = place_of(rank, dims)
     cells = cuts_of(SHAPE, dims, seed).local(place)
     grid = fsdpx.Grid(comm, cells, dims=dims)
     return grid, grid.offsets, cells

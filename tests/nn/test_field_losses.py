@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, loss_over, part
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -14,8 +15,6 @@ from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.cut import Parts
 from fsdpx.testing import LossContract
-
-from .grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, loss_over, part
 
 SHAPE = 9, 11
 VOLUME = 6, 5, 7
@@ -105,7 +104,7 @@ def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
     def made(parts: Parts, place: list[int]) -> nn.Loss:
         given = {"mask": LAND, "area": AREA, "nan": None}[how]
         return LOSSES[name](
-            skipna=how == "nan", weights=None if given is None else part(given, parts, place, given.ndim - 2)
+            skipna=how == "nan", weights=None if given is None else part(given, parts.cuts, place, given.ndim - 2)
         )
 
     alone = made(Parts.whole(SHAPE), [0, 0])

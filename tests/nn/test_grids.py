@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import GRIDS, cuts_of, env_of, run_alone, run_over
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.testing import demand_close
 
-from .grids import GRIDS, cuts_of, env_of, run_alone, run_over
 from .setting import normal, parameters
 
 SIZES = {2: (9, 12), 3: (6, 9, 8)}

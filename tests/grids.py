@@ -1,4 +1,4 @@
-"""Layers and losses on a grid of thread ranks, and on one rank that has the whole field."""
+"""Fields that are cut over grids of ranks, and layers and losses on them and on one rank that has the whole field."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fsdpx
 from fsdpx import spawn
 from fsdpx.array.random import Random
 from fsdpx.comm import Communicator
@@ -16,6 +17,7 @@ from fsdpx.comm.mesh import FieldRanks, Mesh, alone, connect
 from fsdpx.nn import Env, Layer, Loss
 from fsdpx.nn.cut import CutRequest, Parts
 
+Cuts = Sequence[Sequence[int]]
 GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (4, 1, 1), (2, 2, 2)]
 """Ranks along each dim of cells."""
 
@@ -29,19 +31,48 @@ def cuts_of(shape: Sequence[int], dims: Sequence[int], seed: int) -> Parts:
     return Parts(tuple(made))
 
 
-def part(a: np.ndarray, parts: Parts, place: Sequence[int], first: int = 2) -> np.ndarray:
+def even(shape: Sequence[int], dims: Sequence[int]) -> Cuts:
+    return cuts_of(shape, dims, 0).cuts
+
+
+def random_cuts(shape: Sequence[int], dims: Sequence[int]) -> Cuts:
+    """Uneven parts, of which some are empty."""
+    return cuts_of(shape, dims, sum(dims)).cuts
+
+
+def place_of(rank: int, dims: Sequence[int]) -> list[int]:
+    """Where a rank is in its grid."""
+    return [int(i) for i in np.unravel_index(rank, dims)]
+
+
+def bounds(cuts: Cuts, place: Sequence[int]) -> list[tuple[int, int]]:
+    """Along each dim, the first cell of the part at `place`, and the one after its last."""
+    return [(c[p], c[p + 1]) for c, p in zip(cuts, place, strict=True)]
+
+
+def grid_at(comm: Any, dims: Sequence[int], cuts: Cuts, **more: Any) -> fsdpx.Grid:
+    """The grid of a rank that has its part of the cuts. more: arguments of `fsdpx.Grid`."""
+    return fsdpx.Grid(comm, [b - a for a, b in bounds(cuts, place_of(comm.rank, dims))], dims=dims, **more)
+
+
+def part(a: np.ndarray, cuts: Cuts, place: Sequence[int], first: int = 2) -> np.ndarray:
     """What the rank at `place` has of an array whose dims from `first` on are cells."""
-    cells = (slice(c[p], c[p + 1]) for c, p in zip(parts.cuts, place, strict=True))
-    return np.ascontiguousarray(a[(slice(None),) * first + tuple(cells)])
+    return np.ascontiguousarray(a[(slice(None),) * first + tuple(slice(*ends) for ends in bounds(cuts, place))])
 
 
 def whole(found: Sequence[np.ndarray], parts: Parts, dims: Sequence[int], first: int = 2) -> np.ndarray:
     """The array of whose parts the ranks have `found`."""
     out = np.full((*found[0].shape[:first], *parts.shape), np.nan, found[0].dtype)
     for rank, a in enumerate(found):
-        cells = (slice(c[p], c[p + 1]) for c, p in zip(parts.cuts, np.unravel_index(rank, dims), strict=True))
-        out[(slice(None),) * first + tuple(cells)] = a
+        out[(slice(None),) * first + tuple(slice(*ends) for ends in bounds(parts.cuts, place_of(rank, dims)))] = a
     return out
+
+
+class OfLine:
+    """A mesh whose ranks are those of one dim."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.space = (comm,)
 
 
 def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool = True) -> Env:
@@ -84,10 +115,10 @@ def run_over(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: np.ndarray, dim
     outputs = portion.kind
 
     def one(comm: Communicator) -> Ran:
-        env, place = env_of(comm, dims), [int(i) for i in np.unravel_index(comm.rank, dims)]
-        y, saved = portion.layer.forward(env, p, each(lambda a: part(a, parts, place), x))
+        env, place = env_of(comm, dims), place_of(comm.rank, dims)
+        y, saved = portion.layer.forward(env, p, each(lambda a: part(a, parts.cuts, place), x))
         g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
-        dx = portion.layer.backward(env, p, g, saved, part(dy, outputs, place))
+        dx = portion.layer.backward(env, p, g, saved, part(dy, outputs.cuts, place))
         return Ran(y, np.concatenate(dx) if isinstance(dx, tuple) else dx, g, outputs)
 
     found = spawn(one, int(np.prod(dims)))
@@ -100,9 +131,9 @@ def loss_over(loss: Any, y: np.ndarray, target: np.ndarray, dims: Any, parts: Pa
     """Total, weight and gradient of a loss on ranks that have `parts`. loss: a function of (parts, place) or a loss."""
 
     def one(comm: Communicator) -> tuple[float, float, np.ndarray]:
-        place = [int(i) for i in np.unravel_index(comm.rank, dims)]
+        place = place_of(comm.rank, dims)
         made = loss if isinstance(loss, Loss) else loss(parts, place)
-        mine, t = part(y, parts, place), part(target, parts, place)
+        mine, t = part(y, parts.cuts, place), part(target, parts.cuts, place)
         made.validate(mine.shape, t)
         total, weight, saved = made.over(parts).forward(env_of(comm, dims), mine, t)
         return total, weight, made.over(parts).backward(env_of(comm, dims), saved, 0.5)
