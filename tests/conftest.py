@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,7 +112,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Python need not search modules and thousands of tests for garbage again and again: a sixth of all time."""
+    """Python need not search modules and thousands of tests for garbage again and again: a sixth of all time. Where
+    every core has a test of its own, threads of PyTorch wait long for each other."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 200)

@@ -1,13 +1,15 @@
 """PyTorch as the oracle of whole training: gradients and 20 AdamW steps of the same GPT, float64."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from models import part
 
-from fsdpx import nn, optim, spawn
+from fsdpx import Trainer, nn, optim, spawn
 from fsdpx.comm import Communicator
+from fsdpx.testing import demand_close
 
 torch = pytest.importorskip("torch")
 
@@ -40,7 +42,15 @@ def logits(p: dict[str, Any], x: Any) -> Any:
     return f.linear(f.layer_norm(h, (WIDTH,), p["norm.weight"], p["norm.bias"]), p["embed.weight"])
 
 
-def by_torch(start: dict[str, np.ndarray]) -> Any:
+@cache
+def begun() -> dict[str, np.ndarray]:
+    """The parameters that a seed gives, on any ranks."""
+    return spawn(lambda comm: trainer_of(comm, "ddp").parameters(), 1)[0]
+
+
+@cache
+def by_torch() -> Any:
+    start = begun()
     p = {k: torch.tensor(v, requires_grad=True) for k, v in start.items()}
     decayed = [v for v in p.values() if v.ndim > 1]
     plain = [v for v in p.values() if v.ndim == 1]
@@ -59,8 +69,8 @@ def by_torch(start: dict[str, np.ndarray]) -> Any:
     return losses, first, {k: v.detach().numpy() for k, v in p.items()}
 
 
-def by_us(comm: Communicator, strategy: str) -> Any:
-    trainer = nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, TIME).as_distributed(
+def trainer_of(comm: Communicator, strategy: str) -> Trainer:
+    return nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, TIME).as_distributed(
         loss=nn.CrossEntropy(),
         optimizer=optim.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay),
         strategy=strategy,
@@ -69,6 +79,10 @@ def by_us(comm: Communicator, strategy: str) -> Any:
         clip_norm=1.0,
         group_bytes=4096,
     )
+
+
+def by_us(comm: Communicator, strategy: str) -> Any:
+    trainer = trainer_of(comm, strategy)
     start, losses, first = trainer.parameters(), [], {}
     for x, y in batches():
         mine = part(comm, ROWS)
@@ -80,8 +94,9 @@ def by_us(comm: Communicator, strategy: str) -> Any:
 
 @pytest.mark.parametrize(("strategy", "size"), [("ddp", 1), ("ddp", 2), ("zero1", 3), ("zero2", 2), ("fsdp", 3)])
 def test_gradients_and_twenty_steps_match(strategy: str, size: int) -> None:
+    want_losses, want_first, want_end = by_torch()
     for start, losses, first, end in spawn(lambda comm: by_us(comm, strategy), size):
-        want_losses, want_first, want_end = by_torch(start)
+        demand_close(start, begun())
         np.testing.assert_allclose(losses, want_losses, rtol=1e-9)
         for name in start:
             np.testing.assert_allclose(first[name], want_first[name], rtol=1e-9, atol=1e-12, err_msg=name)

@@ -93,7 +93,7 @@ def test_help_of_the_layer_of_ones_own_does_not_train() -> None:
 
 def test_a_solver_uses_what_others_learn_from_it() -> None:
     """Rows of the field here, columns there, in parts of different sizes; one trainer serves no solver."""
-    found = run(5, "fsdpx.examples.solver", "--trainers", "3").stdout
+    found = run(5, "fsdpx.examples.solver", "--trainers", "3", "--rounds", "18").stdout
     line = re.fullmatch(
         r"(\d) ranks solve, (\d) train: loss (\S+), (\d+)% of the small steps, largest difference (\S+)\n", found
     )
