@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full
+from amount import few
 
 import fsdpx
 from fsdpx import environment, nn, optim, spawn
@@ -66,19 +66,6 @@ def test_blocks_that_are_not_run_say_so(page: Path) -> None:
         assert not language.startswith("py") or language == "python" or first.startswith("# not run by the tests: "), (
             first
         )
-
-
-@in_full
-def test_the_picture_in_the_readme_is_what_show_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    from fsdpx.__main__ import main
-
-    assert main(["show", "many", "--ranks", "4"]) == 0
-    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    picture = re.search(r"^```text\n(LOAD.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
-    assert picture
-    lines = picture[1].splitlines()
-    start = shown.index(lines[0])
-    assert shown[start : start + len(lines)] == lines
 
 
 def names(page: Path) -> set[str]:
