@@ -162,11 +162,11 @@ def test_a_rank_of_spawn_cannot_open_another_world():
     on_ranks(2, body)
 
 
-def test_importing_and_running_on_threads_loads_no_mpi():
+def test_importing_and_running_on_threads_loads_no_mpi_and_no_torch():
     program = (
         "import sys, numpy as np, fsdpx.comm as c, fsdpx.facade.functional as f, fsdpx.testing.communicator\n"
         "c.spawn(lambda comm: f.all_reduce(np.ones(3)), 2); f.all_reduce(1.0)\n"
-        "assert not {'mpi4py', 'cupy', 'numba'} & set(sys.modules), sys.modules"
+        "assert not {'mpi4py', 'cupy', 'numba', 'torch'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
