@@ -207,7 +207,7 @@ def wrote_and_hash(out: str) -> tuple[str, str]:
 
 def wrote(out: str) -> str:
     """The text of the model."""
-    found = re.search(r"sample:\n(.*?)\n\nmemory of this rank", out, re.S)
+    found = re.search(r"sample:\n(.*?)\n\n(?:rank 0 of|memory of this rank)", out, re.S)
     assert found
     return found[1]
 
@@ -296,8 +296,11 @@ def test_gpt_on_a_mesh_gives_the_loss_and_the_text_of_one_process() -> None:
     ("ranks", "options"), [(3, ""), (4, "--mesh pipe=2 --schedule zbv --strategy zero1")], ids=["ranks", "pipe"]
 )
 def test_gpt_hash_is_the_same_on_any_ranks(ranks: int, options: str) -> None:
-    done = run(ranks, "fsdpx.examples.gpt", *CHUNKS, "--no-save", *options.split())
+    done = run(ranks, "fsdpx.examples.gpt", *CHUNKS, "--no-save", "--verbose", *options.split())
     assert wrote_and_hash(done.stdout) == of_one_process()
+    for word in ("tokens/s", "bits per byte", "peak memory per rank", "all-gather over shard"):
+        assert word in done.stdout or options, word
+    assert "step 1/2  loss" in done.stderr
 
 
 def test_gpt_hash_does_not_see_that_ranks_may_come_and_go(tmp_path: Path) -> None:
