@@ -176,8 +176,9 @@ def check_flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
         if dtype.char in USUAL and dtype.isnative:  # the same answer as below, sooner
             return
     if getattr(array, "ndim", None) != 1:
-        shape = getattr(array, "shape", type(array).__name__)
-        complain(ShapeError, comm, call, f"{name} must be a flat array (1-D), not {shape}: use array.reshape(-1)")
+        kind = type(array).__name__
+        given, use = (array.shape, "array.reshape(-1)") if hasattr(array, "shape") else (kind, "numpy.array([...])")
+        complain(ShapeError, comm, call, f"{name} must be a flat array (1-D), not {given}: use {use}")
     flags = getattr(array, "flags", None)
     if flags is not None and not flags.c_contiguous:
         complain(ShapeError, comm, call, f"{name} is not contiguous: communicate a contiguous copy")

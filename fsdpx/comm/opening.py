@@ -349,6 +349,8 @@ def spawn(
     survive : a rank that raises `Died` dies alone: the others, whose communicators are survivors, live on, and its
         result is None. If all die, the first death is raised here.
     """
+    if not callable(fn):
+        raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
     world = ThreadWorld(environment.read().timeout or TIMEOUT if timeout is None else timeout, survive)

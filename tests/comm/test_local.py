@@ -17,7 +17,7 @@ from threads import on_ranks
 import fsdpx.comm as comms
 from fsdpx.comm import Communicator, Counted, Counters, Guarded, ReduceOp, opening, spawn
 from fsdpx.comm.messages import ring
-from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError
+from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError, ShapeError
 from fsdpx.testing.communicator import CommunicatorContract
 
 X = np.zeros(4)
@@ -46,6 +46,25 @@ def test_spawn_returns_results_by_rank():
 def test_spawn_needs_a_rank():
     with pytest.raises(ConfigError, match="at least 1 rank, not 0"):
         spawn(lambda comm: None, 0)
+
+
+def test_spawn_says_which_argument_is_the_first():
+    text = r"^spawn\(4, ...\): first the function, then the number of ranks, as in spawn\(train, 4\)$"
+    with pytest.raises(ConfigError, match=text):
+        spawn(4, lambda comm: None)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([1.0], r"not list: use numpy.array\(\[...\]\)"),
+        (3.0, r"not float: use numpy.array\(\[...\]\)"),
+        (np.ones((2, 2)), r"not \(2, 2\): use array.reshape\(-1\)"),
+    ],
+)
+def test_what_is_no_flat_array_is_refused_with_the_way_to_make_one(value, words):
+    with pytest.raises(ShapeError, match=rf"^all_reduce on rank \d: buf must be a flat array \(1-D\), {words}\n"):
+        spawn(lambda comm: comm.all_reduce(value), 2)
 
 
 def test_the_first_exception_wakes_the_others_and_comes_back_with_its_rank():
