@@ -79,15 +79,17 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_FLOORS, *_HOME]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FLOORS:
-        return import_module(f"fsdpx.{name}")
-    if name in _HOME:
-        value = globals()[name] = getattr(import_module(_HOME[name]), name)
-        return value
-    from fsdpx.words import absent
+if not TYPE_CHECKING:  # a type checker would take any name
 
-    raise absent(__name__, name, __all__)
+    def __getattr__(name: str) -> Any:
+        if name in _FLOORS:
+            return import_module(f"fsdpx.{name}")
+        if name in _HOME:
+            value = globals()[name] = getattr(import_module(_HOME[name]), name)
+            return value
+        from fsdpx.words import absent
+
+        raise absent(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

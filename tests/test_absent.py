@@ -1,5 +1,6 @@
 """Names of other libraries that a module of fsdpx is asked for, and names that do not exist at all."""
 
+import ast
 import copy
 import inspect
 import pickle
@@ -71,3 +72,12 @@ def test_what_the_table_says_is_there(ours: str) -> None:
         found = {"fsdpx": fsdpx, "nn": nn, "optim": optim, "data": data}[home]
         for part in name.split("."):
             found = getattr(found, part)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_a_type_checker_does_not_take_any_name(module: ModuleType) -> None:
+    """`__getattr__` of a module would tell it that every name is there."""
+    found = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef | ast.If)]
+    guarded = [ast.unparse(node.test) for node in found if isinstance(node, ast.If) and "__getattr__" in ast.dump(node)]
+    assert guarded == ["not TYPE_CHECKING"]
+    assert "__getattr__" not in [node.name for node in found if isinstance(node, ast.FunctionDef)]
