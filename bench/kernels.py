@@ -20,7 +20,6 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.array import arena, kernels, parallel
 from fsdpx.array import dtype as dtype_of
-from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch, normal
 from fsdpx.optim import Segment, Segments
@@ -131,22 +130,19 @@ def heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, size: str) -> Iterator[Ca
 
 
 def images(x: np.ndarray, size: str) -> Iterator[Case]:
-    window, channels = SlidingWindow((3, 3), (1, 1), (1, 1)), x.shape[1]
+    channels = x.shape[1]
     weight = np.ones((channels, channels, 3, 3), x.dtype)
-    yield "conv2d", size, lambda: kernels.conv2d(np, x, weight, None, window)
-    yield "conv2d_backward_input", size, lambda: kernels.conv2d_backward_input(np, weight, x, window, x.shape)
-    into = (weight.copy(), False)
-    yield "conv2d_backward_params", size, lambda: kernels.conv2d_backward_params(np, x, x, window, into, None)
     strides, out = Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1), x.shape[2:]
+    into = (weight.copy(), False)
     yield "correlate", size, lambda: kernels.correlate(np, x, weight, None, strides, out)
     yield "correlate_backward_input", size, lambda: kernels.correlate_backward_input(np, weight, x, strides, x.shape)
     yield "correlate_backward_params", size, lambda: kernels.correlate_backward_params(np, x, x, strides, into, None)
-    half = SlidingWindow((2, 2), (2, 2), (0, 0))
-    y, winner = kernels.max_pool(np, x, half)
-    yield "max_pool", size, lambda: kernels.max_pool(np, x, half)
+    half, less = Strides((2, 2), (2, 2), (1, 1), (0, 0), 1), tuple(n // 2 for n in out)
+    y, winner = kernels.max_pool(np, x, half, less)
+    yield "max_pool", size, lambda: kernels.max_pool(np, x, half, less)
     yield "max_pool_backward", size, lambda: kernels.max_pool_backward(np, y, winner, half, x.shape)
-    yield "avg_pool", size, lambda: kernels.avg_pool(np, x, half)
-    yield "avg_pool_backward", size, lambda: kernels.avg_pool_backward(np, y, half, x.shape)
+    yield "avg_pool", size, lambda: kernels.avg_pool(np, x, half, less, 4)
+    yield "avg_pool_backward", size, lambda: kernels.avg_pool_backward(np, y, half, x.shape, 4)
     a = np.ones(channels, x.dtype)
     yield "channel_sums", size, lambda: kernels.channel_sums(np, x)
     yield "channel_squares", size, lambda: kernels.channel_squares(np, x, a)

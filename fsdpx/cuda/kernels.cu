@@ -515,8 +515,8 @@ KERNEL(window_cells)(const wide* columns, wide* x, const number* window, number 
 // -- pools ------------------------------------------------------------------------------------------------------------
 
 // The largest cell under each window and the place where it is, the first of equals, and NaN before all; without `winner`
-// the mean, in which cells beyond the ends count as zeros.
-KERNEL(pool)(const real* x, real* y, int* winner, const number* window, number count) {
+// their sum over `divisor`, in which cells beyond the ends count as zeros.
+KERNEL(pool)(const real* x, real* y, int* winner, const number* window, number divisor, number count) {
     Window w(window);
     number outs = w.sizes[0] * w.inner;
     EACH(i, count) {
@@ -534,12 +534,12 @@ KERNEL(pool)(const real* x, real* y, int* winner, const number* window, number c
                     total += v;
                     if (v > best || v != v) best = v, best_place = place;
                 }
-        put(y, i, winner ? best : total / place);
+        put(y, i, winner ? best : total / divisor);
         if (winner) winner[i] = best_place;
     }
 }
 
-KERNEL(pool_backward)(const real* dy, const int* winner, real* dx, const number* window, number count) {
+KERNEL(pool_backward)(const real* dy, const int* winner, real* dx, const number* window, number divisor, number count) {
     Window w(window);
     number outs = w.sizes[0] * w.inner;
     EACH(i, count) {
@@ -560,7 +560,7 @@ KERNEL(pool_backward)(const real* dy, const int* winner, real* dx, const number*
                 }
             }
         }
-        put(dx, i, winner ? total : total / w.places);
+        put(dx, i, winner ? total : total / divisor);
     }
 }
 

@@ -509,24 +509,6 @@ COLUMNS = 1 << 26
 LONG = 1 << 13
 """Elements of sums that a product of its own makes sooner than one of many (microseconds against milliseconds)."""
 
-@form("view real real? any")
-def conv2d(launch: Launch, x: Any, weight: Any, bias: Any, window: Any) -> Any:
-    return correlate(launch, x, weight, bias, _strides(window), window.out(x.shape))
-
-
-@form("real view any any")
-def conv2d_backward_input(launch: Launch, weight: Any, dy: Any, window: Any, shape: tuple[int, ...]) -> Any:
-    return correlate_backward_input(launch, weight, dy, _strides(window), shape)
-
-
-@form("view view any any? any?")
-def conv2d_backward_params(launch: Launch, x: Any, dy: Any, window: Any, weight: Any, bias: Any) -> None:
-    correlate_backward_params(launch, x, dy, _strides(window), weight, bias)
-
-
-def _strides(window: Any) -> tuple[Any, ...]:
-    return window.kernel, window.stride, (1,) * len(window.kernel), tuple(-p for p in window.padding), 1
-
 
 @form("view real real? any any view?")
 def correlate(launch: Launch, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
@@ -669,36 +651,39 @@ def _table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, .
 # -- pools, and norms over channels -----------------------------------------------------------------------------------
 
 
-@form("real any")
-def max_pool(launch: Launch, x: Any, window: Any) -> tuple[Any, Any]:
-    return _pool(launch, x, window, True)
+@form("real any any")
+def max_pool(launch: Launch, x: Any, strides: Any, sizes: Any) -> tuple[Any, Any]:
+    winner = launch.xp.empty((*x.shape[:2], *sizes), dtype=np.int32)
+    return _pool(launch, x, winner, strides, sizes, 1), winner
 
 
-@form("real any")
-def avg_pool(launch: Launch, x: Any, window: Any) -> Any:
-    return _pool(launch, x, window, False)[0]
+@form("real any any any")
+def avg_pool(launch: Launch, x: Any, strides: Any, sizes: Any, divisor: int) -> Any:
+    return _pool(launch, x, None, strides, sizes, divisor)
 
 
-def _pool(launch: Launch, x: Any, window: Any, largest: bool) -> tuple[Any, Any]:
-    xp, shape = launch.xp, (*x.shape[:2], *window.out(x.shape))
-    y, winner = xp.empty(shape, dtype=x.dtype), xp.empty(shape, dtype=np.int32) if largest else None
-    launch.each("pool", y.size, x, y, winner, _window(launch, _strides(window), x.shape[2:], shape[2:]), y.size)
-    return y, winner
+def _pool(launch: Launch, x: Any, winner: Any, strides: Any, sizes: Any, divisor: int) -> Any:
+    y = launch.xp.empty((*x.shape[:2], *sizes), dtype=x.dtype)
+    launch.each("pool", y.size, x, y, winner, _window(launch, strides, x.shape[2:], sizes), divisor, y.size)
+    return y
 
 
 @form("real index any any")
-def max_pool_backward(launch: Launch, dy: Any, winner: Any, window: Any, shape: tuple[int, ...]) -> Any:
-    return _pool_backward(launch, dy, winner, window, shape)
+def max_pool_backward(launch: Launch, dy: Any, winner: Any, strides: Any, shape: tuple[int, ...]) -> Any:
+    return _pool_backward(launch, dy, winner, strides, shape, 1)
 
 
-@form("real any any")
-def avg_pool_backward(launch: Launch, dy: Any, window: Any, shape: tuple[int, ...]) -> Any:
-    return _pool_backward(launch, dy, None, window, shape)
+@form("real any any any")
+def avg_pool_backward(launch: Launch, dy: Any, strides: Any, shape: tuple[int, ...], divisor: int) -> Any:
+    return _pool_backward(launch, dy, None, strides, shape, divisor)
 
 
-def _pool_backward(launch: Launch, dy: Any, winner: Any, window: Any, shape: tuple[int, ...]) -> Any:
-    dx, place = launch.xp.empty(tuple(shape), dtype=dy.dtype), _strides(window)
-    launch.each("pool_backward", dx.size, dy, winner, dx, _window(launch, place, shape[2:], dy.shape[2:]), dx.size)
+def _pool_backward(
+    launch: Launch, dy: Any, winner: Any, strides: Any, shape: tuple[int, ...], divisor: int
+) -> Any:
+    dx = launch.xp.empty(tuple(shape), dtype=dy.dtype)
+    window = _window(launch, strides, shape[2:], dy.shape[2:])
+    launch.each("pool_backward", dx.size, dy, winner, dx, window, divisor, dx.size)
     return dx
 
 

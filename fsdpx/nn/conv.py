@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cut import CutRequest, Parts
@@ -21,7 +20,7 @@ from fsdpx.nn.rims import Box, Rims, fold_rims
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "cut_window", "demand_groups", "fitting", "for_each", "here",
-    "image_window", "window_specs",
+    "window_specs",
 ]  # fmt: skip
 
 Sizes = int | tuple[int, ...]
@@ -79,20 +78,19 @@ class ConvWindow:
         return max(count, 0)
 
     def inside(self, parts: Parts) -> tuple[int, ...]:
-        """Zeros that the kernel adds itself, on both sides alike: of dims that are not cut."""
+        """Zeros before the field that the kernel adds itself: of dims that are not cut."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
-        rows = zip(parts.cuts, self.low, self.high, self.modes, strict=True)
-        return tuple(a if len(c) == 2 and a == b and mode == "zeros" else 0 for c, a, b, mode in rows)
+        rows = zip(parts.cuts, self.low, self.modes, strict=True)
+        return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
 
-    def moves(self, parts: Parts, alone: bool = True) -> tuple[Reach, ...]:
-        """What each rank needs beside its own cells; ShapeError for a field that is too small for the padding. alone:
-        zeros of dims that are not cut are left to the kernel."""
+    def moves(self, parts: Parts) -> tuple[Reach, ...]:
+        """What each rank needs beside its own cells; ShapeError for a field that is too small for the padding. Zeros of
+        dims that are not cut are left to the kernel."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(reaches(parts, [(s, -a, span) for s, a, span in rows], self.outputs(parts), self.modes))
-        left = enumerate(zip(parts.cuts, self.inside(parts), strict=True))
-        for i, (cuts, pad) in left if alone and not parts.ghosts else ():
-            if pad or (len(cuts) == 2 and self.low[i] == self.high[i] == 0):
+        for i, (cuts, mode) in enumerate(zip(parts.cuts, self.modes, strict=True)):
+            if len(cuts) == 2 and not parts.ghosts and (mode == "zeros" or self.low[i] == self.high[i] == 0):
                 found[i] = Reach(i + 2, cuts, ((0, cuts[-1]),))
         for reach in found:
             demand_fit(reach)
@@ -152,18 +150,16 @@ def _sides(
 
 
 @lru_cache(1 << 10)
-def _prepared(window: ConvWindow, parts: Parts, alone: bool) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
-    moves = tuple(reach for reach in window.moves(parts, alone) if not reach.still)
+def _prepared(window: ConvWindow, parts: Parts) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
+    moves = tuple(reach for reach in window.moves(parts) if not reach.still)
     return window.outputs(parts), moves, window.inside(parts)
 
 
-def fitting(
-    layer: Any, parts: Parts, alone: bool = True
-) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
+def fitting(layer: Any, parts: Parts) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
     """Who has which outputs, what each rank needs for them, and the zeros that the kernel adds; ShapeError, which names
     the layer, for a field that is too small."""
     try:
-        found = _prepared(layer.window, parts, alone)
+        found = _prepared(layer.window, parts)
     except ShapeError as error:
         raise ShapeError(f"{layer!r}: {error}") from None
     if min(found[0].shape) < 1:
@@ -174,11 +170,6 @@ def fitting(
 def here(env: Env, parts: Parts) -> tuple[int, ...]:
     """Cells of this rank's part."""
     return parts.shape if parts.uncut else parts.local([line.rank for line in env.mesh.space])
-
-
-def image_window(window: ConvWindow, padding: tuple[int, ...]) -> SlidingWindow:
-    """A window as the kernels of images and pools have it."""
-    return SlidingWindow(window.kernel, window.stride, padding)
 
 
 def cut_window(layer: Any, request: CutRequest) -> Portion | None:
@@ -221,7 +212,7 @@ class Conv(Layer):
 
     dims: ClassVar[int]
     takes_ghosts = True
-    runs: tuple[str, ...] = ("correlate", "correlate_backward_input", "correlate_backward_params")
+    runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self,
@@ -258,11 +249,7 @@ class Conv(Layer):
         if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # 16 bits would be rounded once for each slab
             x, moves, widened = widen(env, x, moves, what=env.random.path), (), moves
         rims = Rims(env, x, moves, env.random.path)
-        (own,) = rims.boxes
-        if not moves and (image := self._image(inside, sizes)):
-            y = kernels.conv2d(env.xp, x, weight, bias, image)
-        else:
-            y = kernels.correlate(env.xp, x, weight, bias, self._strides(inside, own), sizes)
+        y = kernels.correlate(env.xp, x, weight, bias, self._strides(inside, rims.boxes[0]), sizes)
         for box in rims.rest():
             y = kernels.correlate(env.xp, box.cells, weight, None, self._strides(inside, box), sizes, y)
         return y, (tuple(rims.boxes), moves, inside, widened)
@@ -272,8 +259,6 @@ class Conv(Layer):
         weight, slopes = p["weight"], [boxes[0]]
 
         def slope(box: Box) -> Array:
-            if image := None if moves else self._image(inside, dy.shape[2:]):
-                return kernels.conv2d_backward_input(env.xp, weight, dy, image, tuple(box.cells.shape))
             strides = self._strides(inside, box)
             return kernels.correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
 
@@ -285,25 +270,16 @@ class Conv(Layer):
         self.backward_params(env, g, (*saved, dy))
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        boxes, moves, inside, _, dy = kept
+        boxes, _, inside, _, dy = kept
         weight, bias = destination(g, "weight"), destination(g, "bias")
         for box in boxes:
-            if image := None if moves else self._image(inside, dy.shape[2:]):
-                kernels.conv2d_backward_params(env.xp, box.cells, dy, image, weight, bias)
-            else:
-                strides = self._strides(inside, box)
-                kernels.correlate_backward_params(env.xp, box.cells, dy, strides, weight, bias)
+            kernels.correlate_backward_params(env.xp, box.cells, dy, self._strides(inside, box), weight, bias)
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _strides(self, inside: tuple[int, ...], box: Box) -> Strides:
         """The window over the cells of a box."""
         first = tuple(-pad - at for pad, at in zip(inside, box.at, strict=True))
         return Strides(self.window.kernel, self.window.stride, self.window.dilation, first, self.groups)
-
-    def _image(self, inside: tuple[int, ...], sizes: Sequence[int]) -> SlidingWindow | None:
-        """For the kernels of images; None: these do not take it."""
-        plain = len(sizes) == 2 and self.groups == 1 and set(self.window.dilation) == {1} and min(sizes) > 0
-        return image_window(self.window, inside) if plain else None
 
 
 class Conv1d(Conv):
@@ -318,7 +294,6 @@ class Conv2d(Conv):
     """
 
     dims = 2
-    runs = ("conv2d", "conv2d_backward_input", "conv2d_backward_params", *Conv.runs)
 
 
 class Conv3d(Conv):

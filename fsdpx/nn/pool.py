@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError
-from fsdpx.nn.conv import ConvWindow, Sizes, cut_window, fitting, here, image_window
+from fsdpx.nn.conv import ConvWindow, Sizes, cut_window, fitting, here
 from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
 from fsdpx.nn.parts import demand_dims, fold, rank_along, widen
@@ -42,27 +40,14 @@ class Pool(Layer):
     def cut(self, request: CutRequest) -> Portion:
         return cut_window(self, request) or super().cut(request)
 
-    def image(self, parts: Parts) -> SlidingWindow | None:
-        """For the kernels, of fields that are not cut; None: these do not take it."""
-        plain = parts.uncut and set(self.window.dilation) == {1} and not self.ceil_mode
-        return image_window(self.window, self.window.low) if plain else None
-
-    def all_here(self) -> SlidingWindow | None:
-        """For the kernels, of all cells under windows; None: these do not take it."""
-        return image_window(self.window, (0,) * self.dims) if set(self.window.dilation) == {1} else None
-
-    def reached(self, env: Env, x: Array) -> tuple[Array, Any, Parts, tuple[int, ...]]:
-        """The cells under all windows of this rank, and the moves that brought them."""
-        parts = self.parts or Parts.whole(x.shape[2:])
-        outputs, moves, _ = fitting(self, parts, False)
-        return widen(env, x, moves, self.beyond, what=env.random.path), moves, parts, here(env, outputs)
-
-    def places(self, sizes: tuple[int, ...], cells: tuple[int, ...]) -> Iterator[tuple[int, tuple[slice, ...]]]:
-        """Each place of the window by number, and the cells that it meets."""
-        window = self.window
-        strides = Strides(window.kernel, window.stride, window.dilation, (0,) * self.dims, 1)
-        for number, (_, _, met) in enumerate(strides.places(sizes, cells)):
-            yield number, met
+    def reached(self, env: Env, x: Array) -> tuple[Array, Any, Strides, tuple[int, ...]]:
+        """The cells under all windows of this rank, the moves that brought them, the windows, and how many these are.
+        ShapeError if none fits."""
+        demand_dims(self, x, self.dims)
+        outputs, moves, inside = fitting(self, self.parts or Parts.whole(x.shape[2:]))
+        window, first = self.window, tuple(-pad for pad in inside)
+        strides = Strides(window.kernel, window.stride, window.dilation, first, 1)
+        return widen(env, x, moves, self.beyond, what=env.random.path), moves, strides, here(env, outputs)
 
 
 class MaxPool(Pool):
@@ -89,36 +74,13 @@ class MaxPool(Pool):
         super().__init__(kernel_size, stride, padding, dilation, ceil_mode)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, self.dims)
-        image = self.image(self.parts or Parts.whole(x.shape[2:]))
-        if image is not None and min(image.out(x.shape)) > 0:
-            y, winner = kernels.max_pool(env.xp, x, image)
-            return y, (tuple(x.shape), winner, None)
-        xp, (wide, moves, _, sizes) = env.xp, self.reached(env, x)
-        if (image := self.all_here()) is not None and min(sizes) > 0:
-            y, winner = kernels.max_pool(xp, wide, image)
-            return y, (tuple(wide.shape), winner, moves)
-        y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
-        winner = xp.zeros(y.shape, dtype=np.int16)
-        for number, cells in self.places(sizes, wide.shape[2:]) if y.size else ():
-            there = wide[cells]
-            better = (there > y) | ((there != there) & (y == y))
-            y = xp.where(better, there, y)
-            winner = xp.where(better, np.int16(number), winner)
-        return y, (tuple(wide.shape), winner, moves)
+        wide, moves, strides, sizes = self.reached(env, x)
+        y, winner = kernels.max_pool(env.xp, wide, strides, sizes)
+        return y, (tuple(wide.shape), moves, strides, winner)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        shape, winner, moves = saved
-        if moves is None:
-            image = self.image(Parts.whole(shape[2:]))
-            return kernels.max_pool_backward(env.xp, dy, winner, image, shape), ()
-        if (image := self.all_here()) is not None and min(dy.shape[2:]) > 0:
-            dwide = kernels.max_pool_backward(env.xp, dy, winner, image, shape)
-            return fold(env, dwide, moves, what=env.random.path), ()
-        dwide = env.xp.zeros(shape, dtype=dy.dtype)
-        for number, cells in self.places(dy.shape[2:], shape[2:]) if dy.size else ():
-            into = dwide[cells]
-            into += env.xp.where(winner == number, dy, dy.dtype.type(0))
+        shape, moves, strides, winner = saved
+        dwide = kernels.max_pool_backward(env.xp, dy, winner, strides, shape)
         return fold(env, dwide, moves, what=env.random.path), ()
 
 
@@ -144,33 +106,25 @@ class AvgPool(Pool):
         super().__init__(kernel_size, stride, padding, 1, ceil_mode)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, self.dims)
-        image = self._image(self.parts or Parts.whole(x.shape[2:]))
-        if image is not None and min(image.out(x.shape)) > 0:
-            return kernels.avg_pool(env.xp, x, image), (tuple(x.shape), None, None)
-        xp, (wide, moves, parts, sizes) = env.xp, self.reached(env, x)
-        y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
-        for _, cells in self.places(sizes, wide.shape[2:]) if y.size else ():
-            y += wide[cells]
-        shares = self._shares(env, parts, x.dtype)
-        return y * shares, (tuple(wide.shape), moves, shares)
+        wide, moves, strides, sizes = self.reached(env, x)
+        shares = self._shares(env, self.parts or Parts.whole(x.shape[2:]), x.dtype)
+        y = kernels.avg_pool(env.xp, wide, strides, sizes, self._divisor(shares))
+        return y if shares is None else y * shares, (tuple(wide.shape), moves, strides, shares)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        shape, moves, shares = saved
-        if moves is None:
-            return kernels.avg_pool_backward(env.xp, dy, self._image(Parts.whole(shape[2:])), shape), ()
-        dwide, each = env.xp.zeros(shape, dtype=dy.dtype), dy * shares
-        for _, cells in self.places(dy.shape[2:], shape[2:]) if dy.size else ():
-            into = dwide[cells]
-            into += each
+        shape, moves, strides, shares = saved
+        dy = dy if shares is None else dy * shares
+        dwide = kernels.avg_pool_backward(env.xp, dy, strides, shape, self._divisor(shares))
         return fold(env, dwide, moves, what=env.random.path), ()
 
-    def _image(self, parts: Parts) -> SlidingWindow | None:
-        counted = self.count_include_pad or not any(self.window.low)
-        return self.image(parts) if counted and self.divisor_override is None else None
+    def _divisor(self, shares: Array | None) -> int:
+        return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
-    def _shares(self, env: Env, parts: Parts, dtype: Any) -> Array:
-        """1 / the cells that count, for each output of this rank, as (1, 1, *cells)."""
+    def _shares(self, env: Env, parts: Parts, dtype: Any) -> Array | None:
+        """1 / the cells that count, for each output of this rank, as (1, 1, *cells); None: as many as for all."""
+        counted = self.count_include_pad or not any(self.window.low)
+        if self.divisor_override is not None or (counted and not self.ceil_mode):
+            return None
         outputs, counts = self.window.outputs(parts), np.ones((1, 1, *(1,) * self.dims))
         for d in range(self.dims):
             rank = rank_along(env, outputs.cuts[d], d)
@@ -183,8 +137,6 @@ class AvgPool(Pool):
             shape = [1] * (self.dims + 2)
             shape[d + 2] = last - first
             counts = counts * (end - begin).reshape(shape)
-        if self.divisor_override is not None:
-            counts = np.full((1,) * (self.dims + 2), float(self.divisor_override))
         return env.xp.asarray((1.0 / counts).astype(dtype))
 
 

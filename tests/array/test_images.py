@@ -9,7 +9,6 @@ from amount import few
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.kernels import use
 from fsdpx.array.kernels.compiled import convolution
-from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 
 WINDOWS = [
@@ -31,27 +30,37 @@ def far(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.max(np.abs(got - want), initial=0.0)) / max(float(np.max(np.abs(want), initial=0.0)), 1.0)
 
 
-def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: SlidingWindow) -> list[np.ndarray]:
+def sliding(kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]) -> Strides:
+    return Strides(kernel, stride, (1,) * len(kernel), tuple(-p for p in padding), 1)
+
+
+def sizes(x: np.ndarray, window: Strides) -> tuple[int, ...]:
+    """Of the result, with as much padding behind as before."""
+    rows = zip(x.shape[2:], window.kernel, window.stride, window.first, strict=True)
+    return tuple((n - 2 * first - k) // s + 1 for n, k, s, first in rows)
+
+
+def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: Strides) -> list[np.ndarray]:
     """Forward and all gradients; those of parameters are added to ones."""
     dweight, dbias = np.ones_like(weight), np.ones_like(bias)
-    y = kernels.conv2d(np, x, weight, bias, window)
-    dx = kernels.conv2d_backward_input(np, weight, dy, window, x.shape)
-    kernels.conv2d_backward_params(np, x, dy, window, (dweight, True), (dbias, True))
+    y = kernels.correlate(np, x, weight, bias, window, sizes(x, window))
+    dx = kernels.correlate_backward_input(np, weight, dy, window, x.shape)
+    kernels.correlate_backward_params(np, x, dy, window, (dweight, True), (dbias, True))
     return [y, dx, dweight, dbias]
 
 
-def setting(dtype: str, shape: tuple[int, ...], window: SlidingWindow) -> tuple[np.ndarray, ...]:
+def setting(dtype: str, shape: tuple[int, ...], window: Strides) -> tuple[np.ndarray, ...]:
     rng, (n, inner, height, width, outer) = np.random.default_rng(0), shape
     x, weight = rng.normal(size=(n, inner, height, width)), rng.normal(size=(outer, inner, *window.kernel))
-    dy = rng.normal(size=(n, outer, *window.out(x.shape)))
-    scale = 1.0 / np.sqrt(inner * window.size)
+    dy = rng.normal(size=(n, outer, *sizes(x, window)))
+    scale = 1.0 / np.sqrt(inner * np.prod(window.kernel))
     return tuple(a.astype(dtype) for a in (x, weight * scale, rng.normal(size=outer), dy))
 
 
 @pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("window", [SlidingWindow(*w) for w in WINDOWS], ids=str)
-def test_convolutions_equal_the_plain_ones(window: SlidingWindow, shape: tuple[int, ...], dtype: str) -> None:
+@pytest.mark.parametrize("window", [sliding(*w) for w in WINDOWS], ids=str)
+def test_convolutions_equal_the_plain_ones(window: Strides, shape: tuple[int, ...], dtype: str) -> None:
     arrays = setting(dtype, shape, window)
     with use("plain"):
         want = all_of(*(a.astype(np.float64) for a in arrays), window)
@@ -76,7 +85,7 @@ def test_winograd_is_taken_where_it_pays() -> None:
 
 
 def test_errors_of_winograd_in_float32_are_within_what_the_documentation_says() -> None:
-    window = SlidingWindow((3, 3), (1, 1), (1, 1))
+    window = sliding((3, 3), (1, 1), (1, 1))
     for inner in (64, 512):
         arrays = setting("float32", (8, inner, 8, 8, 64), window)
         with use("plain"):
@@ -90,8 +99,8 @@ def turned(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize("window", [SlidingWindow(*w) for w in WINDOWS[:1] + WINDOWS[4:6]], ids=str)
-def test_bits_do_not_depend_on_the_order_in_memory(window: SlidingWindow) -> None:
+@pytest.mark.parametrize("window", [sliding(*w) for w in WINDOWS[:1] + WINDOWS[4:6]], ids=str)
+def test_bits_do_not_depend_on_the_order_in_memory(window: Strides) -> None:
     x, weight, bias, dy = setting("float32", SHAPES[0], window)
     want = all_of(x, weight, bias, dy, window)
     for given in ((turned(x), dy), (x, turned(dy)), (turned(x), turned(dy))):
@@ -101,7 +110,7 @@ def test_bits_do_not_depend_on_the_order_in_memory(window: SlidingWindow) -> Non
 
 @pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64)], ids=str)
 def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
-    window, before = SlidingWindow((3, 3), (1, 1), (1, 1)), parallel.threads()
+    window, before = sliding((3, 3), (1, 1), (1, 1)), parallel.threads()
     arrays = setting("float32", shape, window)
     found = []
     try:
@@ -118,21 +127,24 @@ def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[in
 
 @pytest.mark.parametrize("order", [np.asarray, turned])
 @pytest.mark.parametrize(
-    "window", [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 2), (1, 1))], ids=str
+    "window",
+    [((2, 2), (2, 2), (0, 0), (1, 1)), ((3, 3), (2, 2), (1, 1), (2, 1)), ((3, 2), (1, 2), (1, 1), (1, 3))],
+    ids=str,
 )
 def test_pools_equal_the_plain_ones(window: Any, order: Any) -> None:
-    window, rng = SlidingWindow(*window), np.random.default_rng(1)
+    window, rng = sliding(*window[:3])._replace(dilation=window[3]), np.random.default_rng(1)
     x = rng.integers(0, 5, (2, 6, 9, 8)).astype(np.float64)  # equals among them
     x[0, 2, 3, 4] = np.nan
     x[1, 1, :3, :3] = -np.inf
-    dy = rng.normal(size=(2, 6, *window.out(x.shape)))
+    out = sizes(x, window)
+    dy = rng.normal(size=(2, 6, *out))
 
     def run() -> list[np.ndarray]:
         given, slope = order(x), order(dy)
-        y, winner = kernels.max_pool(np, given, window)
+        y, winner = kernels.max_pool(np, given, window, out)
         back = kernels.max_pool_backward(np, slope, winner, window, x.shape)
-        return [y, winner, back, kernels.avg_pool(np, np.nan_to_num(given, neginf=0), window),
-                kernels.avg_pool_backward(np, slope, window, x.shape)]  # fmt: skip
+        return [y, winner, back, kernels.avg_pool(np, np.nan_to_num(given, neginf=0), window, out, 5),
+                kernels.avg_pool_backward(np, slope, window, x.shape, 5)]  # fmt: skip
 
     with use("plain"):
         want = run()

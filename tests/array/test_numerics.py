@@ -12,7 +12,6 @@ from references import BF16, F16, FAMILIES, KERNELS, TOLERANCE, agree, cases
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.compiled import convolution
-from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
@@ -216,14 +215,13 @@ def test_every_kernel_has_a_reference():
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16, F16], ids=str)
 def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     """A tile of 4 x 4 results is made of differences of all its pixels."""
-    rng, window = np.random.default_rng(0), SlidingWindow((3, 3), (1, 1), (1, 1))
+    rng, strides = np.random.default_rng(0), Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
     x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((1, 16, 16, 32), (16, 16, 3, 3)))
-    strides = Strides(window.kernel, window.stride, (1, 1), (-1, -1), 1)
     assert convolution.suits_winograd(x.shape, weight.shape, strides, (16, 32))
-    clean = kernels.conv2d(np, x, weight, None, window)
+    clean = kernels.correlate(np, x, weight, None, strides, (16, 32))
     x[0, 3, 5, 6] = np.inf
     with np.errstate(invalid="ignore"):
-        got = kernels.conv2d(np, x, weight, None, window)
+        got = kernels.correlate(np, x, weight, None, strides, (16, 32))
     odd = ~np.isfinite(got.astype(np.float32))
     assert odd[:, :, 4:7, 5:8].all()
     odd[:, :, 4:8, 4:8] = True

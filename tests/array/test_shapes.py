@@ -16,7 +16,6 @@ from fsdpx import shapes
 from fsdpx import shapes as xp
 from fsdpx.array import kernels
 from fsdpx.array.kernels import attention, embedding_backward
-from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch
 from fsdpx.shapes import ShapeArray
@@ -209,7 +208,6 @@ def test_einsum_names_what_is_wrong():
 
 N, C = 6, 5
 NUMBERS = Stretch(0, "d", 0, N * C)
-WINDOW = SlidingWindow((2, 1), (1, 1), (0, 0))
 STRIDES = Strides((2, 1), (1, 1), (1, 1), (0, 0), 1)
 
 
@@ -257,13 +255,6 @@ CALLS = {
     "squared_error": lambda k, xp, x, w, t, r: k.squared_error(xp, x, x),
     "squared_error_backward": lambda k, xp, x, w, t, r: k.squared_error_backward(xp, x, x, 2.0),
     "embedding_backward": lambda k, xp, x, w, t, r: k.embedding_backward(xp, x[:4], t, x),
-    "conv2d": lambda k, xp, x, w, t, r: k.conv2d(xp, image(x), windows(x), w[:3], WINDOW),
-    "conv2d_backward_input": lambda k, xp, x, w, t, r: k.conv2d_backward_input(
-        xp, windows(x), x[:3, :3].reshape(1, 3, 1, 3), WINDOW, (1, 5, 2, 3)
-    ),
-    "conv2d_backward_params": lambda k, xp, x, w, t, r: k.conv2d_backward_params(
-        xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), WINDOW, (xp.empty_like(windows(x)), True), (w[:3], False)
-    ),
     "correlate": lambda k, xp, x, w, t, r: k.correlate(xp, image(x), windows(x), w[:3], STRIDES, (1, 3)),
     "correlate_backward_input": lambda k, xp, x, w, t, r: k.correlate_backward_input(
         xp, windows(x), x[:3, :3].reshape(1, 3, 1, 3), STRIDES, (1, 5, 2, 3)
@@ -271,13 +262,13 @@ CALLS = {
     "correlate_backward_params": lambda k, xp, x, w, t, r: k.correlate_backward_params(
         xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), STRIDES, (xp.empty_like(windows(x)), True), (w[:3], False)
     ),
-    "max_pool": lambda k, xp, x, w, t, r: k.max_pool(xp, image(x), WINDOW),
+    "max_pool": lambda k, xp, x, w, t, r: k.max_pool(xp, image(x), STRIDES, (1, 3)),
     "max_pool_backward": lambda k, xp, x, w, t, r: k.max_pool_backward(
-        xp, x[:5, :3].reshape(1, 5, 1, 3), xp.zeros((1, 5, 1, 3), dtype="int32"), WINDOW, (1, 5, 2, 3)
+        xp, x[:5, :3].reshape(1, 5, 1, 3), xp.zeros((1, 5, 1, 3), dtype="int32"), STRIDES, (1, 5, 2, 3)
     ),
-    "avg_pool": lambda k, xp, x, w, t, r: k.avg_pool(xp, image(x), WINDOW),
+    "avg_pool": lambda k, xp, x, w, t, r: k.avg_pool(xp, image(x), STRIDES, (1, 3), 2),
     "avg_pool_backward": lambda k, xp, x, w, t, r: k.avg_pool_backward(
-        xp, x[:5, :3].reshape(1, 5, 1, 3), WINDOW, (1, 5, 2, 3)
+        xp, x[:5, :3].reshape(1, 5, 1, 3), STRIDES, (1, 5, 2, 3), 2
     ),
     "channel_sums": lambda k, xp, x, w, t, r: k.channel_sums(xp, image(x)),
     "channel_squares": lambda k, xp, x, w, t, r: k.channel_squares(xp, image(x), r[:5]),

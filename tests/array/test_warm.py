@@ -120,7 +120,8 @@ def test_a_second_process_needs_no_compiler():
 import sys
 import numpy as np
 from fsdpx.engine.warm import warm_kernels
-warm_kernels(["gelu", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "float16", "bfloat16"], np.float32)
+convolutions = "correlate", "correlate_backward_input", "correlate_backward_params"
+warm_kernels(["gelu", *convolutions, "float16", "bfloat16"], np.float32)
 print("numba" in sys.modules, "llvmlite" in sys.modules)
 """
     run = [sys.executable, "-W", "error", "-c", code]

@@ -17,7 +17,6 @@ from amount import few, in_full
 from stand_in import Cupy, Device
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.convolution import SlidingWindow
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch
 from fsdpx.cuda import gemm
@@ -89,15 +88,11 @@ WINDOWS = [
     window(1, 3, (8200,), Strides((1,), (1,), (1,), (0,), 1)),
     window(2, 2, (7, 4, 5), Strides((3, 2, 1), (3, 2, 1), (2, 1, 1), (-3, -1, 0), 2)),
 ]
-SLIDING = SlidingWindow((3, 2), (2, 1), (1, 0))
-IMAGES, FILTERS = noise(3, 2, 7, 6), noise(4, 2, 3, 2, seed=1)
-SLOPES = noise(3, 4, *SLIDING.out(IMAGES.shape), seed=2)
-
 POOLS = [
-    (noise(2, 3, *cells), s, noise(2, 3, *s.out((2, 3, *cells)), seed=1))
-    for cells, s in (
-        ((9,), SlidingWindow((3,), (2,), (1,))), ((6, 7), SlidingWindow((2, 3), (2, 1), (0, 1))),
-        ((4, 6, 5), SlidingWindow((2, 2, 3), (2, 2, 3), (1, 0, 1))),
+    (noise(2, 3, *cells), Strides(*s, 1), sizes, noise(2, 3, *sizes, seed=1))
+    for cells, s, sizes in (
+        ((9,), ((3,), (2,), (1,), (-1,)), (5,)), ((6, 7), ((2, 3), (2, 1), (1, 2), (0, -1)), (3, 5)),
+        ((4, 6, 5), ((2, 2, 3), (2, 2, 3), (1, 1, 1), (-1, 0, -1)), (3, 3, 2)),
     )
 ]  # fmt: skip
 CHANNELS = [(noise(n, c, *cells), noise(n, c, *cells, seed=1), noise(c, seed=2)) for n, c, *cells in (
@@ -144,10 +139,10 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "relu": [(X,), (np.where(X > 1, np.nan, X),)],
     "relu_backward": [(Y - 0.01, DY)],
     "squared_error": [(X, DY)],
-    "max_pool": [(x, s) for x, s, _ in POOLS],
-    "max_pool_backward": [(dy, kernels.max_pool(np, x, s)[1], s, x.shape) for x, s, dy in POOLS],
-    "avg_pool": [(x, s) for x, s, _ in POOLS],
-    "avg_pool_backward": [(dy, s, x.shape) for x, s, dy in POOLS],
+    "max_pool": [(x, s, sizes) for x, s, sizes, _ in POOLS],
+    "max_pool_backward": [(dy, kernels.max_pool(np, x, s, sizes)[1], s, x.shape) for x, s, sizes, dy in POOLS],
+    "avg_pool": [(x, s, sizes, 5) for x, s, sizes, _ in POOLS],
+    "avg_pool_backward": [(dy, s, x.shape, 5) for x, s, _, dy in POOLS],
     "channel_sums": [(x,) for x, _, _ in CHANNELS],
     "channel_squares": [(x, c) for x, _, c in CHANNELS],
     "channel_affine": [(x, c, 2 * c, c + 1) for x, _, c in CHANNELS],
@@ -163,9 +158,6 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (x, dy, s, (w, add), None if bias is None else (bias, add)) for x, w, bias, s, _, dy in WINDOWS
         for add in (True, False)
     ],
-    "conv2d": [(IMAGES, FILTERS, None, SLIDING), (IMAGES, FILTERS, noise(4), SLIDING)],
-    "conv2d_backward_input": [(FILTERS, SLOPES, SLIDING, IMAGES.shape)],
-    "conv2d_backward_params": [(IMAGES, SLOPES, SLIDING, (FILTERS, True), (noise(4), False))],
 }  # fmt: skip
 DOUBLE = {"channel_squares": (1,), "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3),
           "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
@@ -241,7 +233,7 @@ def test_windows_are_taken_in_pieces_where_they_are_many(
 ) -> None:
     monkeypatch.setattr(cuda, "COLUMNS", most)
     for name in CALLS:
-        for arguments in CALLS[name] if name.startswith(("correlate", "conv2d")) else ():
+        for arguments in CALLS[name] if name.startswith("correlate") else ():
             compare(cupy, name, arguments, "float64")
 
 

@@ -8,7 +8,6 @@ from fsdpx.array.kernels.activation import *
 from fsdpx.array.kernels.attention import *
 from fsdpx.array.kernels.choice import chosen as chosen
 from fsdpx.array.kernels.choice import use as use
-from fsdpx.array.kernels.convolution import *
 from fsdpx.array.kernels.correlation import *
 from fsdpx.array.kernels.half import *
 from fsdpx.array.kernels.loss import *

@@ -1,4 +1,4 @@
-"""Convolutions of any dims, as products over the places of the window: strides, dilation, groups."""
+"""Windows over fields of any dims, place by place: convolutions as products, with strides, dilation, groups; pools."""
 
 from __future__ import annotations
 
@@ -7,10 +7,24 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from fsdpx.array.kernels.convolution import Sum, put
 from fsdpx.array.kernels.dispatch import kernel
 
-__all__ = ["correlate", "correlate_backward_input", "correlate_backward_params"]
+__all__ = [
+    "avg_pool", "avg_pool_backward", "correlate", "correlate_backward_input", "correlate_backward_params", "max_pool",
+    "max_pool_backward",
+]  # fmt: skip
+
+Sum = tuple[Any, bool] | None
+"""Where a gradient goes, and whether it is added to what is there; None: it is not wanted."""
+
+
+def put(into: Any, value: Any) -> None:
+    """Write or add a gradient to where it goes."""
+    out, add = into
+    if add:
+        out += value.astype(out.dtype, copy=False)
+    else:
+        out[...] = value
 
 
 class Strides(NamedTuple):
@@ -37,6 +51,13 @@ class Strides(NamedTuple):
                 met.append(slice(begin + start * s, begin + (stop - 1) * s + 1, s) if stop > start else slice(0, 0))
             if all(one.stop is None or one.stop > one.start for one in outputs):
                 yield place, tuple(outputs), tuple(met)
+
+    def number(self, place: tuple[int, ...]) -> int:
+        """Of a place of the window, in their order."""
+        at = 0
+        for i, many in zip(place, self.kernel, strict=True):
+            at = at * many + i
+        return at
 
 
 @kernel(bits=False, into=("out",))
@@ -98,3 +119,48 @@ def _of_place(weight: Any, place: tuple[int, ...], groups: int) -> Any:
 def _grouped(x: Any, groups: int) -> Any:
     """(samples, groups, channels / groups, cells)."""
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))
+
+
+@kernel(bits=False)
+def max_pool(xp: Any, x: Any, strides: Strides, sizes: Sequence[int]) -> tuple[Any, Any]:
+    """The largest value of each window of x (samples, channels, *cells), NaN before all others, and its place
+    in the window, int32: the first of equals."""
+    y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
+    winner = xp.zeros(y.shape, dtype="int32")
+    for place, outputs, cells in strides.places(sizes, x.shape[2:]):
+        value, best = x[cells], y[outputs]
+        better = (value > best) | (value != value)
+        y[outputs] = xp.where(better, value, best)
+        winner[outputs] = xp.where(better, strides.number(place), winner[outputs])
+    return y, winner
+
+
+@kernel(bits=False)
+def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: Strides, shape: Sequence[int]) -> Any:
+    """dy to the cell that won, in a field of this shape."""
+    dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
+    for place, outputs, cells in strides.places(dy.shape[2:], shape[2:]):
+        into = dx[cells]
+        into += xp.where(winner[outputs] == strides.number(place), dy[outputs], nothing)
+    return dx
+
+
+@kernel(bits=False)
+def avg_pool(xp: Any, x: Any, strides: Strides, sizes: Sequence[int], divisor: int) -> Any:
+    """The sum of each window of x (samples, channels, *cells) over `divisor`."""
+    y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
+    for _, outputs, cells in strides.places(sizes, x.shape[2:]):
+        into = y[outputs]
+        into += x[cells]
+    y /= divisor
+    return y
+
+
+@kernel(bits=False)
+def avg_pool_backward(xp: Any, dy: Any, strides: Strides, shape: Sequence[int], divisor: int) -> Any:
+    """dy / divisor to all cells of its window, in a field of this shape."""
+    dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
+    for _, outputs, cells in strides.places(dy.shape[2:], shape[2:]):
+        into = dx[cells]
+        into += share[outputs]
+    return dx

@@ -16,7 +16,6 @@ import numpy as np
 
 from fsdpx.array import blas, parallel
 from fsdpx.array.kernels import activation
-from fsdpx.array.kernels import convolution as plain
 from fsdpx.array.kernels import correlation as places
 from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled import direct
@@ -24,8 +23,7 @@ from fsdpx.array.kernels.compiled.half import owned
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first, rows_of
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.scalar import widest
-from fsdpx.array.kernels.convolution import SlidingWindow
-from fsdpx.array.kernels.correlation import Strides
+from fsdpx.array.kernels.correlation import Strides, Sum, put
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import intrinsic, ir, types
 
@@ -275,9 +273,22 @@ def _field(x: Any) -> tuple[Any, Any]:
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
+IMAGE = Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
+
+
+def _image(x: Any, cells: int = TILE) -> Any:
+    """Images, or with 3 cells weights, that go Winograd's way."""
+    return np.zeros((FEWEST, LANES, cells, cells), x.dtype)
+
+
+def _slope(x: Any) -> Any:
+    return np.zeros((FEWEST, FEWEST, TILE, TILE), x.dtype)
+
+
 @form(
     lambda x, w, s: [
-        (*_field(x), None, ALONG, (2,), _field(x)[0]), (_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ALONE, (2,))
+        (*_field(x), None, ALONG, (2,), _field(x)[0]), (_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ALONE, (2,)),
+        (_image(x), _image(x, 3), np.zeros(FEWEST, x.dtype), IMAGE, (TILE, TILE)),
     ]
 )  # fmt: skip
 def correlate(
@@ -305,7 +316,7 @@ def correlate(
     return _first(y) if out is None else out
 
 
-@form(lambda x, w, s: (*_field(x)[::-1], ALONG, (2, 3, 3)))
+@form(lambda x, w, s: [(*_field(x)[::-1], ALONG, (2, 3, 3)), (_image(x, 3), _slope(x), IMAGE, _image(x).shape)])
 def correlate_backward_input(
     xp: Any, weight: np.ndarray, dy: np.ndarray, strides: Strides, shape: Sequence[int], bias: Any = None
 ) -> np.ndarray:
@@ -326,15 +337,20 @@ def correlate_backward_input(
     return _first(dx)
 
 
-@form(lambda x, w, s: (_field(x)[0], _field(x)[0], ALONG, (_field(x)[1].astype(s.dtype), True), (s, True)))
+@form(
+    lambda x, w, s: [
+        (_field(x)[0], _field(x)[0], ALONG, (_field(x)[1].astype(s.dtype), True), (s, True)),
+        (_image(x), _slope(x), IMAGE, (_image(s, 3), True), None),
+    ]
+)  # fmt: skip
 def correlate_backward_params(
-    xp: Any, x: Any, dy: Any, strides: Strides, weight: plain.Sum, bias: plain.Sum
+    xp: Any, x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum
 ) -> None:
     slope = _cells(dy)
     if bias is not None:
         total = np.empty(dy.shape[1], dy.dtype)
         activation.sum_rows(xp, _flat(owned(slope)), total, False)
-        plain.put(bias, total)
+        put(bias, total)
     if weight is None:
         return
     if strides.groups >= MANY:
@@ -355,7 +371,7 @@ def correlate_backward_params(
         for a, b, c in _groups(strides, image, slope, dw):
             direct.sums_backward_weight(image[..., a], slope[..., b], strides, dw[c])
     if not here:
-        plain.put(weight, dw)
+        put(weight, dw)
 
 
 def _dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -392,42 +408,6 @@ def _cells(x: np.ndarray) -> np.ndarray:
     if _lies_last(x):
         return turned
     return rows_of(x).reshape(turned.shape)
-
-
-def _windows(x: Any) -> list[Any]:
-    """Images, weights, windows and slopes of the two ways that a convolution can go."""
-    made = []
-    for image, weight, window in (
-        ((2, 3, 4, 4), (3, 3, 2, 2), SlidingWindow((2, 2), (2, 2), (0, 0))),
-        ((1, 16, 4, 4), (16, 16, 3, 3), SlidingWindow((3, 3), (1, 1), (1, 1))),
-    ):
-        slope = (image[0], weight[0], *window.out(image))
-        made.append((np.zeros(image, x.dtype), np.zeros(weight, x.dtype), window, np.zeros(slope, x.dtype)))
-    return made
-
-
-@form(lambda x, w, s: [(y, k, np.zeros(k.shape[0], k.dtype), window) for y, k, window, _ in _windows(x)])
-def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: SlidingWindow) -> np.ndarray:
-    return correlate(xp, x, weight, bias, _strides(window), window.out(x.shape))
-
-
-@form(lambda x, w, s: [(k, slope, window, y.shape) for y, k, window, slope in _windows(x)])
-def conv2d_backward_input(
-    xp: Any, weight: np.ndarray, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]
-) -> np.ndarray:
-    return correlate_backward_input(xp, weight, dy, _strides(window), shape)
-
-
-@form(
-    lambda x, w, s: [(y, slope, window, (k.astype(s.dtype), True), None) for y, k, window, slope in _windows(x)]
-)
-def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: SlidingWindow, weight: plain.Sum, bias: plain.Sum) -> None:
-    correlate_backward_params(xp, x, dy, _strides(window), weight, bias)
-
-
-def _strides(window: SlidingWindow) -> Strides:
-    top, left = window.padding
-    return Strides(window.kernel, window.stride, (1, 1), (-top, -left), 1)
 
 
 def _flat(rows: np.ndarray) -> np.ndarray:

@@ -4,14 +4,14 @@ mean of the windows of fields of one to three dims, sample by sample."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels import convolution as plain
 from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import owned
-from fsdpx.array.kernels.convolution import SlidingWindow
+from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.parallel import over
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import register_jitable
@@ -89,28 +89,30 @@ def rows_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 @register_jitable
 def _under(window, d, at, size):
-    """The first cell under the window of output `at` along dim d of `size` cells, and those inside, from it on."""
-    first = at * window[d, 1] - window[d, 2]
-    return first, max(first, 0), min(first + window[d, 0], size)
+    """Of output `at` along dim d of `size` cells: the cell of place 0, how far those of the next places are apart, and
+    the places inside, from one on to before another."""
+    many, step, apart, first = window[d]
+    first += at * step
+    return first, apart, max(-(first // apart), 0), min((size - 1 - first) // apart + 1, many)
 
 
 @jit
 def _largest(field, y, winner, window):
     for n in range(field.shape[0]):
         for p in range(y.shape[1]):
-            front, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(y.shape[2]):
-                top, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
                 for r in range(y.shape[3]):
-                    left, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
                     best, place = y[n, p, q, r], winner[n, p, q, r]
                     best[:] = -np.inf
                     place[:] = 0
                     for i in range(i0, i1):
                         for j in range(j0, j1):
                             for k in range(k0, k1):
-                                number = np.int32(((i - front) * window[1, 0] + j - top) * window[2, 0] + k - left)
-                                cell = field[n, i, j, k]
+                                number = np.int32((i * window[1, 0] + j) * window[2, 0] + k)
+                                cell = field[n, front + i * deep, top + j * down, left + k * right]
                                 for c in range(best.size):
                                     better = cell[c] > best[c] or cell[c] != cell[c]
                                     best[c] = cell[c] if better else best[c]
@@ -121,101 +123,103 @@ def _largest(field, y, winner, window):
 def _to_largest(field, dy, winner, window):
     for n in range(field.shape[0]):
         for p in range(dy.shape[1]):
-            front, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(dy.shape[2]):
-                top, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
                 for r in range(dy.shape[3]):
-                    left, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
                     slope, place = dy[n, p, q, r], winner[n, p, q, r]
                     for i in range(i0, i1):
                         for j in range(j0, j1):
                             for k in range(k0, k1):
-                                number = np.int32(((i - front) * window[1, 0] + j - top) * window[2, 0] + k - left)
-                                cell = field[n, i, j, k]
+                                number = np.int32((i * window[1, 0] + j) * window[2, 0] + k)
+                                cell = field[n, front + i * deep, top + j * down, left + k * right]
                                 for c in range(slope.size):
                                     cell[c] += slope[c] if place[c] == number else slope.dtype.type(0)
 
 
 @jit
-def _mean(field, y, window, size):
+def _mean(field, y, window, divisor):
     for n in range(field.shape[0]):
         for p in range(y.shape[1]):
-            _, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(y.shape[2]):
-                _, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
                 for r in range(y.shape[3]):
-                    _, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
                     into = y[n, p, q, r]
                     into[:] = 0
                     for i in range(i0, i1):
                         for j in range(j0, j1):
                             for k in range(k0, k1):
-                                cell = field[n, i, j, k]
+                                cell = field[n, front + i * deep, top + j * down, left + k * right]
                                 for c in range(into.size):
                                     into[c] += cell[c]
                     for c in range(into.size):
-                        into[c] /= into.dtype.type(size)
+                        into[c] /= into.dtype.type(divisor)
 
 
 @jit
-def _to_all(field, dy, window, size):
+def _to_all(field, dy, window, divisor):
     for n in range(field.shape[0]):
         for p in range(dy.shape[1]):
-            _, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
             for q in range(dy.shape[2]):
-                _, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
                 for r in range(dy.shape[3]):
-                    _, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
                     slope = dy[n, p, q, r]
                     for i in range(i0, i1):
                         for j in range(j0, j1):
                             for k in range(k0, k1):
-                                cell = field[n, i, j, k]
+                                cell = field[n, front + i * deep, top + j * down, left + k * right]
                                 for c in range(slope.size):
-                                    cell[c] += slope[c] / slope.dtype.type(size)
+                                    cell[c] += slope[c] / slope.dtype.type(divisor)
 
 
-WINDOW = SlidingWindow((2, 2), (2, 2), (0, 0))
+PAIRS = Strides((2,), (2,), (1,), (0,), 1)
 
 
-def _image(x: Any) -> Any:
-    return np.zeros((2, 3, 2, 2), x.dtype)
+def _pairs(x: Any, kind: Any = None) -> Any:
+    return np.zeros((2, 3, 2), kind or x.dtype)
 
 
-@form(lambda x, w, s: (_image(x), WINDOW))
-def max_pool(xp: Any, x: np.ndarray, window: SlidingWindow) -> tuple[np.ndarray, np.ndarray]:
-    y = _empty(x, window)
+@form(lambda x, w, s: (_pairs(x), PAIRS, (1,)))
+def max_pool(xp: Any, x: np.ndarray, strides: Strides, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     winner = np.empty(y.shape, np.int32)
-    over(_largest, (_deep(cells_last(x)), _deep(y), _deep(winner)), _numbers(window))
+    over(_largest, (_deep(cells_last(x)), _deep(y), _deep(winner)), _numbers(strides))
     return rows_first(y, _first(y)), rows_first(winner, _first(y))
 
 
-@form(lambda x, w, s: (*plain.max_pool(np, _image(x), WINDOW), WINDOW, (2, 3, 2, 2)))
-def max_pool_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
-    field = _zeros(dy, shape)
+@form(lambda x, w, s: (_pairs(x), _pairs(x, np.int32), PAIRS, (2, 3, 4)))
+def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: Strides, shape: tuple[int, ...]) -> np.ndarray:
+    field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
     places = owned(np.moveaxis(winner, 1, -1), np.int32)
-    over(_to_largest, (_deep(field), _deep(cells_last(dy)), _deep(places)), _numbers(window))
+    over(_to_largest, (_deep(field), _deep(cells_last(dy)), _deep(places)), _numbers(strides))
     return rows_first(field, shape)
 
 
-@form(lambda x, w, s: (_image(x), WINDOW))
-def avg_pool(xp: Any, x: np.ndarray, window: SlidingWindow) -> np.ndarray:
-    y = _empty(x, window)
-    over(_mean, (_deep(cells_last(x)), _deep(y)), _numbers(window), window.size)
+@form(lambda x, w, s: (_pairs(x), PAIRS, (1,), 2))
+def avg_pool(xp: Any, x: np.ndarray, strides: Strides, sizes: Sequence[int], divisor: int) -> np.ndarray:
+    y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
+    over(_mean, (_deep(cells_last(x)), _deep(y)), _numbers(strides), divisor)
     return rows_first(y, _first(y))
 
 
-@form(lambda x, w, s: (_image(x), WINDOW, (2, 3, 4, 4)))
-def avg_pool_backward(xp: Any, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
-    field = _zeros(dy, shape)
-    over(_to_all, (_deep(field), _deep(cells_last(dy))), _numbers(window), window.size)
+@form(lambda x, w, s: (_pairs(x), PAIRS, (2, 3, 4), 2))
+def avg_pool_backward(
+    xp: Any, dy: np.ndarray, strides: Strides, shape: tuple[int, ...], divisor: int
+) -> np.ndarray:
+    field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
+    over(_to_all, (_deep(field), _deep(cells_last(dy))), _numbers(strides), divisor)
     return rows_first(field, shape)
 
 
-def _numbers(window: SlidingWindow) -> np.ndarray:
-    """(3 dims, 3): kernel, stride and padding."""
-    rows = [*zip(window.kernel, window.stride, window.padding, strict=True)]
-    return np.array([(1, 1, 0)] * (3 - len(rows)) + rows)
+def _numbers(strides: Strides) -> np.ndarray:
+    """(3 dims, 4): kernel, stride, dilation, and the first cell."""
+    rows = [*zip(*strides[:4], strict=True)]
+    return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
 
 def _deep(cells: np.ndarray) -> np.ndarray:
@@ -225,11 +229,3 @@ def _deep(cells: np.ndarray) -> np.ndarray:
 
 def _first(y: np.ndarray) -> tuple[int, ...]:
     return y.shape[0], y.shape[-1], *y.shape[1:-1]
-
-
-def _empty(x: np.ndarray, window: SlidingWindow) -> np.ndarray:
-    return np.empty((x.shape[0], *window.out(x.shape), x.shape[1]), x.dtype)
-
-
-def _zeros(dy: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
