@@ -37,9 +37,6 @@ class Codec(ABC):
     """Whether what becomes of an element does not depend on the others that are carried with it."""
     feedback: bool = False
     """Whether the codec keeps what gradients lost in it, and so depends on the scale of the loss."""
-    whole_steps: bool = False
-    """Whether the codec follows gradients from step to step, and so must see the gradient of each step whole and
-    once."""
     recut: Mapping[str, Recut] = {"error": "sum"}
     """How each `memory` reaches other ranks; "reset" if it is not named. A "sum" has `size` elements."""
 

@@ -74,10 +74,6 @@ class Compressed(Codec):
         error += grad
         return error
 
-    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory, turn: int) -> None:
-        """All parts of a gradient are packed, and lie in `parts`."""
-        return
-
     def alone(self, grad: Array, memory: Memory) -> None:
         grad[...] = self.prepare(grad, memory, self.next_turn(memory))
         for name, kept in memory.items():
@@ -169,7 +165,6 @@ class Compressed(Codec):
         kept = [None] * len(counts) if error is None else pieces_of(error, counts)
         for x, wire, lost, stream in zip(pieces_of(whole, counts), wires, kept, numbers, strict=True):
             self.pack(xp, x, wire, lost, stream)
-        self.packed(wires, counts, memory, turn)
 
     def _foreign(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.nbytes(n) for r, n in enumerate(counts) if r != rank)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import Stretch
-from fsdpx.codecs.codec import Memory, Recut
-from fsdpx.codecs.compressed import GRAIN, TURNS, Compressed, keep_numbers, pieces_of
+from fsdpx.codecs.compressed import GRAIN, TURNS, Compressed
 from fsdpx.codecs.forms import compiles
 from fsdpx.comm.calls import Array
 from fsdpx.errors import ConfigError
+from fsdpx.words import refusing
 
 __all__ = ["TopK", "add_largest", "chosen", "in_whole", "take_largest"]
 
@@ -104,32 +102,20 @@ class TopK(Compressed):
     Parameters
     ----------
     fraction : of the elements, in (0, 1]; 1 is exact
-    momentum : of SGD, in [0, 1): what is collected is not the gradient but its velocity u = momentum u + gradient, so
-        that an element which waits comes with the momentum of all the steps (momentum correction); the optimiser then
-        has none of its own. Each reduce must be of a whole step
-    masking : the velocity of what has been sent begins at zero (momentum factor masking)
     warmup : reduces in which the share falls from 1/4 to `fraction`, by the same factor in each
     block : take ceil(fraction block) of each `block` elements, not of the whole part: a few more, with places of 2
         bytes, found on all threads, and such that it does not matter how parts are cut (`chunks`)
     """
 
-    recut: Mapping[str, Recut] = {"error": "sum", "turn": "same", "velocity": "sum"}
-
-    def __init__(
-        self, fraction: float = 0.01, momentum: float | None = None, masking: bool = True, warmup: int = 0,
-        block: int | None = None,
-    ) -> None:  # fmt: skip
+    @refusing
+    def __init__(self, fraction: float = 0.01, warmup: int = 0, block: int | None = None) -> None:
         if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
             raise ConfigError(f"TopK(fraction={fraction!r}): the share of elements that travel, in (0, 1]")
         if block is not None and not (isinstance(block, int) and not isinstance(block, bool) and 1 <= block <= MOST):
             raise ConfigError(f"TopK(block={block!r}): a number of elements from 1 to {MOST}, such as 1024, or None")
-        if momentum is not None and not 0 <= momentum < 1:
-            raise ConfigError(f"TopK(momentum={momentum!r}): a number in [0, 1) is needed, or None")
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
             raise ConfigError(f"TopK(warmup={warmup!r}): a number of reduces, 0 or more")
-        self.fraction, self.block = float(fraction), block
-        self.momentum, self.masking, self.warmup = momentum, bool(masking), warmup
-        self.whole_steps = momentum is not None
+        self.fraction, self.warmup, self.block = float(fraction), warmup, block
 
     def nbytes(self, size: int, turn: int = TURNS) -> int:
         share = self.share(turn)
@@ -137,33 +123,10 @@ class TopK(Compressed):
             return 8 * math.ceil(share * size)
         return -(-6 * sum(chosen(size, self.block, share)) // GRAIN) * GRAIN
 
-    def memory(self, size: int) -> Mapping[str, int]:
-        return {**super().memory(size), **({} if self.momentum is None else {"velocity": size})}
-
-    def prepare(self, grad: Array, memory: Memory, turn: int) -> Array:
-        if self.momentum is None:
-            return super().prepare(grad, memory, turn)
-        velocity = memory["velocity"]
-        velocity *= self.momentum
-        velocity += grad
-        return super().prepare(velocity, memory, turn)
-
     def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
         if x.size:
             share = self.share(numbers.seed)
             take_largest(xp, x, self.block or x.size, share, *self._fields(wire, x.size, share), lost)
-
-    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory, turn: int) -> None:
-        if self.momentum is None:
-            return
-        share = self.share(turn)
-        for part, velocity in zip(parts, pieces_of(memory["velocity"], counts), strict=True):
-            values, places = self._fields(part, velocity.size, share)
-            if self.block is not None:
-                places = in_whole(namespace_of(velocity), velocity.size, self.block, share, places)
-            if self.masking:
-                velocity[places] = 0
-            _forget(namespace_of(velocity), values, velocity)
 
     def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
         if out.size:
@@ -183,9 +146,3 @@ class TopK(Compressed):
         if turn >= self.warmup:
             return self.fraction
         return max(self.fraction, FIRST * (self.fraction / FIRST) ** (turn / self.warmup))
-
-
-def _forget(xp: Any, values: Array, kept: Array | None) -> None:
-    """If there is no number among the values, leave none such among what is kept."""
-    if kept is not None and not xp.isfinite(values).all():
-        keep_numbers(kept)

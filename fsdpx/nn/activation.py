@@ -10,7 +10,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cut import CutRequest, Features, Parts, Positions, share
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
-from fsdpx.nn.parts import rank_along
+from fsdpx.nn.parts import over, rank_along
 
 __all__ = [
     "GELU", "CutDropout", "Dropout", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of", "apply_mask",
@@ -159,6 +159,7 @@ class Dropout(Layer):
 
     runs = ("drop", "drop_backward")
     caches = True  # it does nothing when not training
+    parts: Parts | None = None
 
     def __init__(self, p: float = 0.5) -> None:
         fraction(self, p=p)
@@ -168,7 +169,7 @@ class Dropout(Layer):
         kind = request.kinds[0]
         if isinstance(kind, Parts) and type(self) is Dropout:
             request.refuse_mark(self)
-            return Portion(FieldDropout(self.p, kind), kind)
+            return Portion(over(self, kind), kind)
         if type(self) is not Dropout or request.mark is not None or not isinstance(kind, Positions | Features):
             return super().cut(request)
         if isinstance(kind, Positions):
@@ -188,8 +189,16 @@ class Dropout(Layer):
         return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
     def _drop(self, env: Env, x: Array) -> tuple[Array, Array]:
-        """The result and the mask."""
-        return kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
+        """The result and the mask, that of a single rank."""
+        if not (places := self._places(env, x)):
+            return kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
+        keep = keep_mask(env, x.shape, self.p, places)
+        return apply_mask(x, keep, self.p), keep
+
+    def _places(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
+        """Dims that are cut: where what is here begins, and the size of the whole."""
+        cut = enumerate(self.parts.cuts if self.parts is not None else ())
+        return {2 + d: (cuts[rank_along(env, cuts, d)], cuts[-1]) for d, cuts in cut if len(cuts) > 2}
 
 
 class CutDropout(Dropout):
@@ -207,40 +216,14 @@ class CutDropout(Dropout):
         super().__init__(p)
         self.dim, self.total, self.grain = dim, total, grain
 
-    def _drop(self, env: Env, x: Array) -> tuple[Array, Array]:
-        if env.mesh.tensor.size == 1:
-            return super()._drop(env, x)
-        keep = keep_mask(env, x.shape, self.p, self._place(env, x))
-        return apply_mask(x, keep, self.p), keep
-
-    def _place(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
+    def _places(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
         comm, dim = env.mesh.tensor, self.dim % x.ndim
+        if comm.size == 1:
+            return {}
         if self.total is None:
             return {dim: env.place(x.shape[dim])}
         start, _ = share(self.total // self.grain, comm.rank, comm.size)
         return {dim: (start * self.grain, self.total)}
-
-
-class FieldDropout(Dropout):
-    """`Dropout` of a field that is cut, with the mask that a single rank would have.
-
-    Parameters
-    ----------
-    p : probability that an element is set to 0
-    parts : who has which cells
-    """
-
-    def __init__(self, p: float, parts: Parts) -> None:
-        super().__init__(p)
-        self.parts = parts
-
-    def _drop(self, env: Env, x: Array) -> tuple[Array, Array]:
-        cut = ((d, cuts) for d, cuts in enumerate(self.parts.cuts) if len(cuts) > 2)
-        places = {2 + d: (cuts[rank_along(env, cuts, d)], cuts[-1]) for d, cuts in cut}
-        if not places:
-            return super()._drop(env, x)
-        keep = keep_mask(env, x.shape, self.p, places)
-        return apply_mask(x, keep, self.p), keep
 
 
 def keep_mask(

@@ -15,11 +15,11 @@ from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
 from fsdpx.nn.numeric import destination
-from fsdpx.nn.parts import MODES, Reach, dealt, demand_dims, demand_fit, fold, over, reaches, widen
+from fsdpx.nn.parts import MODES, FieldLayer, Reach, dealt, demand_dims, demand_fit, fold, reaches, widen
 from fsdpx.nn.rims import Box, Rims, fold_rims
 
 __all__ = [
-    "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "cut_window", "demand_groups", "fitting", "for_each", "here",
+    "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "WindowLayer", "demand_groups", "for_each", "here",
     "window_specs",
 ]  # fmt: skip
 
@@ -155,38 +155,41 @@ def _prepared(window: ConvWindow, parts: Parts) -> tuple[Parts, tuple[Reach, ...
     return window.outputs(parts), moves, window.inside(parts)
 
 
-def fitting(layer: Any, parts: Parts) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
-    """Who has which outputs, what each rank needs for them, and the zeros that the kernel adds; ShapeError, which names
-    the layer, for a field that is too small."""
-    try:
-        found = _prepared(layer.window, parts)
-    except ShapeError as error:
-        raise ShapeError(f"{layer!r}: {error}") from None
-    if min(found[0].shape) < 1:
-        raise ShapeError(f"{layer!r}: the window does not fit into a field of shape {parts.shape}")
-    return found
-
-
 def here(env: Env, parts: Parts) -> tuple[int, ...]:
     """Cells of this rank's part."""
     return parts.shape if parts.uncut else parts.local([line.rank for line in env.mesh.space])
 
 
-def cut_window(layer: Any, request: CutRequest) -> Portion | None:
-    """The layer on a part of a field; parts of outputs follow from its window. None: its input is no such part."""
-    kind = request.kinds[0]
-    if not isinstance(kind, Parts):
-        return None
-    request.refuse_mark(layer)
-    if len(kind.cuts) != len(layer.window.kernel):
-        raise ConfigError(
-            f"{request.path!r} {layer!r} has windows of {len(layer.window.kernel)} dims and reads {kind}: the grid "
-            "must have as many dims as the field"
-        )
-    return Portion(over(layer, kind), fitting(layer, kind)[0])
+class WindowLayer(FieldLayer):
+    """The base of layers whose outputs are made of the cells under a window, `window`."""
+
+    window: ConvWindow
+
+    def outputs(self, parts: Parts) -> Parts:
+        return self.fitting(parts)[0]
+
+    def fitting(self, parts: Parts) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
+        """Who has which outputs, what each rank needs for them, and the zeros that the kernel adds; ShapeError, which
+        names the layer, for a field that is too small."""
+        try:
+            found = _prepared(self.window, parts)
+        except ShapeError as error:
+            raise ShapeError(f"{self!r}: {error}") from None
+        if min(found[0].shape) < 1:
+            raise ShapeError(f"{self!r}: the window does not fit into a field of shape {parts.shape}")
+        return found
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind, dims = request.kind(self), len(self.window.kernel)
+        if isinstance(kind, Parts) and len(kind.cuts) != dims:
+            raise ConfigError(
+                f"{request.path!r} {self!r} has windows of {dims} dims and reads {kind}: the grid must have as many "
+                "dims as the field"
+            )
+        return super().cut(request)
 
 
-class Conv(Layer):
+class Conv(WindowLayer):
     """The base of `Conv1d`, `Conv2d` and `Conv3d`: cross-correlation of (samples, in_channels, *cells) with a window,
     plus bias, with PyTorch's arguments, weights and initial values.
 
@@ -233,22 +236,18 @@ class Conv(Layer):
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.bias, self.padding_mode, self.init = bool(bias), padding_mode, init
         self.window = ConvWindow.of(self, self.dims, kernel_size, stride, padding, dilation, padding_mode)
-        self.parts: Parts | None = None
 
     def specs(self) -> dict[str, Spec]:
         return window_specs(self, (self.out_channels, self.in_channels // self.groups, *self.window.kernel))
 
-    def cut(self, request: CutRequest) -> Portion:
-        return cut_window(self, request) or super().cut(request)
-
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         demand_dims(self, x, self.dims, self.in_channels)
-        outputs, moves, inside = fitting(self, self.parts or Parts.whole(x.shape[2:]))
+        outputs, moves, inside = self.fitting(self.parts_of(x))
         sizes, weight, bias = here(env, outputs), p["weight"], p.get("bias")
         widened: tuple[Reach, ...] = ()
         if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # 16 bits would be rounded once for each slab
-            x, moves, widened = widen(env, x, moves, what=env.random.path), (), moves
-        rims = Rims(env, x, moves, env.random.path)
+            x, moves, widened = widen(env, x, moves), (), moves
+        rims = Rims(env, x, moves)
         y = kernels.correlate(env.xp, x, weight, bias, self._strides(inside, rims.boxes[0]), sizes)
         for box in rims.rest():
             y = kernels.correlate(env.xp, box.cells, weight, None, self._strides(inside, box), sizes, y)
@@ -263,8 +262,8 @@ class Conv(Layer):
             return kernels.correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
 
         slopes += [Box(box.at, slope(box)) for box in boxes[1:]]
-        dx = fold_rims(env, moves, slopes, lambda: slope(boxes[0]), env.random.path)
-        return fold(env, dx, widened, what=env.random.path), (*saved, dy)
+        dx = fold_rims(env, moves, slopes, lambda: slope(boxes[0]))
+        return fold(env, dx, widened), (*saved, dy)
 
     def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, dy))

@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cut import CutRequest, Cuts, Parts
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
-from fsdpx.nn.parts import Reach, demand_fit, fold, over, rank_along, widen
+from fsdpx.nn.cut import Cuts
+from fsdpx.nn.layer import Array, Env, Params
+from fsdpx.nn.parts import FieldLayer, Reach, demand_fit, fold, rank_along, widen
 
 __all__ = ["Curl", "Derivative", "Divergence", "Gradient", "Laplacian"]
 
@@ -51,7 +51,7 @@ class Term(NamedTuple):
     sign: float = 1.0
 
 
-class _Derivatives(Layer):
+class _Derivatives(FieldLayer):
     """The base: `terms` says of which derivatives the result is the sum."""
 
     def __init__(
@@ -70,7 +70,6 @@ class _Derivatives(Layer):
             raise ConfigError(f"{type(self).__name__}: spacing={spacing!r} must be above 0")
         if self.along is not None and sorted(self.along) != list(range(len(self.along))):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
-        self.parts: Parts | None = None
 
     def _terms(self, dims: int) -> list[Term]:
         raise NotImplementedError
@@ -79,13 +78,6 @@ class _Derivatives(Layer):
         """Channels of the result."""
         return channels
 
-    def cut(self, request: CutRequest) -> Portion:
-        kind = request.kinds[0]
-        if not isinstance(kind, Parts):
-            return super().cut(request)
-        request.refuse_mark(self)
-        return Portion(over(self, kind), kind)
-
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         dims = x.ndim - 2
         if not 1 <= dims <= 3 or not self._channels(x.shape[1], dims):
@@ -93,7 +85,7 @@ class _Derivatives(Layer):
         y = env.xp.zeros((x.shape[0], self._channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
         for term in self._terms(dims):
             reach, taps, d = self._stencil(env, term, x)
-            wide, out = widen(env, x[:, term.taken], (reach,), what=env.random.path), y[:, term.given]
+            wide, out = widen(env, x[:, term.taken], (reach,)), y[:, term.given]
             for tap in taps:
                 out[_at(d, tap.out)] += tap.weight * wide[_at(d, tap.cells)]
         return y, x
@@ -108,16 +100,15 @@ class _Derivatives(Layer):
             wide = env.xp.zeros(shape, dtype=x.dtype)
             for tap in taps:
                 wide[_at(d, tap.cells)] += tap.weight * given[_at(d, tap.out)]
-            dx[:, term.taken] += fold(env, wide, (reach,), what=env.random.path)
+            dx[:, term.taken] += fold(env, wide, (reach,))
         return dx, ()
 
     def _stencil(self, env: Env, term: Term, x: Array) -> tuple[Reach, list[Tap], int]:
         """What this rank needs along a coordinate, the slices of it that are added up, and its dim of cells."""
         dims = x.ndim - 2
-        parts = self.parts or Parts.whole(x.shape[2:])
         d = term.coordinate if self.along is None else self._each("along", self.along, dims)[term.coordinate]
         periodic, h = (self._each(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
-        cuts, scheme = parts.cuts[d], (term.derivative, self.order)
+        cuts, scheme = self.parts_of(x).cuts[d], (term.derivative, self.order)
         if not periodic and cuts[-1] < len(SCHEMES[scheme][1][0]):
             least = len(SCHEMES[scheme][1][0])
             raise ShapeError(f"{self!r}: between walls a dim has at least {least} cells, got {cuts[-1]}")

@@ -20,11 +20,16 @@ __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxErr
 
 
 class _FieldLoss(Loss):
-    """The base: y and target of one shape, (samples, channels, *cells); weights of cells."""
+    """The base: y and target of one shape, (samples, channels, *cells); weights of cells. parts: how fields are cut."""
+
+    parts: Parts | None = None
 
     def __init__(self, weights: Any = None, skipna: bool = False) -> None:
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
         self.skipna = bool(skipna)
+
+    def over(self, parts: Parts) -> Loss:
+        return over(self, parts)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         same_shape(self, tuple(shape), target, "a target of the output's shape")
@@ -163,10 +168,6 @@ class BoundaryRMSE(_Root):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: Parts | None = None
-
-    def over(self, parts: Parts) -> Loss:
-        return over(self, parts)
 
     def _weighed(self, env: Env, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
         apart, target, _ = super()._weighed(env, y, target)
@@ -197,10 +198,6 @@ class BandRMSE(_Root):
         if low < 0 or (high is not None and high <= low):
             raise ConfigError(f"BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got {low}, {high}")
         self.low, self.high = low, high
-        self.parts: Parts | None = None
-
-    def over(self, parts: Parts) -> Loss:
-        return over(self, parts)
 
     def _weighed(self, env: Env, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
         apart, target, _ = super()._weighed(env, y, target)

@@ -40,7 +40,7 @@ def filled(env: Env, y: Array, first: Array, parts: Parts) -> Array:
 
     Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they stay as
     they are in `first`. y : this rank's part, (samples, channels, *cells). parts : with ghost cells and periods."""
-    state = widen(env, y, _moves(parts), what=env.random.path)
+    state = widen(env, y, _moves(parts))
     for cells in _beyond_walls(env, parts):
         state[cells] = first[cells]
     return state
@@ -51,7 +51,7 @@ def filled_backward(env: Env, dstate: Array, dfirst: Array, parts: Parts) -> Arr
     for cells in _beyond_walls(env, parts):
         dfirst[cells] += dstate[cells]
         dstate[cells] = 0
-    return fold(env, dstate, _moves(parts), what=env.random.path)
+    return fold(env, dstate, _moves(parts))
 
 
 def bare(parts: Parts) -> Parts:

@@ -19,8 +19,7 @@ from fsdpx.nn.numeric import Gradients, is_index
 
 __all__ = [
     "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
-    "describe", "dotted", "fraction", "pair", "positive", "prefixed", "runs_of", "time_of", "want_image", "want_last",
-    "want_time",
+    "describe", "dotted", "fraction", "positive", "prefixed", "runs_of", "time_of", "want_last", "want_time",
 ]  # fmt: skip
 
 
@@ -38,27 +37,10 @@ def fraction(owner: object, **values: Any) -> None:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
 
 
-def pair(owner: object, name: str, value: Any, least: int) -> tuple[int, int]:
-    """`3` or `(3, 5)` as (height, width), each at least `least`."""
-    both = (value, value) if hasattr(value, "__index__") else value
-    if not isinstance(both, tuple | list) or len(both) != 2:
-        raise ConfigError(f"{type(owner).__name__}: {name} must be one whole number or two, got {value!r}")
-    if any(not hasattr(side, "__index__") or side < least for side in both):
-        raise ConfigError(f"{type(owner).__name__}: {name} must be whole numbers >= {least}, got {value!r}")
-    return int(both[0]), int(both[1])
-
-
 def want_last(layer: object, x: Any, size: int) -> None:
     """The last dim of `x` must be `size`; at least the dim of samples comes before it."""
     if x.ndim < 2 or x.shape[-1] != size:
         raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {size}), got {tuple(x.shape)}")
-
-
-def want_image(layer: object, x: Any, channels: int | None = None) -> None:
-    """`x` must be (samples, channels, height, width)."""
-    if x.ndim != 4 or channels not in (None, x.shape[1]):
-        wanted = "channels" if channels is None else channels
-        raise ShapeError(f"{layer!r} wants an input of shape (samples, {wanted}, height, width), got {tuple(x.shape)}")
 
 
 def want_time(x: Any) -> None:

@@ -6,16 +6,16 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cut import CutRequest, Parts
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
-from fsdpx.nn.parts import MODES, Reach, demand_dims, demand_fit, fold, over, widen
+from fsdpx.nn.cut import Parts
+from fsdpx.nn.layer import Array, Env, Params
+from fsdpx.nn.parts import MODES, FieldLayer, Reach, demand_dims, demand_fit, fold, widen
 
 __all__ = ["Pad"]
 
 Sides = tuple[tuple[int, int], ...]
 
 
-class Pad(Layer):
+class Pad(FieldLayer):
     """(samples, channels, *cells) with more cells at its ends, or with fewer where numbers are below 0.
 
     Over a grid of ranks each keeps its cells, and those at the ends get what comes beyond them.
@@ -32,26 +32,21 @@ class Pad(Layer):
             raise ConfigError(f"Pad: padding={padding!r}: give (before, after) for each of 1 to 3 dims")
         if mode not in MODES:
             raise ConfigError(f"Pad: mode={mode!r}: choose one of {', '.join(MODES)}")
-        self.parts: Parts | None = None
 
-    def cut(self, request: CutRequest) -> Portion:
-        kind = request.kinds[0]
-        if not isinstance(kind, Parts):
-            return super().cut(request)
-        request.refuse_mark(self)
-        if len(kind.cuts) != len(self.padding):
-            raise ConfigError(f"{request.path!r} {self!r} pads {len(self.padding)} dims and reads {kind}")
-        return Portion(over(self, kind), self._moves(kind)[0])
+    def outputs(self, parts: Parts) -> Parts:
+        return self._moves(parts)[0]
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         demand_dims(self, x, len(self.padding))
-        _, moves = self._moves(self.parts or Parts.whole(x.shape[2:]))
-        return widen(env, x, moves, what=env.random.path), moves
+        _, moves = self._moves(self.parts_of(x))
+        return widen(env, x, moves), moves
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return fold(env, dy, saved, what=env.random.path), ()
+        return fold(env, dy, saved), ()
 
     def _moves(self, parts: Parts) -> tuple[Parts, tuple[Reach, ...]]:
+        if len(parts.cuts) != len(self.padding):
+            raise ShapeError(f"{self!r} pads {len(self.padding)} dims and reads {parts}")
         try:
             return _padded(parts, self.padding, self.mode)
         except ShapeError as error:

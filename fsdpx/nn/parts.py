@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.errors import ShapeError
-from fsdpx.nn.cut import Cuts, Parts
-from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Params
+from fsdpx.nn.cut import CutRequest, Cuts, Parts
+from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Params, Portion
 
 __all__ = [
-    "HALO", "HALO_GRADIENT", "MODES", "Reach", "Shift", "add_to", "at_dim", "buffer", "dealt", "demand_dims",
-    "demand_fit", "fold", "line_of", "on_device", "over", "rank_along", "reaches", "run_of", "widen",
+    "HALO", "HALO_GRADIENT", "MODES", "FieldLayer", "Reach", "Shift", "add_to", "at_dim", "buffer", "dealt",
+    "demand_dims", "demand_fit", "fold", "line_of", "on_device", "over", "rank_along", "reaches", "run_of", "widen",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
@@ -159,10 +159,10 @@ class Shift(Layer):
         )
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return widen(env, x, self._moves, what=env.random.path), ()
+        return widen(env, x, self._moves), ()
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return fold(env, dy, self._moves, what=env.random.path), ()
+        return fold(env, dy, self._moves), ()
 
 
 def demand_fit(reach: Reach) -> None:
@@ -193,7 +193,7 @@ def line_of(env: Env, reach: Reach) -> AxisRanks | None:
     return env.mesh.space[reach.dim - 2]
 
 
-def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0, *, what: str = "") -> Array:
+def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0) -> Array:
     """The cells that this rank needs of a field; `x` is its part. Moves go dim by dim, so that corners ride along.
 
     What lies beyond the ends in mode "zeros" is `beyond`. Communicates with the ranks that have what it lacks."""
@@ -202,11 +202,11 @@ def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0, *, wh
             me = rank_along(env, reach.cuts, reach.dim - 2)
             x = x[at_dim(env.xp, reach.dim, reach.brought(me))]
         elif not reach.still:
-            x = _widened(env, x, reach, beyond, what)
+            x = _widened(env, x, reach, beyond)
     return x
 
 
-def fold(env: Env, dy: Array, moves: Sequence[Reach], *, what: str = "") -> Array:
+def fold(env: Env, dy: Array, moves: Sequence[Reach]) -> Array:
     """The adjoint of `widen`: the gradient of each copy goes back to the owner of its cell, who adds them in the order
     of ranks."""
     for reach in reversed(moves):
@@ -216,12 +216,12 @@ def fold(env: Env, dy: Array, moves: Sequence[Reach], *, what: str = "") -> Arra
             inner, dy = dy, env.xp.zeros(_resized(dy.shape, reach.dim, size), dtype=dy.dtype)
             dy[at_dim(env.xp, reach.dim, reach.brought(me))] = inner
         elif not reach.still:
-            dy = _folded(env, dy, reach, what)
+            dy = _folded(env, dy, reach)
     return dy
 
 
-def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Array:
-    xp, line, dim = env.xp, line_of(env, reach), reach.dim
+def _widened(env: Env, x: Array, reach: Reach, beyond: float) -> Array:
+    xp, line, dim, what = env.xp, line_of(env, reach), reach.dim, env.random.path
     me = 0 if line is None else line.rank
     mine = [piece for piece in reach.pieces() if piece.needs == me]
     full = sum(piece.length for piece in mine) == reach.size(me)
@@ -251,8 +251,8 @@ def _widened(env: Env, x: Array, reach: Reach, beyond: float, what: str) -> Arra
     return y
 
 
-def _folded(env: Env, dy: Array, reach: Reach, what: str) -> Array:
-    xp, line, dim = env.xp, line_of(env, reach), reach.dim
+def _folded(env: Env, dy: Array, reach: Reach) -> Array:
+    xp, line, dim, what = env.xp, line_of(env, reach), reach.dim, env.random.path
     me = 0 if line is None else line.rank
     dx = _empty_like(xp, dy, _resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]))
     dx[...] = 0
@@ -328,11 +328,32 @@ def dealt(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
 
 
-def over(layer: Any, parts: Parts) -> Any:
-    """The layer, whose `parts` says how its input is cut, on a part of a field that is cut so."""
-    made = copy(layer)
+def over(owner: Any, parts: Parts) -> Any:
+    """A layer or a loss, whose `parts` says how its input is cut, on a part of a field that is cut so."""
+    made = copy(owner)
     made.parts = parts
     return made
+
+
+class FieldLayer(Layer):
+    """The base of layers that know how the field is cut that they read."""
+
+    parts: Parts | None = None
+    """How it is; None: this rank has the whole."""
+
+    def outputs(self, parts: Parts) -> Parts:
+        """Who has which outputs."""
+        return parts
+
+    def parts_of(self, x: Array) -> Parts:
+        return self.parts or Parts.whole(x.shape[2:])
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind = request.kind(self)
+        if not isinstance(kind, Parts):
+            return super().cut(request)
+        request.refuse_mark(self)
+        return Portion(over(self, kind), self.outputs(kind))
 
 
 def rank_along(env: Env, cuts: Cuts, d: int) -> int:

@@ -9,16 +9,16 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cells import reduced
-from fsdpx.nn.cut import CutRequest, Parts
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, runs_of
+from fsdpx.nn.cut import Parts
+from fsdpx.nn.layer import Array, Env, Layer, Params, runs_of
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.parts import over
+from fsdpx.nn.parts import FieldLayer
 from fsdpx.nn.plan import over_parts
 
 __all__ = ["Conserve", "PhysicsLoss"]
 
 
-class Conserve(Layer):
+class Conserve(FieldLayer):
     """y - mean(y) + mean(x) of each channel of a sample, over all cells: y with the mean of x, the nearest such field.
 
     Two inputs, y and x, (samples, channels, *cells) of one shape. Over a grid of ranks one all-reduce of 8 bytes for
@@ -26,17 +26,6 @@ class Conserve(Layer):
     """
 
     n_inputs = 2
-
-    def __init__(self) -> None:
-        self.parts: Parts | None = None
-
-    def cut(self, request: CutRequest) -> Portion:
-        if not isinstance(request.kinds[0], Parts):
-            return super().cut(request)
-        request.refuse_mark(self)
-        kind = request.kind(self)
-        assert isinstance(kind, Parts)
-        return Portion(over(self, kind), kind)
 
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
         y, before = x
@@ -50,7 +39,7 @@ class Conserve(Layer):
 
     def _mean(self, env: Env, a: Array) -> Array:
         """Over all cells of the field, with dims of size 1 for these."""
-        cells = (self.parts or Parts.whole(a.shape[2:])).shape
+        cells = self.parts_of(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
         mean = reduced(env, total, env.random.path) / max(math.prod(cells), 1)
         return mean.astype(a.dtype).reshape(*mean.shape, *(1,) * (a.ndim - 2))

@@ -10,15 +10,15 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError
-from fsdpx.nn.conv import ConvWindow, Sizes, cut_window, fitting, here
-from fsdpx.nn.cut import CutRequest, Parts
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion
+from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, here
+from fsdpx.nn.cut import Parts
+from fsdpx.nn.layer import Array, Env, Params
 from fsdpx.nn.parts import demand_dims, fold, rank_along, widen
 
 __all__ = ["AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"]
 
 
-class Pool(Layer):
+class Pool(WindowLayer):
     """The base of pools: a window over (samples, channels, *cells), on parts of fields as `Conv`."""
 
     dims: ClassVar[int]
@@ -35,19 +35,15 @@ class Pool(Layer):
         if any(2 * p > k for p, k in zip(self.window.low, self.window.kernel, strict=True)):
             name = type(self).__name__
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
-        self.parts: Parts | None = None
-
-    def cut(self, request: CutRequest) -> Portion:
-        return cut_window(self, request) or super().cut(request)
 
     def reached(self, env: Env, x: Array) -> tuple[Array, Any, Strides, tuple[int, ...]]:
         """The cells under all windows of this rank, the moves that brought them, the windows, and how many these are.
         ShapeError if none fits."""
         demand_dims(self, x, self.dims)
-        outputs, moves, inside = fitting(self, self.parts or Parts.whole(x.shape[2:]))
+        outputs, moves, inside = self.fitting(self.parts_of(x))
         window, first = self.window, tuple(-pad for pad in inside)
         strides = Strides(window.kernel, window.stride, window.dilation, first, 1)
-        return widen(env, x, moves, self.beyond, what=env.random.path), moves, strides, here(env, outputs)
+        return widen(env, x, moves, self.beyond), moves, strides, here(env, outputs)
 
 
 class MaxPool(Pool):
@@ -81,7 +77,7 @@ class MaxPool(Pool):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         shape, moves, strides, winner = saved
         dwide = kernels.max_pool_backward(env.xp, dy, winner, strides, shape)
-        return fold(env, dwide, moves, what=env.random.path), ()
+        return fold(env, dwide, moves), ()
 
 
 class AvgPool(Pool):
@@ -107,7 +103,7 @@ class AvgPool(Pool):
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         wide, moves, strides, sizes = self.reached(env, x)
-        shares = self._shares(env, self.parts or Parts.whole(x.shape[2:]), x.dtype)
+        shares = self._shares(env, self.parts_of(x), x.dtype)
         y = kernels.avg_pool(env.xp, wide, strides, sizes, self._divisor(shares))
         return y if shares is None else y * shares, (tuple(wide.shape), moves, strides, shares)
 
@@ -115,7 +111,7 @@ class AvgPool(Pool):
         shape, moves, strides, shares = saved
         dy = dy if shares is None else dy * shares
         dwide = kernels.avg_pool_backward(env.xp, dy, strides, shape, self._divisor(shares))
-        return fold(env, dwide, moves, what=env.random.path), ()
+        return fold(env, dwide, moves), ()
 
     def _divisor(self, shares: Array | None) -> int:
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)

@@ -12,16 +12,16 @@ from fsdpx.array import kernels
 from fsdpx.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
-from fsdpx.nn.cut import CutRequest, Parts
+from fsdpx.nn.cut import Parts
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec
+from fsdpx.nn.layer import Array, Env, Params, Spec
 from fsdpx.nn.numeric import add_sum, destination
-from fsdpx.nn.parts import Reach, dealt, demand_dims, fold, over, rank_along, widen
+from fsdpx.nn.parts import FieldLayer, Reach, dealt, demand_dims, fold, rank_along, widen
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
 
-class ConvTranspose(Layer):
+class ConvTranspose(FieldLayer):
     """The base of `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`: the gradient of a convolution with
     respect to its input, of (samples, in_channels, *cells), plus bias, with PyTorch's arguments and numbers.
 
@@ -63,25 +63,18 @@ class ConvTranspose(Layer):
                 f"{type(self).__name__}: output_padding {output_padding!r} must be smaller than stride {stride!r} or "
                 f"dilation {dilation!r}"
             )
-        self.parts: Parts | None = None
 
     def specs(self) -> dict[str, Spec]:
         return window_specs(self, (self.in_channels, self.out_channels // self.groups, *self.window.kernel))
 
-    def cut(self, request: CutRequest) -> Portion:
-        kind = request.kinds[0]
-        if not isinstance(kind, Parts):
-            return super().cut(request)
-        return Portion(over(self, kind), self._outputs(kind))
-
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         demand_dims(self, x, self.dims, self.in_channels)
-        parts = self.parts or Parts.whole(x.shape[2:])
-        outputs = self._outputs(parts)
+        parts = self.parts_of(x)
+        outputs = self.outputs(parts)
         if min(outputs.shape) < 1:
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
         moves = self._moves(parts, outputs)
-        wide = widen(env, x, moves, what=env.random.path)
+        wide = widen(env, x, moves)
         strides, sizes = self._strides(env, moves, outputs)
         shape = x.shape[0], self.out_channels, *sizes
         y = kernels.correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
@@ -90,7 +83,7 @@ class ConvTranspose(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         wide, moves, strides = saved
         dwide = kernels.correlate(env.xp, dy, p["weight"], None, strides, wide.shape[2:])
-        return fold(env, dwide, moves, what=env.random.path), (wide, strides, dy)
+        return fold(env, dwide, moves), (wide, strides, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         wide, strides, dy = kept
@@ -98,7 +91,7 @@ class ConvTranspose(Layer):
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
-    def _outputs(self, parts: Parts) -> Parts:
+    def outputs(self, parts: Parts) -> Parts:
         """Who has which outputs: the owner of the cell that the window of an output begins at, without its padding."""
         made = []
         for d, cuts in enumerate(parts.cuts):
@@ -151,7 +144,7 @@ UPSAMPLE = ("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilin
 DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
 
 
-class Upsample(Layer):
+class Upsample(FieldLayer):
     """(samples, channels, *cells) at another resolution, as PyTorch's Upsample.
 
     Parameters
@@ -172,20 +165,13 @@ class Upsample(Layer):
         if align_corners is not None and mode.startswith("nearest"):
             raise ConfigError(f"Upsample: align_corners is of modes other than {mode!r}: leave it out")
         self.size, self.scale_factor, self.mode, self.align_corners = size, scale_factor, mode, align_corners
-        self.parts: Parts | None = None
-
-    def cut(self, request: CutRequest) -> Portion:
-        kind = request.kinds[0]
-        if not isinstance(kind, Parts):
-            return super().cut(request)
-        return Portion(over(self, kind), self._outputs(kind))
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         dims = x.ndim - 2
         if not 1 <= dims <= 3 or DIMS.get(self.mode, dims) != dims:
             raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(x.shape)}")
-        parts = self.parts or Parts.whole(x.shape[2:])
-        outputs, tables, moves = self._outputs(parts), [], []
+        parts = self.parts_of(x)
+        outputs, tables, moves = self.outputs(parts), [], []
         for d, cuts in enumerate(parts.cuts):
             taps, weights = self._taps(d, cuts[-1], outputs.shape[d])
             needs = tuple(
@@ -196,7 +182,7 @@ class Upsample(Layer):
             rank = rank_along(env, cuts, d)
             mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
             tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], moves[-1].size(rank)))
-        y = widen(env, x, moves, what=env.random.path)
+        y = widen(env, x, moves)
         for d, (taps, weights, _) in enumerate(tables):
             y = _resampled(env.xp, y, d + 2, taps, weights)
         y = kernels.narrowed(env.xp, y, x.dtype)
@@ -212,9 +198,9 @@ class Upsample(Layer):
             turned = env.xp.moveaxis(dy, d + 2, -1) @ env.xp.asarray(matrix.T.astype(dy.dtype))
             dy = env.xp.moveaxis(turned, -1, d + 2)
         dy = kernels.narrowed(env.xp, env.xp.ascontiguousarray(dy), dtype)
-        return fold(env, dy, moves, what=env.random.path), ()
+        return fold(env, dy, moves), ()
 
-    def _outputs(self, parts: Parts) -> Parts:
+    def outputs(self, parts: Parts) -> Parts:
         """Who has which outputs: about the owner of the cell that lies under an output."""
         made = []
         for d, cuts in enumerate(parts.cuts):

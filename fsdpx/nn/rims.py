@@ -96,8 +96,8 @@ class Rims:
 
     boxes: own cells, and the slabs that are here."""
 
-    def __init__(self, env: Env, x: Array, moves: Sequence[Reach], what: str) -> None:
-        self._env, self._what, self._lines = env, what, _lines(env, moves)
+    def __init__(self, env: Env, x: Array, moves: Sequence[Reach]) -> None:
+        self._env, self._what, self._lines = env, env.random.path, _lines(env, moves)
         at = [0] * (x.ndim - 2)
         for _, around in self._lines:
             at[around.dim - 2] = around.at
@@ -160,7 +160,7 @@ class Rims:
             message[there] = self.boxes[number].cells[here]
 
 
-def fold_rims(env: Env, moves: Sequence[Reach], boxes: list[Box], own: Callable[[], Array], what: str) -> Array:
+def fold_rims(env: Env, moves: Sequence[Reach], boxes: list[Box], own: Callable[[], Array]) -> Array:
     """The gradient of this rank's part. boxes: the gradients of all slabs, behind the box of own cells, whose gradient
     `own` computes while messages fly. Slabs go back to the owners of their cells, who add them in the order of
     ranks."""
@@ -168,7 +168,7 @@ def fold_rims(env: Env, moves: Sequence[Reach], boxes: list[Box], own: Callable[
     for n in reversed(range(len(lines))):
         (line, around), done, kept = lines[n], lines[:n], len(boxes) - len(lines[n][1].slabs)
         slabs, boxes = [box.cells for box in boxes[kept:]], boxes[:kept]
-        arriving, leaving = _gradients_on_their_way(env, line, around, done, boxes[0].cells, slabs, what)
+        arriving, leaving = _gradients_on_their_way(env, line, around, done, boxes[0].cells, slabs)
         if found is None:
             found = own()
             boxes[0] = Box(boxes[0].at, found)
@@ -183,10 +183,10 @@ def fold_rims(env: Env, moves: Sequence[Reach], boxes: list[Box], own: Callable[
 
 
 def _gradients_on_their_way(
-    env: Env, line: Any, around: Around, done: list[Line], own: Array, slabs: list[Array], what: str
+    env: Env, line: Any, around: Around, done: list[Line], own: Array, slabs: list[Array]
 ) -> tuple[list[Any], list[Any]]:
     """Messages with the gradients of copies of own cells that arrive, and handles of those that leave."""
-    xp, dim, arriving, leaving = env.xp, around.dim, [], []
+    xp, dim, what, arriving, leaving = env.xp, around.dim, env.random.path, [], []
     shape = list(own.shape)
     for _, before in done:
         shape[before.dim] = before.size

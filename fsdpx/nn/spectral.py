@@ -20,18 +20,18 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Chain
 from fsdpx.nn.conv import for_each
-from fsdpx.nn.cut import CutRequest, Parts, share
+from fsdpx.nn.cut import Parts, share
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.init import normal, ones, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, describe, positive
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, describe, positive
 from fsdpx.nn.numeric import add_sum, destination, products, wide
-from fsdpx.nn.parts import over, rank_along
+from fsdpx.nn.parts import FieldLayer, demand_dims, rank_along
 from fsdpx.nn.shape import Add
 
 __all__ = ["FNO", "ChannelLinear", "ChannelScale", "GridEmbedding", "SpectralConv"]
 
 
-class SpectralConv(Layer):
+class SpectralConv(FieldLayer):
     """The lowest Fourier modes of (samples, in_channels, *cells), each multiplied by a complex matrix of its own (Li et
     al. 2021), with the convention of neuraloperator: modes are means over the cells.
 
@@ -58,7 +58,6 @@ class SpectralConv(Layer):
             raise ConfigError(f"SpectralConv: n_modes={n_modes!r}: give one number for each of 1 to 3 dims")
         each = for_each(self, "n_modes", each, len(each), 1)
         self.modes = (*each[:-1], each[-1] // 2 + 1)
-        self.parts: Parts | None = None
 
     def specs(self) -> dict[str, Spec]:
         deviation = math.sqrt(1.0 / (self.in_channels + self.out_channels))
@@ -68,19 +67,13 @@ class SpectralConv(Layer):
             specs["bias"] = Spec((self.out_channels,))
         return specs
 
-    def cut(self, request: CutRequest) -> Portion:
-        kind = request.kinds[0]
-        if not isinstance(kind, Parts):
-            return super().cut(request)
-        self._demand_modes(kind.shape)
-        return Portion(over(self, kind), kind)
+    def outputs(self, parts: Parts) -> Parts:
+        self._demand_modes(parts.shape)
+        return parts
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        if x.ndim != len(self.modes) + 2 or x.shape[1] != self.in_channels:
-            wanted = f"(samples, {self.in_channels}, {len(self.modes)} dims of cells)"
-            raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
-        parts = self.parts or Parts.whole(x.shape[2:])
-        self._demand_modes(parts.shape)
+        demand_dims(self, x, len(self.modes), self.in_channels)
+        parts = self.outputs(self.parts_of(x))
         tables = self._tables(env, parts, x.dtype)
         mine = _rows(env.xp, self._scattered(env, _forward(env.xp, kernels.widened(env.xp, x), [t[0] for t in tables])))
         found = _multiply(env.xp, mine, self._own(env, p["weight"]))
@@ -93,11 +86,11 @@ class SpectralConv(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         mine, tables = saved
         xp = env.xp
-        slopes = self._scattered(env, _forward(xp, kernels.widened(xp, dy), [_turned(t[1]) for t in tables]))
+        slopes = self._scattered(env, _forward(xp, kernels.widened(xp, dy), [t[1].T for t in tables]))
         dmodes = _slope_rows(xp, slopes)
         parts = products(xp, dmodes, self._own(env, p["weight"]).swapaxes(1, 2))
         found = xp.stack(xp.split(parts, 2, axis=1), axis=-1)
-        dx = _backward(xp, self._gathered(env, found), [_turned(to) for to, _ in tables])
+        dx = _backward(xp, self._gathered(env, found), [to.T for to, _ in tables])
         return kernels.narrowed(xp, dx, dy.dtype), (mine, dmodes, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
@@ -150,6 +143,11 @@ class SpectralConv(Layer):
             found.append(env.constants[key])
         return found
 
+    def _counts(self, ranks: int, each: int) -> list[int]:
+        """Numbers of the modes of each rank, `each` of a mode."""
+        shares = (share(math.prod(self.modes), r, ranks) for r in range(ranks))
+        return [(stop - start) * each for start, stop in shares]
+
     def _scattered(self, env: Env, modes: Array) -> Array:
         """(own modes, samples, channels, 2), summed over the ranks, of (samples, channels, *modes, 2) here."""
         xp, ranks = env.xp, self._ranks(env)
@@ -157,9 +155,9 @@ class SpectralConv(Layer):
         rows = xp.ascontiguousarray(modes.reshape(b, c, math.prod(self.modes), 2).transpose(2, 0, 1, 3))
         if ranks is None or ranks.size == 1:
             return rows
-        counts = [(s[1] - s[0]) * b * c * 2 for s in (share(len(rows), r, ranks.size) for r in range(ranks.size))]
         start, stop = self._share(env)
         mine = xp.empty((stop - start, b, c, 2), dtype=modes.dtype)
+        counts = self._counts(ranks.size, b * c * 2)
         ranks.reduce_scatter(rows.reshape(-1), mine.reshape(-1), counts=counts, what=env.random.path).wait()
         return mine
 
@@ -169,11 +167,9 @@ class SpectralConv(Layer):
         _, b, c, _ = mine.shape
         rows = mine
         if ranks is not None and ranks.size > 1:
-            total = math.prod(self.modes)
-            counts = [(s[1] - s[0]) * b * c * 2 for s in (share(total, r, ranks.size) for r in range(ranks.size))]
-            rows = xp.empty((total, b, c, 2), dtype=mine.dtype)
+            rows = xp.empty((math.prod(self.modes), b, c, 2), dtype=mine.dtype)
             sent = xp.ascontiguousarray(mine).reshape(-1)
-            ranks.all_gather(sent, rows.reshape(-1), counts, what=env.random.path).wait()
+            ranks.all_gather(sent, rows.reshape(-1), self._counts(ranks.size, b * c * 2), what=env.random.path).wait()
         return rows.transpose(1, 2, 0, 3).reshape(b, c, *self.modes, 2)
 
 
@@ -251,8 +247,7 @@ class ChannelScale(Layer):
         return {"weight": Spec((1, self.channels, *(1,) * self.dims), ones)}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        if x.ndim != self.dims + 2 or x.shape[1] != self.channels:
-            raise ShapeError(f"{self!r} wants (samples, {self.channels}, {self.dims} dims of cells), got {x.shape}")
+        demand_dims(self, x, self.dims, self.channels)
         return x * p["weight"], (x,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -264,21 +259,12 @@ class ChannelScale(Layer):
         g["weight"][...] += total.reshape(g["weight"].shape)
 
 
-class GridEmbedding(Layer):
+class GridEmbedding(FieldLayer):
     """(samples, channels, *cells) with the place of each cell beside its channels, one more for each dim: i / n for
     cell i of n, of the whole field where it is cut."""
 
-    def __init__(self) -> None:
-        self.parts: Parts | None = None
-
-    def cut(self, request: CutRequest) -> Portion:
-        kind = request.kinds[0]
-        if not isinstance(kind, Parts):
-            return super().cut(request)
-        return Portion(over(self, kind), kind)
-
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        xp, parts = env.xp, self.parts or Parts.whole(x.shape[2:])
+        xp, parts = env.xp, self.parts_of(x)
         found = [x]
         for d, cuts in enumerate(parts.cuts):
             rank = rank_along(env, cuts, d)
@@ -372,10 +358,6 @@ def _table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarra
     to = np.stack([np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)], axis=1) / n  # cells, 2, modes, 2
     back = np.stack([np.stack([cosine, sine], -1), np.stack([-sine, cosine], -1)], axis=1)
     return to.reshape(2 * (stop - start), 2 * k), back.transpose(2, 1, 0, 3).reshape(2 * k, -1)
-
-
-def _turned(table: Array) -> Array:
-    return table.T
 
 
 def _forward(xp: Any, x: Array, tables: list[Array]) -> Array:

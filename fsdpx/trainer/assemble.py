@@ -84,7 +84,6 @@ def session_of(
     caller fills them in. commit: see `Feed`."""
     place, model, microbatches = placement_of(recipe, world, tuning)
     training = recipe.training
-    _check_whole_steps(place, microbatches)
     poker = _poker(recipe.machinery.progress, place)
     if place.xp is np:
         keep_pages()
@@ -381,22 +380,6 @@ def _codecs(choice: Choice, formats: Precision, outer: Codec | None) -> Codecs:
                 "a fixed loss_scale, or precision='bf16'"
             )
     return found
-
-
-def _check_whole_steps(place: Placement, microbatches: int) -> None:
-    twice = len(place.axes.summing) > 1
-    for route in (route for _, route in place.codecs.rules if route.shard.whole_steps):
-        name = type(route.shard).__name__
-        if place.reduce_each and microbatches > 1:
-            raise ConfigError(
-                f"codec {name} follows gradients from step to step, but those of microbatches={microbatches} are "
-                "summed one by one: choose strategy ddp or zero1, or microbatches=1"
-            )
-        if twice and route.replica.whole_steps:
-            raise ConfigError(
-                f"codec {name} follows gradients from step to step, but {place.axes.mesh} sums them twice, over shards "
-                "and over replicas: choose a mesh with one of the two, or fsdpx.Between(codec)"
-            )
 
 
 def _remark(place: Placement) -> None:

@@ -279,19 +279,8 @@ class Session:
         # memory that ranks share is made together: what they ran before is the same, what it left may not be
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
-            self._demand_whole(request)
             self._executables[key] = self.engine.prepare(request)
         return self._executables[key]
-
-    def _demand_whole(self, request: Request) -> None:
-        """ConfigError where a codec must see the gradient of each step whole, and this would sum the rest of one."""
-        codecs = [route.shard for _, route in self.place.codecs.rules if route.shard.whole_steps]
-        if codecs and request.parts and any(action.op == "REDUCE" for action in compile(request).actions):
-            raise ConfigError(
-                f"{request.kind}: codec {type(codecs[0]).__name__} follows gradients from step to step, but a part of "
-                "this step's is summed already: put accumulate and backward into trainer.no_sync(), or choose strategy "
-                "ddp or zero1"
-            )
 
     def _tell_idle(self) -> None:
         """Say once which parameters get no gradient, on the first rank that has them."""

@@ -25,8 +25,8 @@ KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {
     "Ring": (lambda: Plain("ring"), {}),
     "Bfloat16": (lambda: Cast("bf16"), {"error": 2**-8}),
     "Float16": (lambda: Cast("float16"), {"error": 2**-10}),
-    "TopK": (lambda: TopK(0.1, momentum=0.9), {"error": 1}),  # what does not travel is missing
-    "TopKInBlocks": (lambda: TopK(0.1, momentum=0.9, block=16), {"error": 1}),
+    "TopK": (lambda: TopK(0.1), {"error": 1}),  # what does not travel is missing
+    "TopKInBlocks": (lambda: TopK(0.1, block=16), {"error": 1}),
     "AllOfTopK": (lambda: TopK(1), {}),
     "PowerSGD": (PowerSGD, {}),  # of gradients that are all vectors
 }

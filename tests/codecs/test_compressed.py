@@ -80,34 +80,6 @@ def test_whole_levels_arrive_exactly(size: int) -> None:
     assert not any(memory["error"].any() for _, memory in found)
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("masking", [False, True])
-def test_what_waits_has_the_momentum_of_all_steps(masking: bool, together: bool) -> None:
-    """Momentum correction: what arrived and what is kept is the sum of all velocities. Unmasked and with all elements
-    sent that is SGD with momentum itself."""
-    count, size, momentum = 6, 3, 0.9
-    found = steps(TopK(0.1, momentum, masking), size, count, together, gradient)
-    sent = sum(arrived(found, step, together) for step in range(count))
-    kept = sum(memory["error"].astype(np.float64) for _, memory in found)
-    velocity, given = np.zeros((size, N)), np.zeros(N)
-    for step in range(count):
-        velocity = momentum * velocity + [gradient(rank, step) for rank in range(size)]
-        given += velocity.sum(0)
-    assert np.allclose(sent + kept, given, atol=1e-4) is not masking
-    whole = steps(TopK(1, momentum, masking=False), size, count, together, gradient)
-    np.testing.assert_allclose(arrived(whole, count - 1, together), velocity.sum(0), atol=1e-5)
-
-
-def test_the_velocity_of_what_was_sent_begins_at_zero() -> None:
-    """Momentum factor masking, one rank by itself: velocity and what waits are both zero where it has just sent."""
-    ((outs, memory),) = steps(TopK(0.1, 0.9), 1, 1, False, gradient)
-    sent = outs[0] != 0
-    assert sent.sum() == 78
-    assert set(np.flatnonzero(sent)) == set(np.argsort(-np.abs(gradient(0, 0)))[:78])
-    for kept in (memory["error"], memory["velocity"]):
-        np.testing.assert_array_equal(kept, np.where(sent, 0, gradient(0, 0)))
-
-
 def test_the_first_of_equals_travel() -> None:
     ones = np.where(np.arange(N) % 2, 1, -1).astype(np.float32)
     ((outs, _),) = steps(TopK(0.01), 1, 1, False, lambda rank, step: ones.copy())

@@ -21,7 +21,7 @@ CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "bf16": lambda: {"codec": "bf16"},
     "int8": lambda: {"codec": "int8"},
     "topk": lambda: {"codec": fsdpx.TopK(0.1)},
-    "topk in blocks": lambda: {"codec": fsdpx.TopK(0.1, momentum=0.9, block=256)},
+    "topk in blocks": lambda: {"codec": fsdpx.TopK(0.1, block=256)},
     "powersgd": lambda: {"codec": fsdpx.PowerSGD(2)},
     "chunks": lambda: {"codec": "int8", "chunks": 4},
 }

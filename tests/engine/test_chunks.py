@@ -154,7 +154,7 @@ def test_predict_and_evaluate_take_any_batch() -> None:
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "int8": lambda: {"codec": "int8"},
     "unbiased": lambda: {"codec": fsdpx.Int8(unbiased=True)},
-    "topk": lambda: {"codec": fsdpx.TopK(0.1, momentum=0.9, warmup=2, block=256)},
+    "topk": lambda: {"codec": fsdpx.TopK(0.1, warmup=2, block=256)},
 }
 PACKED_PLACES = [("fsdp", 1), ("zero1", 2), ("fsdp", 3), ("zero2", 4), ("fsdp", 5)]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "int8": lambda: {"codec": "int8"},
     "unbiased": lambda: {"codec": fsdpx.Int8(unbiased=True)},
     "topk": lambda: {"codec": fsdpx.TopK(0.05)},
-    "momentum": lambda: {"codec": fsdpx.TopK(0.05, momentum=0.9, warmup=1)},
+    "warming up": lambda: {"codec": fsdpx.TopK(0.05, warmup=1)},
     "powersgd": lambda: {"codec": fsdpx.PowerSGD(1)},
 }
 each = pytest.mark.parametrize("name", CODECS)
@@ -314,19 +312,6 @@ def test_a_dynamic_loss_scale_is_refused() -> None:
         spawn(lambda comm: make(comm, "mlp", precision="float16", codec="int8"), 2)
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp", 3)])
-def test_velocities_are_those_of_sgd_with_momentum(strategy: str, size: int) -> None:
-    """All elements travel, unmasked: the codec's momentum is as good as the optimiser's."""
-
-    def body(comm: Communicator, codec: Any, momentum: float) -> Any:
-        trainer = make(comm, "mlp", strategy, codec=codec, optimizer=optim.SGD(lr=1e-2, momentum=momentum))
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-        return [float(trainer.step(x[part(comm, 12)], y[part(comm, 12)])) for _ in range(5)]
-
-    found = spawn(lambda comm: body(comm, fsdpx.TopK(1, momentum=0.9, masking=False), 0.0), size)
-    np.testing.assert_allclose(found[0], spawn(lambda comm: body(comm, "plain", 0.9), size)[0], rtol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_powersgd_of_full_rank_is_plain_and_says_so(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
     found = [
@@ -362,58 +347,6 @@ def test_powersgd_sends_two_messages_for_all_of_a_page() -> None:
         return len(trainer.inspect.placement.pages), trainer.report().traffic["replica", "all_reduce"].calls
 
     assert spawn(body, 2)[0] == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "words"),
-    [
-        ("fsdp", {"microbatches": 2}, "microbatches=2 are summed one by one: choose strategy ddp or zero1, or"),
-        ("fsdp", {"microbatches": 2, "mesh": Mesh(pipe=2, shard=2)}, "microbatches=2 are summed one by one: choose"),
-        ("hybrid", {"mesh": Mesh(replica=2, shard=2)}, "shard=2 x tensor=1 sums them twice, over shards and over rep"),
-    ],
-)
-def test_what_follows_gradients_wants_one_reduce_per_step(
-    strategy: str, options: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    """Said on all ranks before anything is allocated: the folder is free for the next trainer."""
-    options = {"optimizer": optim.AdamW(), "offload": fsdpx.Offload(tmp_path), **CODECS["momentum"](), **options}
-
-    def body(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match=f"codec TopK follows gradients from step to step, but .*{words}"):
-            make(comm, "mlp", strategy, **options)
-
-    spawn(body, 4)
-    assert not list(tmp_path.iterdir())
-
-
-def accumulated(comm: Communicator, strategy: str, calls: int, local: bool) -> Any:
-    """Three steps of the same samples, in so many calls each."""
-    trainer = make(comm, "mlp", strategy, optimizer=optim.SGD(lr=1e-2), **CODECS["momentum"]())
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 24)
-    *some, last = np.array_split(np.arange(24)[part(comm, 24)], calls)
-    for _ in range(3):
-        with trainer.no_sync() if local else nullcontext():
-            for rows in some:
-                trainer.accumulate(x[rows], y[rows])
-        trainer.step(x[last], y[last])
-    return trainer.parameters()
-
-
-@pytest.mark.parametrize(("strategy", "local"), [("zero1", False), ("zero2", True)])
-def test_what_follows_gradients_sees_those_of_several_calls_as_one(strategy: str, local: bool) -> None:
-    found, wanted = (spawn(accumulated, 2, strategy, calls, local)[0] for calls in (3, 1))
-    for name, array in wanted.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6)
-
-
-def test_what_follows_gradients_refuses_a_second_sum_in_a_step() -> None:
-    words = "accumulate: codec TopK follows gradients from step to step, but a part of this step's is summed already: "
-
-    def body(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match=words):
-            accumulated(comm, "zero2", 3, False)
-
-    spawn(body, 2)
 
 
 class Misspelt(fsdpx.TopK):
