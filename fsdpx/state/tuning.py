@@ -173,13 +173,12 @@ LEAST, MOST = 256 << 10, 4 << 20
 @dataclass(frozen=True)
 class Tuning:
     """blas: library of matrix products. threads: per rank. group_bytes: of a unit. measured: the figures behind it, as
-    text. sixteen: library of bfloat16 products; "": the default."""
+    text."""
 
     blas: str
     threads: int = 1
     group_bytes: int = GROUP_BYTES
     measured: dict[str, str] = field(default_factory=dict)
-    sixteen: str = ""
 
     def __str__(self) -> str:
         return f"BLAS {self.blas}, {self.threads} threads per rank, group_bytes {self.group_bytes:,}"
@@ -205,14 +204,12 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
         busy = load()
         found = _measure(world)
         if last is not None and not anyway:  # jobs of all sizes on a machine compute with one library: the same bits
-            found = replace(found, blas=last.blas, sixteen=last.sixteen)
+            found = replace(found, blas=last.blas)
         _remeasured.add(str(key))
         if world.rank == 0:
             write("tuning", key, asdict(found), busy)
     if found.blas != blas.chosen():
         blas.choose(found.blas)
-    if found.sixteen:
-        blas.halves.choose(found.sixteen)
     return found
 
 
@@ -223,7 +220,8 @@ _remeasured: set[str] = set()
 def stored() -> list[tuple[dict[str, Any], Tuning, Measurement]]:
     """What was measured on this machine: what it is for, the choices, and the record, with when it was and how busy the
     machine was."""
-    here = (record for record in every("tuning") if record.key.get("machine") == platform.node())
+    ours = {"machine": platform.node(), "choices": CHOICES}  # not those of versions that chose more
+    here = (record for record in every("tuning") if ours.items() <= record.key.items())
     found = []
     for record in here:
         with suppress(ValueError):  # of another version, or damaged
@@ -235,20 +233,17 @@ def stored() -> list[tuple[dict[str, Any], Tuning, Measurement]]:
 
 
 def _measure(world: Communicator) -> Tuning:
-    rates, halved = blas.measure(), blas.measure_halves()
-    library, sixteen = _fastest(rates, blas.chosen()), _fastest(halved, blas.halves.chosen()) if halved else ""
-    measured: dict[str, str] = {}
-    for kind, found in (("", rates), (" in bfloat16", halved)):
-        if found:
-            measured[f"GFLOP/s per thread{kind}"] = ", ".join(f"{name} {rate:.0f}" for name, rate in found.items())
+    rates = blas.measure()
+    library = _fastest(rates, blas.chosen())
+    measured = {"GFLOP/s per thread": ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())}
     if world.size == 1:
-        return Tuning(library, parallel.threads(), measured=measured, sixteen=sixteen)
+        return Tuning(library, parallel.threads(), measured=measured)
     # ranks measure different times, and what follows is collective: rank 0's decide for all
     latency, seconds = _of_rank_0(world, _reduced(world))
     rate = LARGE / max(seconds - latency, 1e-9)
     measured |= {"latency": f"{1e6 * latency:.0f} us", "reduce-scatter of 4 MiB": f"{1e3 * seconds:.2f} ms"}
     size = _group_bytes(latency, rate)
-    return _of_rank_0(world, Tuning(library, parallel.threads(), size, measured, sixteen))
+    return _of_rank_0(world, Tuning(library, parallel.threads(), size, measured))
 
 
 def _fastest(rates: dict[str, float], usual: str) -> str:
@@ -314,7 +309,7 @@ def _key(world: Communicator) -> dict[str, Any]:
         "ranks here": here,
         "threads": cores.threads_of(here) if imagined else parallel.threads(),
         "seconds per action": ACTION,
-        "choices": [one.name for one in fields(Tuning)],
+        "choices": CHOICES,
     }
 
 
@@ -341,11 +336,11 @@ def _tuning(value: dict[str, Any]) -> Tuning:
     """ValueError if it has other fields, or values that no measurement has."""
     found = Tuning(**typed(value, {one.name: type(getattr(_LIKE, one.name)) for one in fields(Tuning)}))
     texts = all(type(text) is str for text in found.measured.values())
-    libraries = {"numpy", *blas.present()}
-    known = found.blas in libraries and found.sixteen in {"", blas.halves.WIDENED, *libraries}
+    known = found.blas in {"numpy", *blas.present()}
     if not (texts and known and 0 < found.threads < 1 << 16 and 0 < found.group_bytes < 1 << 62):
         raise ValueError("a choice in it is none that is measured")
     return found
 
 
 _LIKE = Tuning("")
+CHOICES = [one.name for one in fields(Tuning)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, kernels, parallel
-from fsdpx.array.blas import halves, mkl, onednn, products
+from fsdpx.array.blas import halves, onednn, products
 from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.namespace import dtype
 from fsdpx.array.random import Stretch
@@ -115,45 +115,17 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
                 out[-1, -1] += 0.1
 
     monkeypatch.setattr(onednn, "found", Wrong)
-    monkeypatch.setattr(mkl, "found", lambda: None)
     monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("avx512_bf16",))
     _forget()
     try:
         with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
             assert halves.chosen() == halves.WIDENED
-        assert halves.candidates() == []
     finally:
         _forget()
 
 
 def _forget() -> None:
     halves._default.cache_clear()
-    halves._proven.cache_clear()
-
-
-@pytest.mark.parametrize(("intel", "here", "want"), [
-    (True, ["onednn", "mkl"], "onednn"), (True, ["mkl"], "mkl"), (False, ["mkl"], "widened"), (True, [], "widened"),
-])  # fmt: skip
-def test_mkl_is_the_default_on_intel_where_onednn_is_missing(monkeypatch, intel, here, want) -> None:
-    class Right:
-        name, path, version = "it", "lib.so", "1"
-
-        def product(self, out, a, b, accumulate, bias):
-            out[...] = a.astype("f4") @ b.astype("f4")
-
-    monkeypatch.setattr(onednn, "found", lambda: Right() if "onednn" in here else None)
-    monkeypatch.setattr(mkl, "found", lambda: Right() if "mkl" in here else None)
-    monkeypatch.setattr(halves, "intel", lambda: intel)
-    monkeypatch.setattr(halves, "present", lambda: dict.fromkeys(here, "lib.so 1 2"))
-    monkeypatch.setattr(halves, "cpuinfo", lambda what: "avx2 avx512bw")
-    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("amx_bf16",))
-    _forget()
-    try:
-        assert halves.chosen() == want
-        assert halves.candidates() == here
-        assert list(halves.available()) == [*here, "widened"]
-    finally:
-        _forget()
 
 
 def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,27 +133,33 @@ def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPat
     _forget()
     try:
         assert halves.chosen() == halves.WIDENED
-        assert halves.candidates() == []
     finally:
         _forget()
 
 
 @pytest.mark.parametrize(("flags", "here"), [
-    ("sse2 avx2 fma", ["mkl", "widened"]), ("avx2 avx512f avx512bw", ["onednn", "mkl", "widened"]),
-    ("avx2 avx_vnni avx_ne_convert", ["onednn", "mkl", "widened"]),
+    ("sse2 avx2 fma", ["widened"]), ("avx2 avx512f avx512bw", ["onednn", "widened"]),
+    ("avx2 avx_vnni avx_ne_convert", ["onednn", "widened"]),
 ])  # fmt: skip
 def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatch, flags, here) -> None:
     class Library:
         name, path, version = "it", "lib.so", "1"
 
-    monkeypatch.setattr(halves, "present", lambda: dict.fromkeys(("onednn", "mkl"), "lib.so 1 2"))
+        def product(self, out, a, b, accumulate, bias):
+            out[...] = a.astype("f4") @ b.astype("f4")
+
     monkeypatch.setattr(halves, "cpuinfo", lambda what: flags)
+    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("amx_bf16",))
     monkeypatch.setattr(onednn, "found", Library)
-    monkeypatch.setattr(mkl, "found", Library)
-    assert list(halves.available()) == here
-    if "onednn" not in here:
-        with pytest.raises(ConfigError, match=r"16-bit products by 'onednn' are not here: choose one of mkl, widened"):
-            halves.choose("onednn")
+    _forget()
+    try:
+        assert list(halves.available()) == here
+        assert halves.chosen() == here[0]
+        if "onednn" not in here:
+            with pytest.raises(ConfigError, match=r"16-bit products by 'onednn' are not here: choose one of widened"):
+                halves.choose("onednn")
+    finally:
+        _forget()
 
 
 def test_an_unknown_library_is_refused() -> None:

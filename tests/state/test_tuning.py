@@ -16,7 +16,7 @@ from amount import few, in_full
 import fsdpx
 from fsdpx import environment, nn, optim
 from fsdpx.array import blas
-from fsdpx.array.blas import libraries, mkl, onednn
+from fsdpx.array.blas import libraries, onednn
 from fsdpx.comm.backend import FakeNode
 from fsdpx.launch.info import info
 from fsdpx.state import tuning
@@ -56,16 +56,13 @@ def test_measured_once_then_read_from_disk(cache, monkeypatch):
 
 def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
     """Each that is loaded takes memory in every rank, and time before the first step."""
-    for cached in (libraries.library, onednn.found, mkl.found):
+    for cached in (libraries.library, onednn.found):
         cached.cache_clear()
     loaded = []
     with monkeypatch.context() as within:
         within.setattr(libraries, "load", lambda path: loaded.append(path) or pytest.fail(f"{path} is loaded"))
         here = tuning._key(_single())["libraries"]
         assert here == blas.present()
-        for name in blas.halves._present():
-            blas.halves.choose(name)
-        blas.halves.choose(None)
     assert loaded == []
 
 
@@ -95,22 +92,8 @@ def rates(monkeypatch):
         return dict.fromkeys(blas.available(), taken[-1])
 
     monkeypatch.setattr(blas, "measure", measure)
-    monkeypatch.setattr(blas, "measure_halves", dict)
     monkeypatch.setattr(tuning, "_remeasured", set())
     return found, taken
-
-
-@pytest.mark.parametrize(("mkl", "want"), [(90.0, "mkl"), (60.0, "onednn")])
-def test_bfloat16_is_multiplied_by_the_library_that_is_clearly_faster(monkeypatch, rates, mkl, want):
-    asked = []
-    monkeypatch.setattr(blas, "measure_halves", lambda: {"onednn": 50.0, "mkl": mkl})
-    monkeypatch.setattr(blas.halves, "chosen", lambda: "onednn")
-    monkeypatch.setattr(blas.halves, "choose", asked.append)
-    for _ in range(2):  # measured, and kept
-        found = tune_for(_single(), True, np)
-        assert found.sixteen == want
-        assert found.measured["GFLOP/s per thread in bfloat16"] == f"onednn 50, mkl {mkl:.0f}"
-    assert asked == [want] * 2
 
 
 def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
@@ -218,7 +201,7 @@ def test_what_the_user_says_goes_before(monkeypatch):
 WHOLE, MORE = '{"key": KEY, "date": "", "tuning": %s}', '{"key": KEY, "date": "", "tuning": {GOOD, %s}}'
 BAD = (
     '"blas": "no such library"', '"blas": 3', '"threads": 0', '"threads": true', '"group_bytes": 1e9',
-    '"windows": true', '"measured": {"a": 1}', '"sixteen": "?"', '"more": 1',
+    '"windows": true', '"measured": {"a": 1}', '"more": 1',
 )  # fmt: skip
 SPOILT = [
     "", "{", "[]", "[" * 9999, '{"tuning": 3}', WHOLE % 3, WHOLE % "{}", '{"key": {}, "date": "", "tuning": {GOOD}}',

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices, added in float32: by a library that reaches the processor's instructions, or widened."""
+"""Products of 16-bit matrices, added in float32: by oneDNN, which reaches the processor's instructions, or widened."""
 
 from __future__ import annotations
 
@@ -7,63 +7,49 @@ import functools
 import numpy as np
 
 from fsdpx.array import parallel
-from fsdpx.array.blas import libraries, mkl, onednn
-from fsdpx.array.blas.libraries import intel, present
+from fsdpx.array.blas import libraries, onednn
 from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.array.kernels.half import widened
 from fsdpx.array.namespace import dtype
 from fsdpx.errors import ConfigError, warn
 from fsdpx.native.processor import cpuinfo
 
-__all__ = ["available", "candidates", "choose", "chosen", "instructions", "product"]
+__all__ = ["available", "choose", "chosen", "instructions", "product"]
 
 WIDENED = "widened"
 """Operands as float32, and their product by the library of float32: always there, and the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
-LIBRARIES = {"bfloat16": ("onednn", "mkl"), "float16": ("onednn",)}
-NEEDED = {"onednn": ("avx512bw", "avx_ne_convert")}
-"""One of these a processor must have, or the library has no product of bfloat16 for it; MKL has one for all."""
+NEEDED = ("avx512bw", "avx_ne_convert")
+"""One of these a processor must have, or oneDNN has no product of bfloat16 for it."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
-"""(rows, summed, columns) of the products by which a library proves itself."""
+"""(rows, summed, columns) of the products by which the library proves itself."""
 
 asked: str | None = None  # by `choose`
 
 
 def available() -> dict[str, str]:
     """Name -> path and version of what `choose` accepts."""
-    here = [(name, library) for name in _present() if (library := _library(name)) is not None]
-    named = {name: f"{library.path} ({library.version})" for name, library in here}
-    return {**named, WIDENED: "float32 products of widened operands"}
+    here = {WIDENED: "float32 products of widened operands"}
+    library = onednn.found() if _fits_processor() else None
+    return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
 def choose(name: str | None) -> None:
-    """Compute 16-bit products with library `name` from now on; None: the default. All ranks of a job choose alike."""
+    """Compute 16-bit products by `name` from now on; None: the default. All ranks of a job choose alike."""
     global asked
-    if name not in (None, WIDENED) and name not in _present():
+    if name is not None and name not in available():
         raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(available())}")
     asked = name
 
 
 def chosen(kind: str = "bfloat16") -> str:
-    """The name of the library in use for a format: where the processor has the instructions oneDNN, or MKL on Intel's,
-    if it computes right. `choose` speaks of bfloat16."""
+    """What is in use for a format: oneDNN where the processor has the instructions, if it computes right. `choose`
+    speaks of bfloat16."""
     return asked if asked and kind == "bfloat16" else _default(kind)
 
 
-def candidates() -> list[str]:
-    """The libraries that compute bfloat16 right, where the processor has instructions for it: a tuner may choose."""
-    return [name for name in LIBRARIES["bfloat16"] if instructions() and _proven(name, "bfloat16")]
-
-
-def _present() -> list[str]:
-    """What is installed, and has products of bfloat16 for this processor: neither takes loading it."""
-    here, flags = present(), set(cpuinfo("flags").split())
-    fits = {name for name in here if name not in NEEDED or flags.intersection(NEEDED[name])}
-    return [name for name in LIBRARIES["bfloat16"] if name in fits]
-
-
-def _library(name: str) -> onednn.OneDNN | mkl.MKL | None:
-    return onednn.found() if name == "onednn" else mkl.found()
+def _fits_processor() -> bool:
+    return not set(NEEDED).isdisjoint(cpuinfo("flags").split())
 
 
 @functools.cache
@@ -90,7 +76,7 @@ def product(
 def _whole(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
     sixteen = a.dtype == b.dtype and a.dtype.name in INSTRUCTIONS
     name = chosen(a.dtype.name) if sixteen else WIDENED
-    library = None if name == WIDENED else _library(name)
+    library = None if name == WIDENED else onednn.found()
     if library is not None and a.size and b.size and _fits(a) and _fits(b) and out.strides[1] == out.itemsize:
         library.product(out, a, b, accumulate, bias)
     else:
@@ -112,22 +98,16 @@ def _fits(a: np.ndarray) -> bool:
 
 @functools.cache
 def _default(kind: str) -> str:
-    names = [name for name in LIBRARIES[kind] if instructions(kind) and (name != "mkl" or intel())]
-    return next((name for name in names if _proven(name, kind)), WIDENED)
-
-
-@functools.cache
-def _proven(name: str, kind: str) -> bool:
-    """Whether a library is here and computes right; a warning, once, if it does not."""
-    library = _library(name)
+    """oneDNN if it is here and computes right; a warning, once, if it does not."""
+    library = onednn.found() if instructions(kind) and (kind != "bfloat16" or _fits_processor()) else None
     if library is None or _computes(library, kind):
-        return library is not None
+        return WIDENED if library is None else "onednn"
     about = f"{library.name} in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
-    warn(f"fsdpx: {about}: {kind} computes without it")
-    return False
+    warnings.warn(f"fsdpx: {about}: {kind} computes without it", RuntimeWarning, stacklevel=2)
+    return WIDENED
 
 
-def _computes(library: onednn.OneDNN | mkl.MKL, kind: str) -> bool:
+def _computes(library: onednn.OneDNN, kind: str) -> bool:
     """Whether a library multiplies as the reference does: terms are exact in float32, sums may differ by their
     rounding."""
     numbers, half = np.random.default_rng(0), dtype(kind)

@@ -35,8 +35,7 @@ AVX512 = 11  # the first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch n
 
 @dataclass(frozen=True)
 class Library:
-    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: limits the library to one thread. bgemm: of
-    `cblas_gemm_bf16bf16f32`, bfloat16 into float32; 0 where it is missing."""
+    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: limits the library to one thread."""
 
     name: str
     path: str
@@ -44,7 +43,6 @@ class Library:
     sgemm: int
     dgemm: int
     single: Callable[[], None]
-    bgemm: int = 0
 
 
 @cache
@@ -93,10 +91,7 @@ def _mkl(path: Path) -> Library:
     text = ctypes.create_string_buffer(200)
     library.MKL_Get_Version_String(text, len(text))
     sgemm, dgemm = _address(library.cblas_sgemm_64), _address(library.cblas_dgemm_64)
-    bgemm = getattr(library, "cblas_gemm_bf16bf16f32_64", None)
-    return Library(
-        "mkl", str(path), text.value.decode(), sgemm, dgemm, lambda: None, 0 if bgemm is None else _address(bgemm)
-    )
+    return Library("mkl", str(path), text.value.decode(), sgemm, dgemm, lambda: None)
 
 
 def _openblas(path: Path) -> Library:
