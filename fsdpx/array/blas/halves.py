@@ -103,7 +103,7 @@ def _default(kind: str) -> str:
     if library is None or _computes(library, kind):
         return WIDENED if library is None else "onednn"
     about = f"{library.name} in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
-    warnings.warn(f"fsdpx: {about}: {kind} computes without it", RuntimeWarning, stacklevel=2)
+    warn(f"fsdpx: {about}: {kind} computes without it")
     return WIDENED
 
 
