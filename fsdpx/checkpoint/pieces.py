@@ -12,7 +12,6 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.layout.pages import Page
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
-from fsdpx.optim.optimizer import Kept
 from fsdpx.state.ledger import Key, LedgerRow, recut_of, saved_name, tensor_name
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
@@ -98,34 +97,24 @@ def owned(state: TrainState) -> Iterator[Held]:
     for row, array in state.ledger.saved():
         if row.key.kind == "memory" or row.key.page in placement.layout.copies:
             continue
-        for one in _of_row(placement, row, array, first=True):
+        for one in _of_row(placement, row, array):
             if row.key.page is None:
                 yield from [one] if (placement.statistics_home[one.name], 0, 0, 0) == place else []
             elif one.spec.cut is not None or place.tensor == 0:
                 yield one.part(place.replica, axes.replica.size) if row.owner == "shard" else one
 
 
-def _of_row(
-    placement: Placement, row: LedgerRow, array: Any, first: bool = False, replicas: int | None = None
-) -> Iterator[Held]:
-    """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself. first: of
-    tensors that each rank with a part of a parameter keeps, only those of parameters that begin here."""
+def _of_row(placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None) -> Iterator[Held]:
+    """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield Held(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
         return
-    slot = name if row.key.kind in ("slot", "average") else ""
-    spread, form, mine = layout.spread, placement.kept.get(slot, Kept()), placement.pages[p].mine
-    begins = {f.name for f in layout.pages[p].fields if mine.start <= f.offset < mine.stop}
     replica = placement.axes.coordinates.replica
     before = saved_name(row, replica if replicas is None else replica % replicas)
-    for field, start, part in placement.slot_page(slot, p).held(array, row.span):
-        spec = layout.specs[field.source]
-        if not form.plain:
-            spec = Spec(form.of(field.source, spec.shape))
-        if first and form.shape is not None and field.name not in begins:
-            continue
-        yield Held(tensor_name(before, field.source), part, start, spec, spread.rank, spread.width)
+    for field, start, part in layout.pages[p].held(array, row.span):
+        name, spec = tensor_name(before, field.source), layout.specs[field.source]
+        yield Held(name, part, start, spec, layout.spread.rank, layout.spread.width)
 
 
 PATTERN = re.compile(r"codec\.(shard|replica|chunk)\.(\w+)\.(\d+)/(.+)")

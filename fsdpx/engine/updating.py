@@ -8,7 +8,6 @@ from typing import Any
 
 from fsdpx.engine.run import ProgramRun, Values, number_of
 from fsdpx.optim import Segments
-from fsdpx.optim.optimizer import Kept, kept_of, places
 from fsdpx.program import Action
 from fsdpx.shapes.work import note
 
@@ -31,24 +30,17 @@ def move(
 ) -> None:
     """Run the optimiser on elements of a page."""
     place = run.place
-    with left_alone(run, place.optimizer, segments, master, slots):
+    with left_alone(run, segments, master, slots):
         place.optimizer.update(place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor)
 
 
 @contextmanager
 def left_alone(
-    run: ProgramRun, optimizer: Any, segments: Segments, master: Any, slots: Mapping[str, Any]
+    run: ProgramRun, segments: Segments, master: Any, slots: Mapping[str, Any]
 ) -> Iterator[None]:
     """Keep temporarily frozen parameters as they are: weight decay and momentum need no gradient."""
-    forms, frozen = kept_of(optimizer), run.views.frozen
-    own = [(master, Kept()), *((array, forms[name]) for name, array in slots.items())] if frozen else []
-    kept = [(part, part.copy()) for array, form in own for part in _still(array, form, segments, frozen)]
+    still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
+    kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
     yield
     for now, before in kept:
         now[...] = before
-
-
-def _still(array: Any, form: Kept, segments: Segments, frozen: frozenset[str]) -> list[Any]:
-    """The frozen parameters' elements of an array."""
-    own = zip(segments.items, places(form, segments), strict=True)
-    return [array[at] for s, at in own if s.name in frozen]

@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_options, has_data, kept_of, places
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_options, has_data
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 
 __all__ = ["BUT", "Muon", "orthogonal"]
@@ -75,10 +75,9 @@ class Muon:
         if not has_data(self, xp, p, g, slots, step, segments):
             return
         parts: dict[str, Any] = {}
-        where = [list(places(kept, segments)) for kept in kept_of(self).values()]
-        for i, s in enumerate(segments.items):
+        for s in segments.items:
             at = slice(s.start, s.stop)
-            mine = {name: slots[name][own[i]] for name, own in zip(self.slots, where, strict=True)}
+            mine = {name: slots[name][at] for name in self.slots}
             if self.is_matrix(s.name, s.shape):
                 parts[s.name] = self._part(g[at], mine["m"], scale)
             else:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,54 +20,25 @@ from fsdpx.config import python_fields, python_number
 from fsdpx.cuda.kernels import update as on_gpu
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.native.compiled import jit
-from fsdpx.optim.segments import NORMS, Groups, Segment, Segments
+from fsdpx.optim.segments import NORMS, Groups, Segments
 
 __all__ = [
     "BLOCK", "BY_NAME", "UNSCHEDULED", "Elementwise", "Formula", "Kept", "Optimizer", "Rate", "Slots", "Wrapping",
-    "inside", "kept_of", "needs_whole", "no_decay", "places", "rate", "scheduled", "square_toward", "toward", "update",
+    "inside", "kept_of", "needs_whole", "no_decay", "rate", "scheduled", "square_toward", "toward", "update",
     "with_decay", "zeros",
 ]  # fmt: skip
 
-Shape = tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Kept:
-    """The format of a slot, and how many elements it has. As it is: those of the shard, in the shard's format.
+    """The format of a slot, whose elements are those of the shard.
 
-    dtype: its format; None: that of the shard, but with `shape` at least float32. block: one element per `block` of a
-    parameter, counted from its first one; shards are cut at multiples of 1,024 then. shape: from name and
-    shape of a parameter to the shape of what each rank with a part of it keeps whole."""
+    dtype: its name; None: that of the shard."""
 
     dtype: str | None = None
-    block: int = 1
-    shape: Callable[[str, Shape], Shape] | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether the slot has the elements of the shard, whatever their format."""
-        return self.block == 1 and self.shape is None
 
     def format(self, shard: Any) -> Any:
         """The format of the slot beside a shard of format `shard`."""
-        short = self.shape is not None and np.dtype(shard).itemsize < 4
-        return np.dtype(self.dtype or ("float32" if short else shard))
-
-    def of(self, name: str, shape: Shape) -> Shape:
-        """The shape kept for a whole parameter."""
-        if self.shape is not None:
-            return self.shape(name, shape)
-        return shape if self.block == 1 else (-(-prod(shape) // self.block),)
-
-    def first(self, offset: int) -> int:
-        """Where what is kept begins for a part of a parameter from element `offset` on."""
-        return 0 if self.shape is not None else offset // self.block
-
-    def count(self, s: Segment) -> int:
-        """Elements that are kept of a segment."""
-        if self.shape is not None:
-            return prod(self.shape(s.name, s.shape or (s.size,)))
-        return -(-(s.stop - s.start) // self.block)
+        return np.dtype(self.dtype or shard)
 
 
 def kept_of(optimizer: Any) -> dict[str, Kept]:
@@ -82,19 +52,9 @@ def needs_whole(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "whole", False))
 
 
-def places(kept: Kept, segments: Segments) -> Iterator[slice]:
-    """Where a slot's array has what is kept of each segment."""
-    at = 0
-    for s in segments.items:
-        yield slice(at, at := at + kept.count(s))
-
-
 def zeros(xp: Any, optimizer: Any, segments: Segments, dtype: Any) -> dict[str, Any]:
     """The slots of a shard of format `dtype` before step 1."""
-    return {
-        name: xp.zeros(sum(kept.count(s) for s in segments.items), kept.format(dtype))
-        for name, kept in kept_of(optimizer).items()
-    }
+    return {name: xp.zeros(segments.size, kept.format(dtype)) for name, kept in kept_of(optimizer).items()}
 
 
 class Elementwise(ABC):
@@ -145,7 +105,7 @@ class Optimizer(Protocol):
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the state arrays, each as large as the shard and zero before step 1. `kept`, if there is one,
-        says by name which of them are not: see `Kept`."""
+        says by name which have another format: see `Kept`."""
 
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
@@ -266,12 +226,9 @@ def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments
     names = tuple(owner.slots)  # type: ignore[attr-defined]
     if sorted(slots) != sorted(names):
         raise ConfigError(f"{kind}: needs the slots {list(names)}, got {sorted(slots)}")
-    kept = kept_of(owner)
     for name, array in (("p", p), ("g", g), *slots.items()):
-        plain = name not in kept or kept[name].plain
-        size = segments.size if plain else sum(kept[name].count(s) for s in segments.items)
-        if array.shape != (size,):
-            held = f"({size},)"
+        if array.shape != (segments.size,):
+            held = f"({segments.size},)"
             raise ShapeError(f"{kind}: {name} has shape {array.shape}, but its segments hold {held} elements")
     if step < 1:
         raise ConfigError(f"{kind}: step {step} is below 1, the first")

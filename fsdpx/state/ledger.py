@@ -193,8 +193,8 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Ledge
             for name in placement.optimizer.slots:
                 kind = "average" if name == AVERAGE else "slot"
                 p, level = page.page.index, _level(placement, "optimizer")
-                span = placement.slot_span(name, p)
-                yield LedgerRow(Key(kind, p, name), placement.slot_format(name), span, owner, level=level)
+                mine = placement.pages[p].mine
+                yield LedgerRow(Key(kind, p, name), placement.slot_format(name), mine, owner, level=level)
             yield from placement.pace.rows(page)
             yield from _memory(placement, page)
     for name, spec in placement.layout.state.items():
@@ -320,8 +320,8 @@ def saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     found = {
-        tensor_name(slot, name): spec if form.plain else Spec(form.of(name, spec.shape))
-        for slot, form in placement.pace.slots(replicas).items()
+        tensor_name(slot, name): spec
+        for slot in placement.pace.slots(replicas)
         for name, spec in trained.items()
     }
     return specs | {name: spec for name, spec in found.items() if spec.size}

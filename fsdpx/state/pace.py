@@ -9,7 +9,6 @@ from fsdpx.codecs import Codec
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Sharding
 from fsdpx.layout.pages import ShardedPage
-from fsdpx.optim.optimizer import Kept
 from fsdpx.program import Slot, Sync
 
 __all__ = ["NAMED", "TOGETHER", "Pace", "PaceChoice", "pace_of", "put_for_now"]
@@ -112,11 +111,10 @@ class Pace:
         """More rows of the ledger, of a trained page."""
         return iter(())
 
-    def slots(self, replicas: int | None) -> dict[str, Kept]:
+    def slots(self, replicas: int | None) -> list[str]:
         """What is kept of each trained parameter, by the first half of its name in a checkpoint. replicas: how many of
         them have a state of their own, where they do; None: those of the mesh."""
-        kept: dict[str, Kept] = self.placement.kept
-        return kept
+        return list(self.placement.kept)
 
     # -- changes of the state; each is given the `TrainState` ----------------------------------------------------------
 

@@ -256,8 +256,7 @@ class Placement:
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
         """The pages of this rank of the pipe, by number."""
-        shard = self.axes.shard
-        snap = self.accumulation.bitwise or any(kept.block > 1 for kept in self.kept.values())
+        shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, cut(page, shard.size, snap), shard.rank) for page in pages}
 
@@ -372,23 +371,6 @@ class Placement:
         """The format of a slot of the optimiser."""
         found: np.dtype = self.kept[slot].format(self.formats.master)
         return found
-
-    def slot_page(self, slot: str, page: int) -> Page:
-        """A page of what a slot keeps of each parameter of a page."""
-        kept, own = self.kept.get(slot, Kept()), self.layout.pages[page]
-        if kept.plain:
-            return own
-        fields = [(f.name, kept.of(f.source, f.shape)) for f in own.fields]
-        return Page.of(page, fields, True, sources={f.name: f.source for f in own.fields})
-
-    def slot_span(self, slot: str, page: int) -> Range:
-        """The elements of an optimiser slot that this rank has."""
-        kept, own, items = self.kept[slot], self.pages[page], self.segments[page].items
-        if kept.plain or not items:
-            return own.mine
-        first = own.page.pieces(own.mine)[0].have
-        start = self.slot_page(slot, page).fields[first].offset + kept.first(items[0].offset)
-        return Range(start, start + sum(kept.count(s) for s in items))
 
     def name(self, page: int) -> str:
         """A page as text for errors: the names it holds."""

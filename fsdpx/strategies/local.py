@@ -305,12 +305,11 @@ class OfReplicas(Pace):
             if replicas > 1 and (nbytes := place.route(p).replica.scratch(page.mine.size, replicas)):
                 yield LedgerRow(Key("parcel", p), np.dtype(np.uint8), Range(0, nbytes), "private", "step")
 
-    def slots(self, replicas: int | None) -> dict[str, Kept]:
+    def slots(self, replicas: int | None) -> list[str]:
         width = self.placement.axes.replica.size if replicas is None else replicas
-        own = {"": Kept(), **self.placement.kept}
-        found = {of_replica(slot, r): form for r in range(width) for slot, form in own.items()}
-        found |= {KINDS["velocity"].prefix + name: Kept() for name in self.outer.slots}
-        return found | ({KINDS["sum"].prefix: Kept()} if self.rounds.half else {})
+        found = [of_replica(slot, r) for r in range(width) for slot in ("", *self.placement.kept)]
+        found += [KINDS["velocity"].prefix + name for name in self.outer.slots]
+        return found + [KINDS["sum"].prefix] * bool(self.rounds.half)
 
     # -- changes of the state ------------------------------------------------------------------------------------------
 
@@ -457,7 +456,7 @@ def outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     segments, optimizer = pace.segments[p], pace.outer
     part, first, replica = pace.part(p), place.pages[p].mine.start, place.axes.replica
     own, number = whole[part.start - first : part.stop - first], rounds.number(p, run.step + 1)
-    with left_alone(run, optimizer, segments, own, slots):
+    with left_alone(run, segments, own, slots):
         optimizer.update(
             place.xp, own, gradient, slots, lr=rate(optimizer, number), step=number, segments=segments, scale=1.0
         )

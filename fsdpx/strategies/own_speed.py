@@ -136,10 +136,8 @@ def _of_page(placement: Placement, p: int, mine: Range, added: bool) -> Iterator
     yield Key("master", p), master, mine.size
     if not page.page.trainable:
         return
-    segments = segments_of(page.page, mine, placement.layout.specs)
-    for name, kept in placement.kept.items():
-        key = Key("average" if name == AVERAGE else "slot", p, name)
-        yield key, placement.slot_format(name), sum(kept.count(s) for s in segments)
+    for name in placement.kept:
+        yield Key("average" if name == AVERAGE else "slot", p, name), placement.slot_format(name), mine.size
 
 
 def _held(placement: Placement, page: int, rank: int, sharded: bool) -> Range:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.optim import Optimizer, Segment, Segments, rate
-from fsdpx.optim.optimizer import kept_of, places, zeros
+from fsdpx.optim.optimizer import zeros
 from fsdpx.optim.segments import Exchange, Peers
 from fsdpx.testing.threads import at_once, interleaved
 
@@ -155,30 +155,14 @@ class OptimizerContract:
             segments = _segments(low, high, threads.exchange_of(r), threads.peers(r, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
-            found = {"p": p}
-            for name, kept in kept_of(optimizer).items():
-                own = zip(segments.items, places(kept, segments), strict=True)
-                parts = {f"{name}/{s.name}": slots[name][at] for s, at in own}
-                found |= {name: slots[name]} if kept.shape is None else parts
-            return found
+            return {"p": p, **slots}
 
-        return _together(threads.run(train))
+        shards = threads.run(train)
+        return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 
     def _same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         for name in a:
             assert np.array_equal(a[name], b[name]), name
-
-
-def _together(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arrays of all shards, one after the other; an array that each shard keeps whole is there once."""
-    found: dict[str, Any] = {}
-    for shard in shards:
-        for name, array in shard.items():
-            if "/" not in name:
-                found[name] = np.concatenate([found.get(name, array[:0]), array])
-            else:
-                assert np.array_equal(found.setdefault(name, array), array), name
-    return found
 
 
 def _places() -> dict[str, slice]:
