@@ -3,10 +3,12 @@
 import operator
 import threading
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 from amount import examples
+from calls import CALLS, arguments_of, each, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -16,8 +18,6 @@ from fsdpx import shapes
 from fsdpx import shapes as xp
 from fsdpx.array import kernels
 from fsdpx.array.kernels import attention, embedding_backward
-from fsdpx.array.kernels.correlation import Strides
-from fsdpx.array.random import Stretch
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes import known as known_of
 from fsdpx.shapes.array import metered
@@ -206,90 +206,17 @@ def test_einsum_names_what_is_wrong():
         xp.einsum("ab,bc", ShapeArray((2, 3)), ShapeArray((3, 5)))
 
 
-N, C = 6, 5
-NUMBERS = Stretch(0, "d", 0, N * C)
-STRIDES = Strides((2, 1), (1, 1), (1, 1), (0, 0), 1)
-
-
-def image(x):
-    return x.reshape(1, C, 2, 3)
-
-
-def windows(x):
-    return x.reshape(3, C, 2, 1)
-
-
-CALLS = {
-    "add": lambda k, xp, x, w, t, r: k.add(xp, x, x),
-    "add_bias": lambda k, xp, x, w, t, r: k.add_bias(xp, x, w),
-    "bias_gelu": lambda k, xp, x, w, t, r: k.bias_gelu(xp, x, w),
-    "sum_rows": lambda k, xp, x, w, t, r: k.sum_rows(xp, x, w, False),
-    "drop": lambda k, xp, x, w, t, r: k.drop(xp, x, NUMBERS, 0.5),
-    "drop_backward": lambda k, xp, x, w, t, r: k.drop_backward(xp, x, x > 0, 0.5),
-    "widened": lambda k, xp, x, w, t, r: k.widened(xp, x),
-    "narrowed": lambda k, xp, x, w, t, r: k.narrowed(xp, x, np.dtype("float16")),
-    "store": lambda k, xp, x, w, t, r: k.store(xp, x, xp.empty_like(x)),
-    "add_widened": lambda k, xp, x, w, t, r: k.add_widened(xp, x, xp.empty_like(x)),
-    "square_sums": lambda k, xp, x, w, t, r: k.square_sums(xp, x.reshape(-1), 4),
-    "gelu": lambda k, xp, x, w, t, r: k.gelu(xp, x),
-    "gelu tanh": lambda k, xp, x, w, t, r: k.gelu(xp, x, "tanh"),
-    "gelu_backward": lambda k, xp, x, w, t, r: k.gelu_backward(xp, x, x),
-    "gelu_recompute": lambda k, xp, x, w, t, r: k.gelu_recompute(xp, x, xp.empty_like(x)),
-    "relu": lambda k, xp, x, w, t, r: k.relu(xp, x),
-    "relu_backward": lambda k, xp, x, w, t, r: k.relu_backward(xp, x, x),
-    "silu": lambda k, xp, x, w, t, r: k.silu(xp, x),
-    "silu_backward": lambda k, xp, x, w, t, r: k.silu_backward(xp, x, x),
-    "sigmoid": lambda k, xp, x, w, t, r: k.sigmoid(xp, x),
-    "softmax": lambda k, xp, x, w, t, r: k.softmax(xp, x),
-    "softmax_backward": lambda k, xp, x, w, t, r: k.softmax_backward(xp, x, x),
-    "layer_norm": lambda k, xp, x, w, t, r: k.layer_norm(xp, x, w, w, 1e-5),
-    "layer_norm_backward_input": lambda k, xp, x, w, t, r: k.layer_norm_backward_input(xp, x, w, r, r, x),
-    "layer_norm_backward_params": lambda k, xp, x, w, t, r: k.layer_norm_backward_params(xp, x, r, r, x, w, w),
-    "rms_norm": lambda k, xp, x, w, t, r: k.rms_norm(xp, x, w, 1e-5),
-    "rms_norm_backward_input": lambda k, xp, x, w, t, r: k.rms_norm_backward_input(xp, x, w, r, x),
-    "rms_norm_backward_params": lambda k, xp, x, w, t, r: k.rms_norm_backward_params(xp, x, r, x, w),
-    "cross_entropy": lambda k, xp, x, w, t, r: k.cross_entropy(xp, x, t, -100, 0.1),
-    "cross_entropy_backward": lambda k, xp, x, w, t, r: k.cross_entropy_backward(xp, x, t, r, 1.0, -100, 0.1),
-    "binary_entropy": lambda k, xp, x, w, t, r: k.binary_entropy(xp, x, x),
-    "binary_entropy_backward": lambda k, xp, x, w, t, r: k.binary_entropy_backward(xp, x, x, 2.0),
-    "squared_error": lambda k, xp, x, w, t, r: k.squared_error(xp, x, x),
-    "squared_error_backward": lambda k, xp, x, w, t, r: k.squared_error_backward(xp, x, x, 2.0),
-    "embedding_backward": lambda k, xp, x, w, t, r: k.embedding_backward(xp, x[:4], t, x),
-    "correlate": lambda k, xp, x, w, t, r: k.correlate(xp, image(x), windows(x), w[:3], STRIDES, (1, 3)),
-    "correlate_backward_input": lambda k, xp, x, w, t, r: k.correlate_backward_input(
-        xp, windows(x), x[:3, :3].reshape(1, 3, 1, 3), STRIDES, (1, 5, 2, 3)
-    ),
-    "correlate_backward_params": lambda k, xp, x, w, t, r: k.correlate_backward_params(
-        xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), STRIDES, (xp.empty_like(windows(x)), True), (w[:3], False)
-    ),
-    "max_pool": lambda k, xp, x, w, t, r: k.max_pool(xp, image(x), STRIDES, (1, 3)),
-    "max_pool_backward": lambda k, xp, x, w, t, r: k.max_pool_backward(
-        xp, x[:5, :3].reshape(1, 5, 1, 3), xp.zeros((1, 5, 1, 3), dtype="int32"), STRIDES, (1, 5, 2, 3)
-    ),
-    "avg_pool": lambda k, xp, x, w, t, r: k.avg_pool(xp, image(x), STRIDES, (1, 3), 2),
-    "avg_pool_backward": lambda k, xp, x, w, t, r: k.avg_pool_backward(
-        xp, x[:5, :3].reshape(1, 5, 1, 3), STRIDES, (1, 5, 2, 3), 2
-    ),
-    "channel_sums": lambda k, xp, x, w, t, r: k.channel_sums(xp, image(x)),
-    "channel_squares": lambda k, xp, x, w, t, r: k.channel_squares(xp, image(x), r[:5]),
-    "channel_affine": lambda k, xp, x, w, t, r: k.channel_affine(xp, image(x), r[:5], r[:5], r[:5]),
-    "channel_sums_with": lambda k, xp, x, w, t, r: k.channel_sums_with(xp, x, x, r[:5], r[:5]),
-    "channel_norm_backward": lambda k, xp, x, w, t, r: k.channel_norm_backward(xp, x, x, r[:5], r[:5], r[:5], r[:5]),
-    "square_sum": lambda k, xp, x, w, t, r: k.square_sum(xp, x.reshape(-1)),
-    "gated": lambda k, xp, x, w, t, r: k.gated(xp, x, x),
-    "gated_backward": lambda k, xp, x, w, t, r: k.gated_backward(xp, x, x, x, "gelu"),
-    "rotate": lambda k, xp, x, w, t, r: k.rotate(
-        xp, x[:, : C // 2 * 2].reshape(1, 6, 1, C // 2 * 2), *[xp.zeros((6, C // 2), dtype=r.dtype)] * 2
-    ),
-    "attention": lambda k, xp, x, w, t, r: k.attention(xp, *[x.reshape(1, 2, 3, C)] * 3, True, 0.5),
-    "attention_backward": lambda k, xp, x, w, t, r: k.attention_backward(
-        xp, *[x.reshape(1, 2, 3, C)] * 4, r.reshape(1, 2, 3), x.reshape(1, 2, 3, C), True, 0.5
-    ),
+x, w, h = noise(6, 4), noise(4), noise(2, 3, 2, 4)
+ALL: dict[str, list[tuple[Any, ...]]] = CALLS | {
+    "widened": [(x,)], "narrowed": [(x, np.dtype("float16"))], "store": [(x, x)], "add_widened": [(x, x)],
+    "silu": [(x,)], "silu_backward": [(x, x)], "sigmoid": [(x,)], "gated": [(x, x)],
+    "gated_backward": [(x, x, x, "gelu")], "rotate": [(h, noise(3, 2), noise(3, 2))],
+    "binary_entropy": [(x, x)], "binary_entropy_backward": [(x, x, 2.0)], "squared_error_backward": [(x, x, 2.0)],
 }  # fmt: skip
 
 
 def test_every_kernel_is_here():
-    assert KERNELS - {name.split()[0] for name in CALLS} == {"round_randomly"}  # updates without data do nothing
+    assert KERNELS - {*ALL} == {"round_randomly"}  # updates without data do nothing
 
 
 def described(results):
@@ -297,22 +224,24 @@ def described(results):
     return [(tuple(r.shape), r.dtype) if hasattr(r, "shape") else type(r) for r in results]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ALL)
 def test_same_shapes_and_dtypes(name, dtype):
-    wide = np.float32 if dtype.itemsize == 2 else dtype
-    real = (np.ones((N, C), dtype), np.ones(C, dtype), np.ones(N, np.int64), np.ones(N, wide))
-    ghosts = [ShapeArray(a.shape, a.dtype) for a in real]
-    assert described(CALLS[name](kernels, shapes, *ghosts)) == described(CALLS[name](kernels, np, *real))
+    for arguments in ALL[name]:
+        real = arguments_of(name, arguments, dtype.name)
+        ghosts = [each(ghost, a) for a in real]
+        want = getattr(kernels, name)(np, *real)
+        assert described(getattr(kernels, name)(shapes, *ghosts)) == described(want)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_remembered_takes_the_same_memory(name):
     def call():
-        ghosts = [ShapeArray(s, d) for s, d in (((N, C), "f4"), ((C,), "f4"), ((N,), "i8"), ((N,), "f4"))]
+        ghosts = [each(ghost, a) for a in arguments_of(name, ALL[name][0], "float32")]
         with metered() as meter:
-            results = CALLS[name](kernels, shapes, *ghosts)
+            results = getattr(kernels, name)(shapes, *ghosts)
             roots = [getattr(r, "root", None) for r in (results if isinstance(results, tuple) else (results,))]
-            shared = [[one is other for other in (*roots, *(g.root for g in ghosts))] for one in roots]
+            others = [getattr(g, "root", None) for g in ghosts]
+            shared = [[one is not None and one is other for other in (*roots, *others)] for one in roots]
             return described(results), shared, meter.live, meter.peak
 
     known_of._results.clear()

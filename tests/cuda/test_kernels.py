@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from amount import few, in_full
+from calls import CALLS, ROWS, SEGMENTS, N, Q, W, X, arguments_of, each, noise
 from stand_in import Cupy, Device
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.random import Stretch
 from fsdpx.cuda import gemm
 from fsdpx.cuda import kernels as cuda
@@ -44,145 +44,6 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
         cache.cache_clear()
 
 
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
-
-
-ROWS, N = 70, 45  # more rows than a part of a sum has, and columns that no block divides
-X, DY, W, B = noise(ROWS, N), noise(ROWS, N, seed=1), noise(N, seed=2), noise(N, seed=3)
-TARGET = np.random.default_rng(4).integers(0, N, ROWS)
-TARGET[::7] = -100
-INDEX = np.random.default_rng(5).integers(0, 9, ROWS)
-MEAN, RSTD = X.mean(1), 1 / np.sqrt(X.var(1) + 1e-5)
-LSE = np.log(np.exp(X).sum(1))
-Y = np.exp(X - LSE[:, None])
-
-Q, K, V, DO = (noise(2, 3, 5, 4, seed=n) for n in range(4))
-K2, V2 = noise(2, 3, 7, 4, seed=5), noise(2, 3, 7, 4, seed=6)  # another length
-ATTENDED = kernels.attention(np, Q, K, V, True, 0.4)
-ACROSS = kernels.attention(np, Q, K2, V2, False, 0.4)
-Q4, DO4 = noise(2, 6, 5, 4, seed=7), noise(2, 6, 5, 4, seed=8)  # pairs of queries share the heads of K and V
-SEGMENTS = np.array([[3, 3, 0, 0, 0], [1, 2, 2, 2, 5]])
-SHARED = kernels.attention(np, Q4, K, V, True, 0.4, 3, SEGMENTS)
-ACROSS4 = kernels.attention(np, Q4, K2, V2, False, 0.4)
-APART = kernels.attention(np, Q, K, V, False, 0.4, 0, SEGMENTS)
-
-
-
-def window(groups: int, outputs: int, cells: tuple[int, ...], s: Strides, samples: int = 2, bias: bool = True) -> Any:
-    """x, weight, bias, the window, cells of the result, and its gradient."""
-    sizes = tuple(  # those of a field with as much padding behind as before
-        (n - 2 * first - d * (k - 1) - 1) // step + 1
-        for n, k, step, d, first in zip(cells, *s[:4], strict=True)
-    )
-    x, w = noise(samples, 2 * groups, *cells), noise(outputs, 2, *s.kernel, seed=1)
-    return x, w, noise(outputs, seed=2) if bias else None, s, sizes, noise(samples, outputs, *sizes, seed=3)
-
-
-WINDOWS = [
-    window(1, 5, (11,), Strides((3,), (1,), (1,), (-1,), 1)),
-    window(1, 3, (9, 7), Strides((3, 2), (2, 1), (1, 3), (-2, 0), 1), bias=False),
-    window(3, 6, (8, 5), Strides((2, 3), (1, 2), (2, 1), (0, -1), 3), 1),
-    window(1, 4, (5, 6, 4), Strides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1)),
-    window(2, 6, (9, 3), Strides((1, 1), (1, 1), (1, 1), (0, 0), 2)),
-    window(1, 3, (8200,), Strides((1,), (1,), (1,), (0,), 1)),
-    window(2, 2, (7, 4, 5), Strides((3, 2, 1), (3, 2, 1), (2, 1, 1), (-3, -1, 0), 2)),
-]
-POOLS = [
-    (noise(2, 3, *cells), Strides(*s, 1), sizes, noise(2, 3, *sizes, seed=1))
-    for cells, s, sizes in (
-        ((9,), ((3,), (2,), (1,), (-1,)), (5,)), ((6, 7), ((2, 3), (2, 1), (1, 2), (0, -1)), (3, 5)),
-        ((4, 6, 5), ((2, 2, 3), (2, 2, 3), (1, 1, 1), (-1, 0, -1)), (3, 3, 2)),
-    )
-]  # fmt: skip
-CHANNELS = [(noise(n, c, *cells), noise(n, c, *cells, seed=1), noise(c, seed=2)) for n, c, *cells in (
-    (5, 3), (2, 4, 7), (3, 2, 90, 70),
-)]  # fmt: skip
-
-CALLS: dict[str, list[tuple[Any, ...]]] = {
-    "layer_norm": [(X, W, B, 1e-5), (X, None, None, 0.1)],
-    "layer_norm_backward_input": [(X, W, MEAN, RSTD, DY), (X, None, MEAN, RSTD, DY)],
-    "layer_norm_backward_params": [(X, MEAN, RSTD, DY, W, B), (X, MEAN, RSTD, DY, None, B)],
-    "rms_norm": [(X, W, 1e-5), (X, None, 0.1)],
-    "rms_norm_backward_input": [(X, W, RSTD, DY)],
-    "rms_norm_backward_params": [(X, RSTD, DY, W)],
-    "gelu": [(3 * X, "none"), (3 * X, "tanh")],
-    "gelu_backward": [(3 * X, DY, "none"), (3 * X, DY, "tanh")],
-    "gelu_recompute": [(X, DY, "none")],
-    "bias_gelu": [(X, B, "tanh"), (X, None, "none")],
-    "add": [(X, DY)],
-    "add_bias": [(X, B)],
-    "sum_rows": [(X, B, True), (X, B, False)],
-    "embedding_backward": [(noise(9, N), INDEX, DY)],
-    "softmax": [(5 * X,)],
-    "softmax_backward": [(Y, DY)],
-    "cross_entropy": [(X, TARGET), (X, TARGET, -100, 0.1)],
-    "cross_entropy_backward": [(X, TARGET, LSE, 0.3), (X, TARGET, LSE, 0.3, -100, 0.1)],
-    "attention": [
-        (Q, K, V, True, 0.4),
-        (Q, K2, V2, False, 0.4),
-        (Q4, K2, V2, False, 0.4),
-        (Q4, K, V, True, 0.4, 3, SEGMENTS),
-        (Q, K, V, False, 0.4, 0, SEGMENTS),
-    ],
-    "attention_backward": [
-        (Q, K, V, *ATTENDED, DO, True, 0.4),
-        (Q, K2, V2, *ACROSS, DO, False, 0.4),
-        (Q4, K2, V2, *ACROSS4, DO4, False, 0.4),
-        (Q4, K, V, *SHARED, DO4, True, 0.4, 3, SEGMENTS),
-        (Q, K, V, *APART, DO, False, 0.4, 0, SEGMENTS),
-    ],
-    "square_sums": [(X.reshape(-1), 100)],
-    "square_sum": [(noise(40_000),)],
-    "drop": [(X, Stretch(1, "a@0", 5, 5 + X.size), 0.3), (X, Stretch(1, "a@0", 8, 8 + X.size), 0.0)],
-    "drop_backward": [(DY, X > 0, 0.3)],
-    "relu": [(X,), (np.where(X > 1, np.nan, X),)],
-    "relu_backward": [(Y - 0.01, DY)],
-    "squared_error": [(X, DY)],
-    "max_pool": [(x, s, sizes) for x, s, sizes, _ in POOLS],
-    "max_pool_backward": [(dy, kernels.max_pool(np, x, s, sizes)[1], s, x.shape) for x, s, sizes, dy in POOLS],
-    "avg_pool": [(x, s, sizes, 5) for x, s, sizes, _ in POOLS],
-    "avg_pool_backward": [(dy, s, x.shape, 5) for x, s, _, dy in POOLS],
-    "channel_sums": [(x,) for x, _, _ in CHANNELS],
-    "channel_squares": [(x, c) for x, _, c in CHANNELS],
-    "channel_affine": [(x, c, 2 * c, c + 1) for x, _, c in CHANNELS],
-    "channel_sums_with": [(dy, x, c, c * c) for x, dy, c in CHANNELS],
-    "channel_norm_backward": [(dy, x, c, c + 1, c - 1, c * c) for x, dy, c in CHANNELS],
-    "correlate": [(x, w, bias, s, sizes) for x, w, bias, s, sizes, _ in WINDOWS]
-    + [(x, w, None, s, sizes, dy) for x, w, _, s, sizes, dy in WINDOWS],
-    "correlate_backward_input": [
-        case for x, w, bias, s, _, dy in WINDOWS
-        for case in ((w, dy, s, x.shape), (w, dy, s, x.shape, noise(x.shape[1])))
-    ],
-    "correlate_backward_params": [
-        (x, dy, s, (w, add), None if bias is None else (bias, add)) for x, w, bias, s, _, dy in WINDOWS
-        for add in (True, False)
-    ],
-}  # fmt: skip
-DOUBLE = {"channel_squares": (1,), "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3),
-          "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
-WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
-        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,)}  # fmt: skip
-"""Arguments that are of the format of sums."""
-
-
-def each(change: Any, value: Any) -> Any:
-    """An array, or those of a tuple that says where a gradient goes."""
-    if type(value) is tuple:
-        return tuple(each(change, one) for one in value)
-    return change(value) if isinstance(value, np.ndarray) else value
-
-
-def copied(array: np.ndarray) -> np.ndarray:
-    return array.copy()
-
-
-def cast(value: Any, dtype: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(cast(one, dtype) for one in value)
-    return value.astype(dtype) if isinstance(value, np.ndarray) and value.dtype == np.float64 else value
-
-
 def close(got: Any, want: Any, bound: float) -> None:
     if isinstance(want, tuple):
         for one, other in zip(got, want, strict=True):
@@ -198,11 +59,7 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     """One call on the stand-in and the same, plain, on NumPy: results, and what is changed in place."""
     if name == "correlate" and len(arguments) == 6 and dtype == "bfloat16":
         return  # plain code rounds after each place of the window, and no layer adds to 16 bits
-    wide = "float64" if dtype == "float64" else "float32"
-    places = range(len(arguments))
-    format_of = [wide if place in WIDE.get(name, ()) else dtype for place in places]
-    format_of = ["float64" if n in DOUBLE.get(name, ()) else kind for n, kind in zip(places, format_of, strict=True)]
-    host = [each(copied, cast(a, np.dtype(kind))) for a, kind in zip(arguments, format_of, strict=True)]
+    host = arguments_of(name, arguments, dtype)
     there = [each(cupy.asarray, a) for a in host]
     assert on_gpu(name, tuple(there)) is not None
     with kernels.use("plain"):
