@@ -1,4 +1,5 @@
-"""Sums that do not depend on how their terms are distributed over ranks: fixed blocks, added exactly."""
+"""Sums that do not depend on how their terms are distributed over ranks, fixed blocks, added exactly; counts, means and
+sums of squares about them, merged so that nothing cancels."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +7,7 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sums
 
-__all__ = ["GRAIN", "PARTS", "block_squares", "exact_sum", "expansion", "padded"]
+__all__ = ["GRAIN", "PARTS", "block_squares", "chan", "exact_sum", "expansion", "padded"]
 
 GRAIN = 1024
 """Elements of a block. Cuts of parameters at multiples of it leave the blocks whole."""
@@ -44,3 +45,11 @@ def padded(values: Sequence[float]) -> list[float]:
     """The expansion of `values` as `PARTS` numbers, with zeros at the end: equally long on every rank."""
     parts = expansion(values)
     return [*parts, *[0.0] * (PARTS - len(parts))]
+
+
+def chan(xp: Any, one: Any, other: Any) -> Any:
+    """(count, mean, sum of squares about it) of two sets together, by the rule of Chan et al. (1979)."""
+    total = one[0] + other[0]
+    share = other[0] / xp.where(total > 0, total, 1.0)
+    apart = other[1] - one[1]
+    return xp.stack([total, one[1] + apart * share, one[2] + other[2] + apart * apart * (one[0] * share)])

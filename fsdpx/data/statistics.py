@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.array.moments import chan
 from fsdpx.array.namespace import to_host
+from fsdpx.array.sums import chan
 from fsdpx.errors import DataError
 
 __all__ = ["ChannelStatistics", "channel_statistics"]

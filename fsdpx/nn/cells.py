@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.moments import chan
+from fsdpx.array.sums import chan
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.numeric import wide
