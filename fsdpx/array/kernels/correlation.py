@@ -53,7 +53,7 @@ class Strides(NamedTuple):
                 yield place, tuple(outputs), tuple(met)
 
     def number(self, place: tuple[int, ...]) -> int:
-        """Of a place of the window, in their order."""
+        """The number of a place among all places of the window."""
         at = 0
         for i, many in zip(place, self.kernel, strict=True):
             at = at * many + i
