@@ -153,4 +153,4 @@ def arguments_of(name: str, arguments: tuple[Any, ...], dtype: str) -> list[Any]
     wide = "float64" if dtype == "float64" else "float32"
     formats = [wide if place in WIDE.get(name, ()) else dtype for place in range(len(arguments))]
     formats = ["float64" if place in DOUBLE.get(name, ()) else kind for place, kind in enumerate(formats)]
-    return [each(np.copy, cast(a, np.dtype(kind))) for a, kind in zip(arguments, formats, strict=True)]
+    return [each(np.ndarray.copy, cast(a, np.dtype(kind))) for a, kind in zip(arguments, formats, strict=True)]
