@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 VICTIM = "import fsdpx; comm = fsdpx.init(); print(comm.all_gather_object('hello'))"
-SECONDS = 8
+SECONDS, STARTS = 8, 120
+"""That rank 0 waits for rank 1, and within which rank 0 itself has started, also on a busy machine."""
 
 
 class Bad:
@@ -33,7 +34,7 @@ class Bad:
 
 def claim(port: int, pickled: bytes) -> None:
     """Everything that a rank does, as far as one can without the secret: then a pickle where an object is awaited."""
-    store = dist.PrefixStore("fsdpx", dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=SECONDS)))
+    store = dist.PrefixStore("fsdpx", dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=STARTS)))
     entry = json.dumps([1, 2, os.getpid(), platform.node(), None, "stranger"])
     store.set("came/1", f"{'00' * 32} {entry}" if len(sys.argv) > 2 else f" {entry}")
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("1", store), 1, 2, timedelta(seconds=SECONDS))

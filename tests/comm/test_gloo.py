@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import free_port
 from ranks import OVER_GLOO, carrier, together
 
 import fsdpx
@@ -130,12 +130,6 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
         [sys.executable, *start, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.mark.jobs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port
 
 import fsdpx
 from fsdpx import Mesh
@@ -272,16 +272,6 @@ for step in range(3):
 digest = trainer.inspect.fingerprint()
 print(f"rank {comm.rank} of {comm.size}: LOCAL_RANK={os.environ['LOCAL_RANK']} {digest}\\n", end="")
 """
-
-
-def free_port() -> int:
-    """With the next one free as well, for a restart."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            if port < 65535 and other.connect_ex(("127.0.0.1", port + 1)):
-                return port
 
 
 def two_hosts(folder: Path, *words: str, restarts: int = 0, **variables: str) -> list[tuple[int, str]]:
