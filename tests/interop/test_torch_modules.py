@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -165,13 +166,19 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@cache
+def cut_and_trained(kind: type) -> Any:
+    """A module, itself in units, and what PyTorch gives: once, for the exporter takes seconds."""
+    torch.manual_seed(2)
+    net, (x, y) = kind().double(), text()
+    return net, from_torch(net, *(a[:4] for a in x)), *plain(net, x, y)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_units_of_a_module_train_as_in_pytorch(way: str) -> None:
-    torch.manual_seed(2)
-    net, (x, y) = Language().double(), text()
-    losses, end = plain(net, x, y)
+    net, model, losses, end = cut_and_trained(Language)
     ranks, options = WAYS[way]
-    found, parameters, _ = train(from_torch(net, *(a[:4] for a in x)), x, y, ranks, **options)
+    found, parameters, _ = train(model, *text(), ranks, **options)
     np.testing.assert_allclose(found, losses, rtol=1e-12)
     assert parameters.keys() == {name for name, _ in net.named_parameters()}
     for name, value in parameters.items():
@@ -194,13 +201,10 @@ class Shared(tnn.Module):
 
 @pytest.mark.parametrize("way", ["fsdp", "pipe"])
 def test_an_operation_outside_of_units_may_read_a_parameter_of_one(way: str) -> None:
-    torch.manual_seed(2)
-    net, (x, y) = Shared().double(), text()
-    losses, end = plain(net, x, y)
+    _, model, losses, end = cut_and_trained(Shared)
     ranks, options = WAYS[way]
-    model = from_torch(net, *(a[:4] for a in x))
     assert len(model.children()) == 5
-    found, parameters, _ = train(model, x, y, ranks, **options)
+    found, parameters, _ = train(model, *text(), ranks, **options)
     np.testing.assert_allclose(found, losses, rtol=1e-12)
     assert parameters.keys() == end.keys()
     np.testing.assert_allclose(parameters["embed.weight"], end["embed.weight"], atol=1e-9)
