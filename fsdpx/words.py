@@ -181,6 +181,7 @@ LEFT: dict[str, str] = {
     "cuda_graphs": "nothing; leave it out",
     "ElasticTrainer": "Trainer: what an elastic one has more is in trainer.host",
     "--plot": "bench comm --json FILE, whose rows any program draws",
+    "--node-rank": "torchrun, which comes with PyTorch, on each host (docs/launching.md)",
 }
 """Name of an earlier version -> what to use instead."""
 MOVED: dict[str, str] = dict.fromkeys((
