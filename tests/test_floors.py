@@ -20,7 +20,7 @@ OPENED_ELSEWHERE = {
         "comm/gpu/devices.py library_path read_text", "comm/mpi/clock.py began open",
         "comm/node/memory.py memory_here read_text",
         "comm/roll.py _has_ended read_text", "comm/mpi/start.py _job read_bytes", "comm/mpi/start.py _job read_text",
-        "comm/mpi/start.py _mapped read_text", "native/processor.py cpuinfo read_text",
+        "comm/mpi/start.py _mapped read_text", "native/image.py cpuinfo read_text",
         "state/footprint.py _control_groups read_text", "state/footprint.py _kilobytes read_text",
         "state/footprint.py memory_limits read_text", "watch/leaving.py state_of read_text",
         "__main__.py main open",
@@ -39,7 +39,7 @@ OPENED_ELSEWHERE = {
         "checkpoint/disk.py opened open", "checkpoint/disk.py sync_folder open", "comm/mpi/clock.py _names open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
-        "launch/bench.py bench write_text", "launch/turns.py step write_text", "launch/turns.py unwritable open",
+        "launch/bench.py _tell write_text", "launch/bench.py _demand_writable open",
     ),
     "the folder of a test": ("testing/chaos.py note open", "testing/chaos.py starts read_text"),
     "no file at all": ("nn/numeric.py __getitem__ open", "nn/numeric.py complete open"),

@@ -37,8 +37,8 @@ from fsdpx.launch.run import _private, _temporary
 from fsdpx.models import writing
 from fsdpx.observe import chrome
 from fsdpx.observe.chrome import TraceHeader, merge
-from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.measure import Reading
 from fsdpx.observe.page import write_page
 from fsdpx.state.disk import taken
 from fsdpx.state.tuning import table

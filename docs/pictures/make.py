@@ -20,7 +20,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn
-from fsdpx.launch.drawing import lanes, trace_step
+from fsdpx.launch.show import lanes, trace_step
 from fsdpx.nn import models
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.parts import reaches

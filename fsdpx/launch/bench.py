@@ -1,8 +1,10 @@
-"""`bench comm`: how fast each verb of a communicator is by size, inside hosts and between them, and what carries it."""
+"""`bench`: how fast each verb of a communicator is by size, inside hosts and between them, and what carries it; and how
+long steps take by strategy."""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import platform
@@ -10,25 +12,31 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx import environment, optim
 from fsdpx.comm.calls import Steps
 from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.comm.node.meetings import Meeting
 from fsdpx.comm.node.node import SMALL
 from fsdpx.comm.opening import backend_name, carrier_of, node_of
-from fsdpx.config import byte_count
-from fsdpx.errors import LaunchError
+from fsdpx.config import byte_count, sharding
+from fsdpx.errors import ConfigError, LaunchError
+from fsdpx.facade.distribute import distribute
 from fsdpx.facade.functional import init
-from fsdpx.launch import info, turns
+from fsdpx.launch import info, run
+from fsdpx.launch.catalog import CatalogModel, entry
+from fsdpx.launch.options import LaunchConfig
 from fsdpx.state.tuning import table
+from fsdpx.trainer.recipe import Distribution
 from fsdpx.version import __version__
 
-__all__ = ["SIZES", "VERBS", "add_options", "bench", "measure"]
+__all__ = ["SIZES", "VERBS", "add_options", "bench", "compare", "measure", "step"]
 
 SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
 LEAST, MOST, BLOCK = 3, 200, 1e-3
@@ -146,23 +154,39 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def bench(args: argparse.Namespace) -> int:
     """Measure and print; the exit status. Collective."""
     if args.action == "step":
-        return turns.step(args)
+        return step(args)
     sizes = [byte_count(text, "--sizes") for text in args.sizes.split(",")]
     verbs = [name.strip() for name in args.verbs.split(",")]
     unknown = [name for name in verbs if name not in VERBS]
     if unknown:
         raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(VERBS)}")
     with init() as comm:
-        if wrong := comm.all_gather_plain(turns.unwritable(args.json))[0]:
-            raise LaunchError(f"--json {args.json} cannot be written ({wrong}): name a file in a folder that is there")
+        _demand_writable(comm, args.json)
         if comm.size == 1:
             raise LaunchError("one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm")
         report = measure(comm, sizes, verbs, args.seconds)
-        if comm.rank == 0:
-            print(_text(report))
-            if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1))
+        _tell(comm, _text(report), report, args.json)
     return 0
+
+
+def _demand_writable(comm: Communicator, path: Path | None) -> None:
+    """LaunchError on all ranks, before anything is measured, if the first one cannot write the file."""
+    wrong = ""
+    try:
+        if path is not None and comm.rank == 0:
+            path.open("a").close()
+    except OSError as error:
+        wrong = errno.errorcode.get(error.errno or 0, "")
+    if wrong := comm.all_gather_plain(wrong)[0]:
+        raise LaunchError(f"--json {path} cannot be written ({wrong}): name a file in a folder that is there")
+
+
+def _tell(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
+    """The first rank prints the text and writes the report."""
+    if comm.rank == 0:
+        print(text)
+        if path is not None:
+            path.write_text(json.dumps(report, indent=1))
 
 
 def measure(
@@ -328,3 +352,95 @@ def _link(level: dict[str, Any]) -> str:
     if "latency" not in level:
         return ""
     return f"; a message takes {1e6 * level['latency']:.1f} us, at most {1e-9 * level['bandwidth']:.2f} GB/s"
+
+
+# -- steps: strategies take turns of one each on the same ranks, so that the load of a machine meets all ---------------
+
+
+WARM = 3
+"""Steps of each strategy that are not timed: memory is touched, kernels are compiled."""
+
+
+def step(args: argparse.Namespace) -> int:
+    """Start the ranks if they are not there, measure and print; the exit status."""
+    strategies, example = [name.strip() for name in args.strategies.split(",")], entry(args.model, args.batch)
+    for name in strategies:
+        sharding(Distribution(name).within(1), 1)
+    if args.rounds < 1:
+        raise LaunchError(f"--rounds {args.rounds}: 1 or more")
+    launcher = environment.read().launcher
+    if launcher is None and args.ranks is not None:
+        words = ["-m", "fsdpx", "bench", "step", args.model, "--strategies", args.strategies, "--rounds",
+                 str(args.rounds), "--precision", args.precision]  # fmt: skip
+        words += [] if args.batch is None else ["--batch", args.batch]
+        words += ["--json", str(args.json.absolute())] if args.json else []
+        return run.run(LaunchConfig(args.ranks, max_restarts=0), words).status
+    with init() as comm:
+        if args.ranks not in (None, comm.size):
+            raise LaunchError(f"-n {args.ranks}: the launcher has started {comm.size} ranks; leave -n out under it")
+        _demand_writable(comm, args.json)
+        report = compare(comm, example, strategies, args.rounds, args.precision)
+        _tell(comm, _step_text(args.model, report), {"model": args.model, **report}, args.json)
+    return 0
+
+
+def compare(
+    comm: Communicator, example: CatalogModel, strategies: Sequence[str], rounds: int, precision: str = "float32"
+) -> dict[str, Any]:
+    """The content of `--json`, the same on all ranks: of each strategy the median time of a step, its slowest rank's,
+    and the median of its ratio to the first one's of the same round. Collective."""
+    first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
+    x, y = (_drawn(spec(example.batch), seed)[first:end] for seed, spec in enumerate((example.x, example.y)))
+    taken: list[list[float]] = []
+    with ExitStack() as stack:
+        trainers = [
+            stack.enter_context(
+                distribute(
+                    example.model(), loss=example.loss, optimizer=optim.AdamW(lr=1e-3), comm=comm, strategy=name,
+                    precision=precision,
+                )
+            )
+            for name in strategies
+        ]  # fmt: skip
+        for n in range(-WARM, rounds):
+            row = [0.0] * len(trainers)
+            for k in range(len(trainers)):
+                at = (k + n) % len(trainers)  # each is the first of a round as often as the others
+                comm.barrier(what="bench").wait()
+                begin = time.perf_counter()
+                trainers[at].step(x, y)
+                row[at] = time.perf_counter() - begin
+            taken += [row] if n >= 0 else []
+    slowest = np.max(comm.all_gather_plain(taken), axis=0)
+    rows = [
+        {"strategy": name, "seconds": statistics.median(times), "least": min(times),
+         "ratio": statistics.median(times / slowest[:, 0])}
+        for name, times in zip(strategies, slowest.T, strict=True)
+    ]  # fmt: skip
+    return {
+        "fsdpx": __version__, "about": example.about, "ranks": comm.size, "batch": example.batch,
+        "precision": precision, "hosts": sorted(set(comm.all_gather_plain(platform.node()))), "rounds": rounds,
+        "strategies": rows,
+    }  # fmt: skip
+
+
+def _drawn(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
+    """A global batch; whole numbers are 0 and 1, which all models take."""
+    shape, dtype = spec
+    random = np.random.default_rng(seed)
+    if not isinstance(dtype, str):
+        raise ConfigError("models of one input and one target are compared")
+    return random.integers(0, 2, shape).astype(dtype) if "int" in dtype else random.standard_normal(shape).astype(dtype)
+
+
+def _step_text(name: str, report: dict[str, Any]) -> str:
+    rows = [("strategy", "ms a step", "least ms", f"beside {report['strategies'][0]['strategy']}")]
+    rows += [
+        (one["strategy"], f"{1e3 * one['seconds']:.2f}", f"{1e3 * one['least']:.2f}", f"{one['ratio']:.3f}")
+        for one in report["strategies"]
+    ]
+    head = f"{name}: {report['about']}; batch {report['batch']}, {report['precision']}, {report['ranks']} ranks"
+    return (
+        f"{head} on {', '.join(report['hosts'])}\n{table(rows)}\nmedians of {report['rounds']} rounds, in which each "
+        "strategy makes one step; the slowest rank counts; ratios are of steps of the same round"
+    )

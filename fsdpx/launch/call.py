@@ -15,8 +15,7 @@ from typing import Any
 from fsdpx import environment, files
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
-from fsdpx.launch.hosts import ranks_there
-from fsdpx.launch.options import LaunchConfig
+from fsdpx.launch.options import LaunchConfig, ranks_there
 from fsdpx.launch.run import run
 from fsdpx.words import demand_known
 

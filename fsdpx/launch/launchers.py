@@ -16,9 +16,8 @@ from pathlib import Path
 from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.here import starter
-from fsdpx.launch.hosts import HostSlots, read_hosts, share
 from fsdpx.launch.info import library
-from fsdpx.launch.options import LaunchConfig
+from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
 from fsdpx.launch.rank import handed_over
 
 __all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find"]

@@ -1,16 +1,21 @@
-"""The settings of a job for `fsdpx run` and `fsdpx.launch`, checked before anything starts."""
+"""The settings of a job for `fsdpx run` and `fsdpx.launch`, checked before anything starts; and its hosts: of a
+hostfile, an allocation, or this machine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpx import environment, files
 from fsdpx.errors import LaunchError
 from fsdpx.words import knowing
 
-__all__ = ["LaunchConfig"]
+__all__ = ["HostSlots", "LaunchConfig", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts"]
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -113,3 +118,115 @@ class LaunchConfig:
         elif self.nodes and self.per_node and not self.hostfile and self.ranks <= (self.nodes - 1) * self.per_node:
             asked = f"nodes={self.nodes} with per_node={self.per_node} are {self.nodes * self.per_node}"
             yield f"ranks={self.ranks}: {asked}, and a host would have none; leave one of the three out"
+
+
+LARGEST = 10_000_000
+"""Bytes of a hostfile."""
+_LINE = re.compile(r"(?P<name>\w[\w.-]*)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
+_FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """slots: how many ranks it takes, None if nothing says so. line: where the file names it first."""
+
+    name: str
+    slots: int | None
+    line: int = 0
+
+
+def read_hosts(path: Path) -> list[HostSlots]:
+    """The hosts of a file in its order; LaunchError names a line that is not a host.
+
+    A host on several lines has the sum of their slots, one for each line without a number, as in the node files of
+    PBS."""
+    try:
+        lines = files.read(path, LARGEST, ours=False).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    found: dict[str, HostSlots] = {}
+    for number, text in enumerate(lines, 1):
+        line = text.partition("#")[0].strip()
+        match = _LINE.fullmatch(line)
+        if line and (match is None or match["slots"] == "0"):
+            raise LaunchError(f"{path}:{number}: {line!r} is no line of a hostfile: {_FORMS}")
+        if match:
+            known, slots = found.get(match["name"]), match["slots"] and int(match["slots"])
+            if known is not None:
+                slots = (known.slots or 1) + (slots or 1)
+            found[match["name"]] = HostSlots(match["name"], slots or None, known.line if known else number)
+    if not found:
+        raise LaunchError(f"the hostfile {path} names no host: {_FORMS}")
+    if any(host.slots for host in found.values()):
+        return [HostSlots(host.name, host.slots or 1, host.line) for host in found.values()]
+    return list(found.values())
+
+
+def share(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
+    """(host, its ranks), host after host; LaunchError if there are more ranks than slots."""
+    if config.nodes is not None and len(hosts) < config.nodes:
+        raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_count(len(hosts), 'host')}")
+    chosen = hosts[: config.nodes]
+    evenly = config.per_node or -(-ranks // len(chosen))
+    fits = [min(host.slots or evenly, config.per_node or ranks) for host in chosen]
+    if sum(fits) < ranks:
+        each = ", ".join(f"{host.name}:{slots}" for host, slots in zip(chosen, fits, strict=True))
+        raise LaunchError(
+            f"ranks={ranks}: {config.hostfile} has {_count(sum(fits), 'slot')} on {_count(len(chosen), 'host')} "
+            f"({each}); start fewer ranks, or name more hosts or slots"
+        )
+    shared, left = [], ranks
+    for host, slots in zip(chosen, fits, strict=True):
+        if left:
+            shared.append((host.name, min(slots, left)))
+            left -= shared[-1][1]
+    return shared
+
+
+def ranks_there(nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None) -> tuple[int, str]:
+    """How many ranks a job has that does not say so, and what says it: its hosts, the allocation, or the cores here."""
+    if hostfile is None and nodes is not None and per_node is not None:
+        return nodes * per_node, "--nodes and --nproc-per-node"
+    made = environment.hosts_of_job() if hostfile is None else (hostfile, "--hostfile")
+    allocated = environment.allocated() if hostfile is None else None
+    if made is not None and allocated is None:
+        hosts = read_hosts(Path(made[0]))[:nodes]
+        if per_node is None and hostfile is not None and not all(host.slots for host in hosts):
+            raise LaunchError(f"{made[0]} does not say how many ranks a host takes: say -n or --nproc-per-node")
+        return sum(min(host.slots or per_node or 1, per_node or host.slots or 1) for host in hosts), made[1]
+    if allocated is not None:
+        return allocated
+    if nodes is not None and nodes > 1:
+        raise LaunchError(f"how many ranks on {nodes} hosts? Say -n or --nproc-per-node")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = max(1, cores // (threads or 1))
+    return min(ranks, per_node or ranks), f"the {_count(cores, 'core')} that this process may use"
+
+
+def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
+    """How many of the ranks find a slot; all of them, on hosts without a number of slots."""
+    most = config.per_node or ranks
+    return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
+
+
+def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
+    """A hostfile of ours."""
+    files.write(path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
+    return path
+
+
+def look_up(hosts: Sequence[HostSlots], path: Path) -> None:
+    """LaunchError if the address of a host is unknown: a launcher would wait for it, or report that over many lines."""
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host.name, None)
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "parts of a name have 1 to 63 letters"
+            raise LaunchError(
+                f"{path}:{host.line}: host {host.name!r} is unknown here ({why}): correct its name, or add "
+                "it to /etc/hosts"
+            ) from None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

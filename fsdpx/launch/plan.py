@@ -15,8 +15,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.files import READABLE, write
 from fsdpx.launch.catalog import CatalogModel, entry
-from fsdpx.launch.drawing import draw_step
-from fsdpx.launch.show import no_field, numbers, parse_recompute
+from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute
 from fsdpx.observe.plots import against_ranks, save
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.fit import fit_report

@@ -24,11 +24,10 @@ from fsdpx.comm.mpi.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import batch, node_cores
 from fsdpx.launch.endings import Deaths, Ending, Evidence, RestartPlan, decide
-from fsdpx.launch.hosts import look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find
 from fsdpx.launch.notes import Follower, Note, ask, read_notes
-from fsdpx.launch.options import LaunchConfig
+from fsdpx.launch.options import LaunchConfig, look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.rank import end_with_parent
 from fsdpx.watch.flight import FlightRecord, log, read_all
 

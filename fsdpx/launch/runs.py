@@ -1,18 +1,24 @@
-"""`fsdpx report` and `fsdpx trace`: what is said of the folder of a run."""
+"""Runs and their folders: `fsdpx train` makes one, `runs`, `report` and `trace` say what is in it."""
 
 from __future__ import annotations
 
 import argparse
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.facade.builder import ModelBuilder
+from fsdpx.facade.functional import init
+from fsdpx.facade.outcome import keep, result
 from fsdpx.observe.chrome import merge
-from fsdpx.observe.folder import RunFolder, as_written
+from fsdpx.observe.folder import RunFolder, as_written, choose
 from fsdpx.observe.page import write_page
 from fsdpx.observe.plots import missing
 from fsdpx.state.tuning import table
+from fsdpx.trainer.series import Checkpoints
 
-__all__ = ["report", "runs", "trace"]
+__all__ = ["report", "runs", "trace", "train"]
 
 
 def report(args: argparse.Namespace) -> int:
@@ -85,3 +91,30 @@ def _differences(folders: list[RunFolder]) -> str:
     rows = [("differ in", *(folder.path.name for folder in folders))]
     rows += [(name, *(str(one.get(name, "")) for one in given)) for name in names]
     return table(rows) if names else "no argument differs"
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train, validate and keep; the exit status. Collective."""
+    builder = ModelBuilder.read(args.file, args.changes)
+    options, comm = builder.fit_options(), init()
+    batches, unit = options.pop("validation_batches", None), options.get("unit", "samples")
+    folder, _ = choose(Path(args.file).stem, args.run, args.resume, comm)
+    trainer = builder.build(comm)
+    train_on, held_out = builder.loaders(trainer)
+    if held_out is not None:
+        with held_out:
+            options["validation"] = list(islice(held_out, batches)) if batches else held_out
+    if trainer.host.rank == 0:
+        folder.begin(dict(builder.plan), comm.size)
+        placed = trainer.inspect.placement
+        size, chosen = placed.layout.size, placed.tuning
+        print(f"{args.file}: {size:,} parameters on {comm.size} ranks; chosen: {chosen}", flush=True)
+    trainer.inspect.reset()  # the report is of training
+    checkpoints = Checkpoints(folder.checkpoints, every=options.get("every", 50), keep=2)
+    with train_on:
+        history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})
+    summary = trainer.inspect.summary()
+    if trainer.host.rank == 0:
+        print(f"\n{result(history, unit)}", flush=True)
+    keep(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
+    return 0

@@ -1,34 +1,41 @@
-"""`fsdpx show`: programs, meshes and pictures."""
+"""`fsdpx show`: a step as text, as a picture and as a trace."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from fsdpx import optim
 from fsdpx.comm.mesh import AXES, Mesh
 from fsdpx.config import Offload, byte_count
+from fsdpx.engine.recording import Acted, TransferSpan, Turn
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
-from fsdpx.launch.drawing import draw_step, trace_step
 from fsdpx.layout.grid import Grid
 from fsdpx.layout.tree import chunks_of
+from fsdpx.observe.chrome import TraceHeader, TracePlace, write_simulated
+from fsdpx.observe.plots import StepLanes, figure, save
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, lowered, lowered_text
-from fsdpx.plan.prediction import prepared
-from fsdpx.program import SCHEDULES, Costs, PipelineSchedule, bubble, grid, in_flight, simulate
+from fsdpx.plan.prediction import Dry, Prediction, prepared
+from fsdpx.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.report import call_text
 
-__all__ = ["add_options", "check_axes", "mesh_text", "no_field", "numbers", "parse_recompute", "show"]
+__all__ = [
+    "add_options", "check_axes", "draw_step", "lanes", "mesh_text", "no_field", "numbers", "parse_recompute", "show",
+    "trace_step",
+]  # fmt: skip
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
@@ -307,3 +314,68 @@ def _simulated(args: argparse.Namespace, example: CatalogModel, options: dict[st
         yield draw_step(dry, found, title, args.png)
     if args.trace:
         yield trace_step(dry, found, args.trace)
+
+
+EACH = 4
+"""Ranks without a pipe up to which each has a row; else one of those that do the same."""
+
+
+def lanes(dry: Dry, found: Prediction, title: str) -> StepLanes:
+    """The simulated step for `fsdpx.observe.plots.figure`. title: "name: about"."""
+    mesh, held, pipe = found.mesh, dry.held(found), found.mesh.width("pipe")
+    places, each = [mesh.coordinates(rank).pipe for rank in range(mesh.size)], pipe == 1 and mesh.size <= EACH
+    rows = range(mesh.size) if each else [places.index(stage) for stage in range(pipe)]
+    more = f"\nand {mesh.size // pipe - 1} more" * (not each and mesh.size > pipe)
+
+    def moves(event: Event) -> bool:
+        lane = VERBS[event.action.op].lane
+        return lane not in AXES or mesh.width(lane) > 1
+
+    events = [
+        replace(event, rank=row)
+        for row, rank in enumerate(rows)
+        for event in found.events
+        if event.rank == places[rank] and moves(event)
+    ]
+    names, numbered = [f"rank {rank}{more}" for rank in rows], "mb" if pipe > 1 else "unit"
+    return StepLanes(title, events, names, [held[places[rank]] for rank in rows], numbered, second=1.0)
+
+
+def draw_step(dry: Dry, found: Prediction, title: str, path: str) -> str:
+    """Draw it into this file, and say what is drawn."""
+    drawn = len({event.action.mb for event in found.events} - {None})
+    of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
+    save(figure([lanes(dry, found, title + of)]), Path(path))
+    ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
+    return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
+
+
+def trace_step(dry: Dry, found: Prediction, path: str) -> str:
+    """Write it as a trace for Perfetto, a rank of each stage of the pipe, and say what is written."""
+    ranks = []
+    for stage, (run, held) in enumerate(zip(dry.runs, dry.held(found), strict=True)):
+        axes, rank = run.session.state.placement.axes, run.found.rank
+        host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
+        header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])
+        row = [event for event in found.events if event.rank == stage]
+        turn = _turn(run, row, held["activations"], run.programs[dry.few])
+        ranks.append((header, turn, TracePlace.of(axes)))
+    write_simulated(Path(path), ranks)
+    return f"traced: {path}, {len(ranks)} of {found.mesh.size} ranks of {found.machine.name}, simulated"
+
+
+def _turn(run: Any, row: Sequence[Event], alive: Sequence[tuple[float, int]], program: Any) -> Turn:
+    """The events as if a rank had recorded them. Its number is that of no measured one."""
+    turn, free = Turn(-1, 0, program, []), 0.0
+    times = [time for time, _ in alive]
+    for event in row:
+        cost = run.costs.get(event.action)
+        nbytes = sum(n for _, _, _, n in cost.calls) if cost is not None else 0
+        if VERBS[event.action.op].moves:
+            turn.flights.append(TransferSpan(event.action, free, event.end))
+            begin = ready = free
+        else:
+            begin, ready, free = free, event.start, event.end
+        now = alive[bisect_right(times, free) - 1][1]
+        turn.acted.append(Acted(event.action, begin, ready, free, nbytes, now))
+    return turn

@@ -23,9 +23,8 @@ import numpy as np
 
 from fsdpx import environment, files
 from fsdpx.native import kinds, late
-from fsdpx.native.processor import cpuinfo
 
-__all__ = ["Code", "able", "fingerprint", "freedom", "keep", "load", "one_at_a_time", "seal", "unsealed"]
+__all__ = ["Code", "able", "cpuinfo", "fingerprint", "freedom", "keep", "load", "one_at_a_time", "seal", "unsealed"]
 
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
@@ -233,3 +232,14 @@ def _machine() -> tuple[str, ...]:
         version = _folder(library) / "_version.py"
         versions.append(_digest([version]) if version.exists() else str(version))
     return (*versions, sys.version, np.__version__, cpuinfo("model name"), cpuinfo("flags"), environment.compiler())
+
+
+@functools.cache
+def cpuinfo(field: str) -> str:
+    """What /proc/cpuinfo says in `field` of the first core, such as "flags" or "model name"; "" where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.strip() == field), "")

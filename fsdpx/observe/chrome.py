@@ -19,7 +19,7 @@ from fsdpx import files
 from fsdpx.comm.mesh import AXES, Axes
 from fsdpx.engine.recording import Acted, TransferSpan, Turn
 from fsdpx.errors import ConfigError
-from fsdpx.observe.clocks import Reading, offset_at
+from fsdpx.observe.measure import Reading, offset_at
 from fsdpx.program import VERBS, Action, Event
 from fsdpx.version import __version__
 

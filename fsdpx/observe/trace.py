@@ -17,8 +17,7 @@ from fsdpx.engine.recording import Recording, Turn
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.files import write as write_file
 from fsdpx.observe.chrome import TraceHeader, TracePlace, name_of, write
-from fsdpx.observe.clocks import synchronise
-from fsdpx.observe.measure import machine_of
+from fsdpx.observe.measure import machine_of, synchronise
 from fsdpx.program import simulate_programs
 
 __all__ = ["Trace", "Tracer"]

@@ -24,7 +24,7 @@ from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.errors import printable, warn
 from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES
-from fsdpx.native.processor import cpuinfo
+from fsdpx.native.image import cpuinfo
 from fsdpx.version import __version__
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ _HOME = {
     "CodecContract": "fsdpx.testing.codec",
     "CommunicatorContract": "fsdpx.testing.communicator",
     "LayerContract": "fsdpx.testing.layer",
-    "LossContract": "fsdpx.testing.loss",
+    "LossContract": "fsdpx.testing.layer",
     "OptimizerContract": "fsdpx.testing.optimizer",
     "ScheduleContract": "fsdpx.testing.schedule",
     "demand_close": "fsdpx.testing.compare",

@@ -15,7 +15,7 @@ from fsdpx.checkpoint.read import weights
 from fsdpx.data import DataLoader, ImageFolder, SupervisedDataset, TextDataset, TokenDataset
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.facade.builder import ModelBuilder
-from fsdpx.launch.hosts import read_hosts
+from fsdpx.launch.options import read_hosts
 from fsdpx.observe import chrome
 from fsdpx.program.schedules import schedule
 

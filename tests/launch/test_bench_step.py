@@ -10,7 +10,7 @@ import pytest
 import fsdpx
 from fsdpx import nn, spawn
 from fsdpx.__main__ import main
-from fsdpx.launch import turns
+from fsdpx.launch import bench
 from fsdpx.launch.catalog import CatalogModel
 from fsdpx.launch.endings import Ending
 from fsdpx.nn import models
@@ -29,17 +29,17 @@ def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(self, *batch)
 
     monkeypatch.setattr(Trainer, "step", seen)
-    reports = spawn(lambda comm: turns.compare(comm, SMALL, ["ddp", "fsdp", "zero2"], 3), 2)
+    reports = spawn(lambda comm: bench.compare(comm, SMALL, ["ddp", "fsdp", "zero2"], 3), 2)
     assert reports[0] == reports[1]
-    a, b, c = order[turns.WARM * 3 :][:3]
+    a, b, c = order[bench.WARM * 3 :][:3]
     assert len({a, b, c}) == 3
-    assert order[turns.WARM * 3 :] == [a, b, c, b, c, a, c, a, b]
+    assert order[bench.WARM * 3 :] == [a, b, c, b, c, a, c, a, b]
     rows = reports[0]["strategies"]
     assert [row["strategy"] for row in rows] == ["ddp", "fsdp", "zero2"]
     assert rows[0]["ratio"] == 1.0
     assert all(0 < row["least"] <= row["seconds"] for row in rows)
     assert (reports[0]["ranks"], reports[0]["batch"]) == (2, 5)
-    text = turns._text("small", reports[0])
+    text = bench._step_text("small", reports[0])
     assert text.startswith("small: small; batch 5, float32, 2 ranks on ")
     assert "beside ddp" in text
 
@@ -56,7 +56,7 @@ def test_it_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_it_starts_ranks_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(turns.run, "run", lambda *given: started.append(given) or Ending("done", 7))
+    monkeypatch.setattr(bench.run, "run", lambda *given: started.append(given) or Ending("done", 7))
     words = ["bench", "step", "digits", "--strategies", "ddp,fsdp", "--rounds", "1", "--precision", "float64"]
     more = ["--batch", "4", "--json", str(tmp_path / "a")]
     assert main([*words, *more, "-n", "3"]) == 7

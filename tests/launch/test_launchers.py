@@ -21,8 +21,7 @@ from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
 from fsdpx.launch import join, launchers, run
 from fsdpx.launch.batch import BATCH, NodeCores, batch
-from fsdpx.launch.hosts import HostSlots, read_hosts, share
-from fsdpx.launch.options import LaunchConfig
+from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
 
 SAYS = {
     "srun": "slurm 23.11.4",

@@ -18,8 +18,8 @@ from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.observe.chrome import RankTrace, TraceHeader
-from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.measure import Reading
 from fsdpx.observe.page import waits
 from fsdpx.observe.plots import DARKER, THEMES, StepLanes, draw, figure
 from fsdpx.program.machine import Costs, Event, simulate

@@ -41,7 +41,7 @@ from fsdpx.observe.chrome import (
     read,
     waits_of,
 )  # fmt: skip
-from fsdpx.observe.clocks import Reading, offset_at, synchronise
+from fsdpx.observe.measure import Reading, offset_at, synchronise
 from fsdpx.plan import predict
 from fsdpx.program import VERBS, Action
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdpx.errors import ConfigError
-from fsdpx.native.processor import cpuinfo
+from fsdpx.native.image import cpuinfo
 
 __all__ = [
     "ADDRESSES", "FEW", "NAMES", "Library", "available", "choose", "chosen", "compiles", "files", "intel", "library",

@@ -17,8 +17,8 @@ from fsdpx import environment
 from fsdpx.array.kernels.compiled.half import dot, largest, put
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.native.compiled import REORDER, fixed, jit
+from fsdpx.native.image import cpuinfo
 from fsdpx.native.late import cgutils, intrinsic, ir, types
-from fsdpx.native.processor import cpuinfo
 
 __all__ = ["GRAIN", "available", "backward", "copy", "forward", "multiply", "padded", "turned", "woven"]
 
