@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from fsdpx.state.ledger import Key
 from fsdpx.state.state import TrainState
 
 __all__ = [
-    "FLIGHT", "Descriptor", "ElementMove", "Gaps", "Message", "RecutPlan", "Runs", "StridedRuns", "Supply", "assign",
+    "FLIGHT", "Descriptor", "ElementMove", "Gaps", "Message", "RecutPlan", "Rows", "Runs", "Supply", "assign",
     "describe", "let_go", "live", "meet", "missing", "moving", "recut", "runs", "uncovered",
 ]  # fmt: skip
 
@@ -155,51 +154,56 @@ def _by_name(parts: Iterable[Descriptor]) -> defaultdict[str, list[Descriptor]]:
     return found
 
 
-SHARE = 8
-"""A move that fills this part of a message travels alone, from where it lies to where it belongs; shorter ones are
-packed with their neighbours."""
-
-
-class StridedRuns(NamedTuple):
-    """Of part number `part`: `lines` runs of `size` elements, the first from `at` on, each `step` after the last."""
+class Rows(NamedTuple):
+    """Runs of part number `part`: `size` elements from `at` on, of each."""
 
     part: int
-    at: int
-    step: int
-    size: int
-    lines: int
+    at: np.ndarray
+    size: np.ndarray
 
-    @property
-    def elements(self) -> int:
-        return self.size * self.lines
+    def of(self, array: Any) -> Any:
+        """The elements in the flat `array` of the part: a view of it if there is one run, else a copy."""
+        if self.at.size == 1:
+            return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
+        return array[self._index(array)] if self._short(array) else np.concatenate(list(self._views(array)))
 
-    @property
-    def solid(self) -> bool:
-        """The pieces follow each other without gaps."""
-        return self.lines == 1 or self.step == self.size
+    def put(self, array: Any, values: Any) -> None:
+        """Copy values to them."""
+        if self._short(array):
+            array[self._index(array)] = _beside(array, values)
+            return
+        at = 0
+        for view in self._views(array):
+            _copy(view, values[at : at + view.size])
+            at += view.size
 
-    def some(self, first: int, lines: int) -> StridedRuns:
-        return self._replace(at=self.at + first * self.step, lines=lines)
+    def _views(self, array: Any) -> Iterator[Any]:
+        return (array[at : at + size] for at, size in zip(self.at.tolist(), self.size.tolist(), strict=True))
 
-    def within(self, line: int, first: int, size: int) -> StridedRuns:
-        """Some elements of one of the runs."""
-        return StridedRuns(self.part, self.at + line * self.step + first, size, size, 1)
+    def _short(self, array: Any) -> bool:
+        """Whether the runs are copied at once, by an index of all elements: on a GPU each copy takes its time."""
+        return self.at.size > 1 and (not isinstance(array, np.ndarray) or self.size.sum() < SHORT * self.size.size)
 
-    def view(self, array: Any) -> Any:
-        """The elements in the flat `array` of the part, of shape (lines, size)."""
-        if self.solid:
-            return array[self.at : self.at + self.elements].reshape(self.lines, self.size)
-        strides = (self.step * array.itemsize, array.itemsize)
-        tricks = namespace_of(array).lib.stride_tricks
-        return tricks.as_strided(array[self.at :], (self.lines, self.size), strides)
+    def _index(self, array: Any) -> Any:
+        ends = np.cumsum(self.size)
+        return _beside(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
+
+
+SHORT = 32
+"""Elements of a run, in the mean, below which runs are copied at once."""
 
 
 class ElementMove(NamedTuple):
-    """Elements of what rank `source` has become elements of what another one, or itself, wants."""
+    """Elements of part number `have` of what rank `source` has become elements of part number `want` of what another
+    one, or itself, wants: runs of `size` elements, from `at` on, and from `to` on."""
 
     source: int
-    have: StridedRuns
-    want: StridedRuns
+    have: int
+    want: int
+    at: np.ndarray
+    to: np.ndarray
+    size: np.ndarray
+    dtype: str
 
 
 class Supply(NamedTuple):
@@ -217,7 +221,7 @@ class Message(NamedTuple):
     number: tuple[int, int, int]
     sends: bool
     peer: int
-    rows: list[StridedRuns]
+    rows: list[Rows]
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class RecutPlan:
     """All that `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
 
     have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
-    runs that do not lie at regular distances; rows of a cut tensor do."""
+    runs."""
 
     rank: int
     have: Sequence[Sequence[Descriptor]]
@@ -247,32 +251,29 @@ class RecutPlan:
             assert not meet(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
 
     @cached_property
-    def own(self) -> list[ElementMove]:
-        """The elements that are here already."""
-        return [move for move in self._incoming if move.source == self.rank]
+    def own(self) -> list[tuple[Rows, Rows]]:
+        """The elements that are here already: those that are had, and those that are wanted."""
+        mine = [move for move in self._incoming if move.source == self.rank]
+        sides = zip(self._packed(mine, True), self._packed(mine, False), strict=True)
+        return [pair for rows in sides for pair in zip(*rows, strict=True)]
 
     @cached_property
     def messages(self) -> list[Message]:
         """The messages of this rank, in an order in which all ranks meet: in round k it sends to rank + k and receives
         from rank - k."""
-        size, sent, received = (
-            len(self.have),
-            defaultdict[int, list[ElementMove]](list),
-            defaultdict[int, list[ElementMove]](list),
-        )
+        sent, received = defaultdict[int, list[ElementMove]](list), defaultdict[int, list[ElementMove]](list)
         for dest, move in self._outgoing:
             sent[dest].append(move)
         for move in self._incoming:
             received[move.source].append(move)
-        mine, wanted = self.have[self.rank], self.want[self.rank]
-        found = []
+        found, size = [], len(self.have)
         for k in range(1, size):
             dest, source = (self.rank + k) % size, (self.rank - k) % size
-            for i, moves in enumerate(self._packed(sent[dest], lambda move: mine[move.have.part])):
-                found.append(Message((k, i, self.rank), True, dest, [move.have for move in moves]))
-            for i, moves in enumerate(self._packed(received[source], lambda move: wanted[move.want.part])):
-                found.append(Message((k, i, source), False, source, [move.want for move in moves]))
-        return sorted(found)
+            for i, rows in enumerate(self._packed(sent[dest], True)):
+                found.append(Message((k, i, self.rank), True, dest, rows))
+            for i, rows in enumerate(self._packed(received[source], False)):
+                found.append(Message((k, i, source), False, source, rows))
+        return sorted(found, key=lambda message: message.number)
 
     @cached_property
     def _supplies(self) -> dict[str, dict[int, list[Supply]]]:
@@ -307,12 +308,11 @@ class RecutPlan:
         part = self.want[dest][index]
         if part.size == 0:
             return []
-        ranks = self._supplies[part.name]
+        ranks, (first, last) = self._supplies[part.name], part.span
         for supply in ranks.get(dest, ()):
             if supply.part.frame == part.frame and supply.part.start <= part.start and part.stop <= supply.part.stop:
-                there = StridedRuns(supply.number, part.start - supply.part.start, part.size, part.size, 1)
-                return [ElementMove(dest, there, StridedRuns(index, 0, part.size, part.size, 1))]
-        first, last = part.span
+                at, to, size = np.array([[part.start - supply.part.start], [0], [part.size]])
+                return [ElementMove(dest, supply.number, index, at, to, size, part.dtype)]
         supplies = [
             supply
             for rank in sorted(ranks)
@@ -322,27 +322,31 @@ class RecutPlan:
         grid = max(self.block // dtype(part.dtype).itemsize, 1)
         return assign(part, index, dest, supplies, self._turns[part.name], grid)
 
-    def _packed(
-        self, moves: Iterable[ElementMove], part: Callable[[ElementMove], Descriptor]
-    ) -> Iterator[list[ElementMove]]:
-        """The moves of each message."""
-        group: list[ElementMove] = []
-        filled = 0
+    def _packed(self, moves: Iterable[ElementMove], sends: bool) -> list[list[Rows]]:
+        """What each message has. All elements are laid out one after the other, each move from a multiple of ALIGN
+        bytes on, and cut every `block` bytes: so both sides cut alike, and most of a long run travels alone."""
+        found = defaultdict[int, list[Rows]](list)
+        filled, block = 0, max(self.block // ALIGN, 1) * ALIGN
         for move in moves:
-            itemsize = dtype(part(move).dtype).itemsize
-            for piece in _shortened(move, self.block // itemsize):
-                nbytes = piece.have.elements * itemsize
-                alone = nbytes * SHARE >= self.block
-                if group and (alone or filled + nbytes > self.block):
-                    yield group
-                    group, filled = [], 0
-                group.append(piece)
-                filled += nbytes
-                if alone:
-                    yield group
-                    group, filled = [], 0
-        if group:
-            yield group
+            itemsize = dtype(move.dtype).itemsize
+            first, each = -(-filled // ALIGN) * ALIGN // itemsize, block // itemsize
+            stop = first + np.cumsum(move.size)
+            start = stop - move.size
+            cuts = np.union1d(start, np.arange(-(-first // each) * each, stop[-1], each))
+            run = np.searchsorted(start, cuts, "right") - 1
+            part, at = (move.have, move.at) if sends else (move.want, move.to)
+            edges = np.flatnonzero(np.diff(cuts // each)) + 1
+            places, sizes = at[run] + cuts - start[run], np.diff(cuts, append=stop[-1])
+            for number, *rows in zip(
+                (cuts // each)[[0, *edges]].tolist(), np.split(places, edges), np.split(sizes, edges), strict=True
+            ):
+                found[number].append(Rows(part, *rows))
+            filled = int(stop[-1]) * itemsize
+        return [found[number] for number in sorted(found)]
+
+
+ALIGN = 8
+"""Bytes of the largest number."""
 
 
 def assign(
@@ -373,15 +377,15 @@ def assign(
     for i, place in others:
         take(i, (place >= 0) & (seen == number))
         seen += place >= 0
-    pieces = _regular(_joined(chosen, at, to, size))
-    return [
-        ElementMove(
-            supplies[i].rank,
-            StridedRuns(supplies[i].number, a, a_step, n, lines),
-            StridedRuns(index, t, t_step, n, lines),
-        )
-        for i, a, a_step, t, t_step, n, lines in pieces
-    ]
+    follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])  # and in the receiver's array, anyway
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    chosen, at, to, size = chosen[first], at[first], to[first], np.add.reduceat(size, first)
+    found = []
+    for i, supply in enumerate(supplies):
+        own = chosen == i
+        if own.any():
+            found.append(ElementMove(supply.rank, supply.number, index, at[own], to[own], size[own], want.dtype))
+    return found
 
 
 def _edges(wanted: Runs, lying: Sequence[Runs], grid: int) -> np.ndarray:
@@ -397,51 +401,6 @@ def _places(some: Runs, elements: np.ndarray) -> np.ndarray:
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)
-
-
-def _joined(
-    chosen: np.ndarray, at: np.ndarray, to: np.ndarray, size: np.ndarray
-) -> Iterator[tuple[int, int, int, int]]:
-    """Pieces that follow each other at the source are one; in the receiver's array they follow each other anyway."""
-    follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    columns = chosen[first], at[first], to[first], np.add.reduceat(size, first)
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _regular(pieces: Iterable[tuple[int, int, int, int]]) -> Iterator[list[int]]:
-    """(source, at, its step, to, its step, size, lines): pieces of one source and size at equal distances are one."""
-    open_ones: dict[int, list[int]] = {}
-    for source, at, to, size in pieces:
-        last = open_ones.get(source)
-        if last is not None:
-            _, at0, at_step, to0, to_step, length, lines = last
-            if size == length and lines == 1 and at > at0:
-                last[2], last[4], last[6] = at - at0, to - to0, 2
-                continue
-            if size == length and (at, to) == (at0 + lines * at_step, to0 + lines * to_step):
-                last[6] += 1
-                continue
-            yield last
-        open_ones[source] = [source, at, size, to, size, size, 1]
-    yield from open_ones.values()
-
-
-def _shortened(move: ElementMove, most: int) -> Iterator[ElementMove]:
-    """The same in pieces of at most that many elements."""
-    source, have, want = move
-    if have.elements <= most:
-        yield move
-    elif have.size <= most:
-        together = most // have.size
-        for first in range(0, have.lines, together):
-            lines = min(together, have.lines - first)
-            yield ElementMove(source, have.some(first, lines), want.some(first, lines))
-    else:
-        for line in range(have.lines):
-            for first in range(0, have.size, most):
-                size = min(most, have.size - first)
-                yield ElementMove(source, have.within(line, first, size), want.within(line, first, size))
 
 
 FLIGHT = 8
@@ -501,8 +460,8 @@ def _travel(
                 land()
             arrays, names = (have, have_names) if message.sends else (want, want_names)
             flying.append(_posted(comm, message, arrays, names, spare, plan.block))
-        for move in plan.own:
-            _copy(move.want.view(want[move.want.part]), move.have.view(have[move.have.part]))
+        for had, wanted in plan.own:
+            wanted.put(want[wanted.part], had.of(have[had.part]))
         while flying:
             land()
     except RankLost:
@@ -516,41 +475,26 @@ def _posted(
     comm: Communicator, message: Message, arrays: list[Any], names: list[str], spare: list[np.ndarray], block: int
 ) -> PendingMessage:
     """From or to the array itself where it is one run of host memory, else through a room of its own."""
-    what = f"{names[message.rows[0].part]}, re-cut"
-    call = comm.send if message.sends else comm.recv
-    run = _run(message.rows, arrays)
-    if run is not None:
-        return PendingMessage(call(run, message.peer, what=what), lambda: None)
-    block_memory = spare.pop() if spare else np.empty(block, np.uint8)
-    views = [rows.view(arrays[rows.part]) for rows in message.rows]
-    ends = [0, *accumulate(view.nbytes for view in views)]
-    packed = [
-        block_memory[a:b].view(view.dtype).reshape(view.shape)
-        for (a, b), view in zip(pairwise(ends), views, strict=True)
-    ]
+    first, *others = message.rows
+    what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
+    if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
+        return PendingMessage(call(first.of(arrays[first.part]).view(np.uint8), message.peer, what=what), lambda: None)
+    room, filled = spare.pop() if spare else np.empty(block, np.uint8), 0
+    packed: list[tuple[Rows, Any, np.ndarray]] = []
+    for rows in message.rows:
+        array = arrays[rows.part]
+        end = filled + int(rows.size.sum()) * array.itemsize
+        packed.append((rows, array, room[filled:end].view(array.dtype)))
+        filled = end
+        if message.sends:
+            _copy(packed[-1][2], rows.of(array))
 
-    def unpack() -> None:
-        for view, part in zip(views, packed, strict=True):
-            _copy(view, part)
-        spare.append(block_memory)
+    def land() -> None:
+        for rows, array, part in () if message.sends else packed:
+            rows.put(array, part)
+        spare.append(room)
 
-    if message.sends:
-        for view, part in zip(views, packed, strict=True):
-            _copy(part, view)
-    handle = call(block_memory[: ends[-1]], message.peer, what=what)
-    return PendingMessage(handle, (lambda: spare.append(block_memory)) if message.sends else unpack)
-
-
-def _run(rows: list[StridedRuns], arrays: list[Any]) -> np.ndarray | None:
-    """The bytes of `rows`, if they follow each other in one array on the host."""
-    first, stop, array = rows[0], rows[0].at, arrays[rows[0].part]
-    if not isinstance(array, np.ndarray):
-        return None
-    for one in rows:
-        if one.part != first.part or not one.solid or one.at != stop:
-            return None
-        stop += one.elements
-    return array[first.at : stop].view(np.uint8)
+    return PendingMessage(call(room[:filled], message.peer, what=what), land)
 
 
 def _raw(array: Any) -> Any:
@@ -558,11 +502,12 @@ def _raw(array: Any) -> Any:
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
+def _beside(array: Any, values: Any) -> Any:
+    """The values where `array` lies, on the host or on a GPU."""
+    if isinstance(array, np.ndarray):
+        return to_host(values)
+    return from_host(namespace_of(array), values) if isinstance(values, np.ndarray) else values
+
+
 def _copy(target: Any, source: Any) -> None:
-    """Between arrays of the host and of a GPU."""
-    if isinstance(target, np.ndarray):
-        target[...] = to_host(source)
-    elif isinstance(source, np.ndarray):
-        target[...] = from_host(namespace_of(target), source)
-    else:
-        target[...] = source
+    target[...] = _beside(target, source)
