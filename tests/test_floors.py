@@ -19,7 +19,7 @@ OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
         "comm/gpu/devices.py library_path read_text", "comm/mpi/clock.py began open",
         "comm/node/memory.py memory_here read_text",
-        "comm/roll.py _has_ended read_text", "comm/mpi/start.py _job read_bytes", "comm/mpi/start.py _job read_text",
+        "comm/mpi/start.py _job read_bytes", "comm/mpi/start.py _job read_text",
         "comm/mpi/start.py _mapped read_text", "native/image.py cpuinfo read_text",
         "state/footprint.py _control_groups read_text", "state/footprint.py _kilobytes read_text",
         "state/footprint.py memory_limits read_text", "watch/leaving.py state_of read_text",

@@ -37,6 +37,7 @@ from fsdpx.errors import CommError, ConfigError, RankLost
 __all__ = [
     "DONE", "VERBS", "Array", "Call", "CallSpec", "Communicator", "Count", "Counted", "Counters", "Handle", "ReduceOp",
     "Survivor", "Wrapper", "described", "even_pieces", "loss", "moved", "settle", "split_evenly", "survives", "terms",
+    "unwrapped",
 ]  # fmt: skip
 
 
@@ -319,6 +320,13 @@ class Wrapper(Communicator):
 
     def abort(self, code: int = 1) -> None:
         self.comm.abort(code)
+
+
+def unwrapped(comm: Any) -> Any:
+    """The communicator inside what counts or guards it."""
+    while hasattr(comm, "comm"):
+        comm = comm.comm
+    return comm
 
 
 def _counts(counts: Sequence[int] | None) -> Counts:

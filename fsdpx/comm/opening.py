@@ -25,7 +25,7 @@ from fsdpx.comm import default
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.calls import PATIENT
 from fsdpx.comm.carrier import TIMEOUT, Carrier
-from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.communicator import Communicator, unwrapped
 from fsdpx.comm.default import given_to_call
 from fsdpx.comm.guarded import compare
 from fsdpx.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, single
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from fsdpx.comm.node.node import NodeCommunicator
 
 __all__ = [
-    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "end_all_on_errors", "node_of", "resilient",
-    "spawn", "world",
+    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "end_all_on_errors", "first_line", "node_of",
+    "resilient", "spawn", "world",
 ]  # fmt: skip
 
 _SECONDS_TO_DELIVER = 0.1
@@ -169,24 +169,20 @@ def backend_name() -> str:
     opened = default.current()
     if opened is None:
         return next(name for name, opener in BACKENDS.items() if opener.suits(Asked(environment.read())))
-    comm: Any = opened.comm
-    while hasattr(comm, "comm"):  # what counts or guards it
-        comm = comm.comm
+    comm = unwrapped(opened.comm)
     library = getattr(comm, "library", "mpi")
     return type(comm).__name__.removesuffix("Communicator").lower() if library == "mpi" else library
 
 
 def node_of(comm: Any) -> NodeCommunicator | None:
     """The node communicator inside its counting or guarding wrappers, if there is one."""
-    while comm is not None and not hasattr(comm, "share_one"):
-        comm = getattr(comm, "comm", None)
-    return comm
+    comm = unwrapped(comm)
+    return comm if hasattr(comm, "share_one") else None
 
 
 def carrier_of(comm: Any) -> Carrier | None:
     """The carrier that moves bytes between processes, inside its wrappers; None unless ranks are processes."""
-    while hasattr(comm, "comm"):
-        comm = comm.comm
+    comm = unwrapped(comm)
     comm = getattr(comm, "carrier", comm)
     return comm if isinstance(comm, Carrier) else None
 
@@ -199,9 +195,7 @@ def resilient(comm: Any = None) -> Survivor:
     survive deaths is what `fsdpx.comm.survives` says: MPI has to be Open MPI 5 started with `mpiexec --with-ft ulfm`,
     thread ranks have to be started by `spawn(survive=True)`. ConfigError for a fake communicator."""
     given = _opened() if comm is None else adopt(comm, "mpi" if _is_raw(comm) else None)
-    inner = given
-    while hasattr(inner, "comm"):  # what counts or guards it
-        inner = inner.comm
+    inner = unwrapped(given)
     if isinstance(inner, LocalCommunicator):
         return cast("Survivor", inner.subgroup(range(inner.size)))
     mpi: Any = getattr(inner, "carrier", inner)
@@ -312,8 +306,13 @@ def _check_mpi(asked: Asked) -> None:
     except (ImportError, RuntimeError) as error:
         remedy = "install one with pip install 'fsdpx[mpich]', or use backend='local'"
         raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
-    library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
-    environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({' '.join(library.split())})")
+    library = first_line(MPI.Get_library_version())
+    environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")
+
+
+def first_line(text: str) -> str:
+    """The name that an MPI library gives itself, of its `Get_library_version()`."""
+    return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
 BACKENDS = {

@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from hmac import compare_digest
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx import environment
-from fsdpx.comm.mpi.clock import ranks_text
+from fsdpx.comm.mpi.clock import began, ranks_text
 from fsdpx.environment import Environment, Store
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost
 
@@ -199,7 +198,7 @@ class Roll:
         """The rank that ended first, as far as is known on any rank."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
-            here = [rank for rank, process in self._here.items() if _has_ended(process)]
+            here = [rank for rank, process in self._here.items() if not began(process)]
             try:
                 if here:
                     return self.ended(here[0])
@@ -211,14 +210,6 @@ class Roll:
                 return None
             time.sleep(_LOOK)
         return None
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return Path("/proc/self/stat").exists()
-    return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 def call(settings: Environment) -> Roll:

@@ -24,12 +24,12 @@ from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.comm.node.meetings import Meeting
 from fsdpx.comm.node.node import SMALL
-from fsdpx.comm.opening import backend_name, carrier_of, node_of
+from fsdpx.comm.opening import backend_name, carrier_of, first_line, node_of
 from fsdpx.config import byte_count, sharding
 from fsdpx.errors import ConfigError, LaunchError
 from fsdpx.facade.distribute import distribute
 from fsdpx.facade.functional import init
-from fsdpx.launch import info, run
+from fsdpx.launch import run
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.state.tuning import table
@@ -327,7 +327,7 @@ def _in_place() -> Any:
 
 def _library() -> str | None:
     mpi = sys.modules.get("mpi4py.MPI")
-    return None if mpi is None else info.first_line(mpi.Get_library_version())
+    return None if mpi is None else first_line(mpi.Get_library_version())
 
 
 def _text(report: dict[str, Any]) -> str:

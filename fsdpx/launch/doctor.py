@@ -20,7 +20,7 @@ from fsdpx.array import parallel
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.gpu import devices
 from fsdpx.comm.mpi.clock import ranks_text
-from fsdpx.comm.opening import backend_name, node_of
+from fsdpx.comm.opening import backend_name, first_line, node_of
 from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
@@ -143,7 +143,7 @@ def _mpi(threads: str | None) -> str:
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
     if not wanted and path is not None and path.startswith((sys.prefix, sys.base_prefix)):
         how = "a wheel in this environment"
-    library = info.first_line(sys.modules["mpi4py.MPI"].Get_library_version())
+    library = first_line(sys.modules["mpi4py.MPI"].Get_library_version())
     return f"{library}, thread level {threads}; {path}: {how}"
 
 

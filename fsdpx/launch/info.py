@@ -16,12 +16,12 @@ from fsdpx.array import blas
 from fsdpx.array.cores import cores
 from fsdpx.comm.default import place
 from fsdpx.comm.mpi.start import left
-from fsdpx.comm.opening import backend_name
+from fsdpx.comm.opening import backend_name, first_line
 from fsdpx.state.tuning import BUSY, bytes_text, stored
 from fsdpx.version import __version__
 
 __all__ = [
-    "LEFT", "cupy", "first_line", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version",
+    "LEFT", "cupy", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version",
 ]  # fmt: skip
 
 LEFT = "python -m fsdpx info --left"
@@ -96,7 +96,7 @@ def library() -> tuple[str, str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         return "", (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return " ".join(done.stdout.strip("\0\n ").split("\n")[0].strip("\0").split()), ""
+    return first_line(done.stdout), ""
 
 
 def version(package: str) -> str:
@@ -118,11 +118,6 @@ def mpi() -> str:
     """The library that Python would load."""
     loaded, reason = library()
     return loaded or f"none ({reason}); pip install 'fsdpx[mpich]'"
-
-
-def first_line(text: str) -> str:
-    """The name that an MPI library gives itself."""
-    return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
 def launcher() -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from fsdpx import environment, files
 from fsdpx.comm.calls import waits
+from fsdpx.comm.communicator import unwrapped
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.mpi.start import clear
@@ -65,7 +66,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
     None for a single rank, for thread ranks, which find missing ranks themselves, and with FSDPX_WATCH=0. also:
     communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may then
     last PATIENCE times as long, for a rank that waits is not stuck while others move, if patient."""
-    base = _base(comm)
+    base = unwrapped(comm)
     if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
         return None
     watchdog = _watchdogs.get(base)
@@ -83,7 +84,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
     if watchdog is None:
         return None
     for one in (comm, *also) if patient else ():
-        if hasattr(one := _base(one), "wait_up_to"):  # an axis of one rank never waits
+        if hasattr(one := unwrapped(one), "wait_up_to"):  # an axis of one rank never waits
             one.wait_up_to(watchdog.timeout * PATIENCE)
     return watchdog
 
@@ -96,7 +97,7 @@ def watch_axes(axes: Axes, timeout: float | None = None) -> FlightRecorder | Non
 
 def note(comm: Any, call: str) -> None:
     """This rank has come to `call`, which all ranks of `comm` make: said in its record, if it has one already."""
-    watchdog = _watchdogs.get(_base(comm))
+    watchdog = _watchdogs.get(unwrapped(comm))
     if watchdog is not None:
         watchdog.record.call(call)
 
@@ -104,7 +105,7 @@ def note(comm: Any, call: str) -> None:
 def unwatch(comm: Any) -> Watchdog | None:
     """Let go of `comm`, which is given up: no rank waits there any more. Its watchdog can still `bury` ranks that died
     before they had let go themselves."""
-    comm = _base(comm)
+    comm = unwrapped(comm)
     watchdog = _watchdogs.pop(comm, None)
     if watchdog is not None:
         watchdog.stop()
@@ -357,13 +358,6 @@ def _discard(folder: Path) -> None:
         if not gone.exists():
             return
         time.sleep(0.02)
-
-
-def _base(comm: Any) -> Any:
-    """The communicator inside its counting or guarding wrappers."""
-    while hasattr(comm, "comm"):
-        comm = comm.comm
-    return comm
 
 
 def _folder(token: str, run: str) -> Path:
