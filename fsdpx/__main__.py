@@ -216,9 +216,7 @@ def _verify(p: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, str, Options]] = {
     "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:text", _info),
     "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _doctor),
-    "bench": (
-        "how fast the verbs of a communicator are, and steps by strategy", "bench:bench", "bench:add_options",
-    ),
+    "bench": ("how fast the verbs of a communicator are, and steps by strategy", "bench:bench", "bench:add_options"),
     "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _start),
     "train": ("train what a run file in TOML describes; under mpiexec on all ranks", "runs:train", _train),
     "generate": ("let a model of a folder go on with a text", "generate:generate", "generate:add_options"),

@@ -61,7 +61,9 @@ class Backend(Communicator):
     def issue(self, call: Call) -> Handle:
         check(self, call)
         if self.size == 1 and call.verb not in ("send", "recv"):
-            return _alone(call)
+            if len(call.arrays) == 2:  # all communication there is; none where the shard is the full buffer
+                copy(call.arrays[1], call.arrays[0])
+            return DONE
         if call.algorithm == "ring":
             return self._ring(call)
         return self.move(call) if call.wire is None else self.move_rounded(call)
@@ -110,14 +112,6 @@ class Backend(Communicator):
         return TAGS + self._tags
 
 
-def _alone(call: Call) -> Handle:
-    """All communication there is among one rank; nothing at all when the shard is the full buffer."""
-    if len(call.arrays) == 2:
-        send, recv = call.arrays
-        copy(recv, send)
-    return DONE
-
-
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
@@ -128,21 +122,24 @@ def check(comm: Ranks, call: Call) -> None:
         check_peer(comm, call, verb.peer, call.root)
     whole_here = not verb.at_root or comm.rank == call.root
     for name, array in zip(verb.arrays, call.arrays, strict=True):
-        if name != verb.at_root:
+        if name == verb.at_root and array is None and whole_here:
+            complain(ShapeError, comm, call, f"this rank is root and needs an array for {name}")
+        if name != verb.at_root or whole_here:
             check_flat(comm, call, name, array)
-        elif whole_here:
-            check_at_root(comm, call, name, array)
     if whole_here and len(verb.arrays) == 2:
-        check_dtypes(comm, call, *call.arrays)
-        check_devices(comm, call, *call.arrays)
+        send, recv = call.arrays
+        if send.dtype != recv.dtype:
+            complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
+        if not type(send) is type(recv) is np.ndarray and gpu_of(send) != gpu_of(recv):
+            complain(ConfigError, comm, call, f"send lies {where(send)}, recv {where(recv)}: put both on one device")
     if verb.cut:
         _check_cut(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:
         check_piece(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
     if verb.reduces:
         check_operation(comm, call)
-    if verb.peer in ("dest", "source"):
-        check_tag(comm, call)
+    if verb.peer in ("dest", "source") and not 0 <= call.tag < TAGS:
+        complain(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {TAGS}")
 
 
 def _check_cut(comm: Ranks, call: Call, verb: CallSpec, whole_here: bool) -> None:
@@ -186,19 +183,6 @@ def check_flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
         kind_of(array.dtype)
     except ConfigError as error:
         complain(ConfigError, comm, call, f"{name}: {error}")
-
-
-def check_dtypes(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
-    if send.dtype != recv.dtype:
-        complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
-
-
-def check_devices(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
-    """Demand that both arrays of a call are on the host, or both on one GPU."""
-    if type(send) is type(recv) is np.ndarray:  # the same answer as below, sooner
-        return
-    if gpu_of(send) != gpu_of(recv):
-        complain(ConfigError, comm, call, f"send lies {where(send)}, recv {where(recv)}: put both on one device")
 
 
 def cut_of(comm: Ranks, call: Call, name: str, array: Array, counts: Counts) -> Pieces:
@@ -253,23 +237,10 @@ def _on_a_wire(comm: Ranks, call: Call, dtype: Any) -> None:
         complain(ConfigError, comm, call, f"wire={call.wire.name} with {way}: use SUM, algorithm='library'")
 
 
-def check_tag(comm: Ranks, call: Call) -> None:
-    """The tag is one that users may take."""
-    if not 0 <= call.tag < TAGS:
-        complain(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {TAGS}")
-
-
 def check_peer(comm: Ranks, call: Call, name: str, other: int) -> None:
     """`other` is a rank of this communicator."""
     if not 0 <= other < comm.size:
         complain(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
-
-
-def check_at_root(comm: Ranks, call: Call, name: str, array: Array) -> None:
-    """Only root needs this array, and must have it."""
-    if array is None:
-        complain(ShapeError, comm, call, f"this rank is root and needs an array for {name}")
-    check_flat(comm, call, name, array)
 
 
 def check_group(comm: Ranks, ranks: Sequence[int]) -> None:

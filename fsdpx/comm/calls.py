@@ -330,16 +330,10 @@ def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience
                     return False
         return True
     finally:
-        if deadline is not None:
-            _leave(thread, outer)
-
-
-def _leave(thread: int, outer: Wait | None) -> None:
-    """End the wait of a thread; `outer` is the wait that encloses it, which goes on."""
-    if outer is None:
-        waits.pop(thread, None)
-    else:
-        waits[thread] = outer
+        if deadline is not None and outer is not None:  # the wait that encloses this one goes on
+            waits[thread] = outer
+        elif deadline is not None:
+            waits.pop(thread, None)
 
 
 EVERY = 200e-6

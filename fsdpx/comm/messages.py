@@ -26,12 +26,11 @@ from fsdpx.comm.calls import (
     address,
     copy,
     even_pieces,
-    progress_of,
 )
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.reduction import combine, fold
 
-__all__ = ["COLLECTIVES", "ROUNDED", "Pairs", "ring", "ring_steps"]
+__all__ = ["COLLECTIVES", "ROUNDED", "Pairs", "ring_steps"]
 
 Pairs = Sequence[tuple[int, Array]]
 """(rank, array): the rank to send it to, or to receive it from."""
@@ -153,18 +152,10 @@ def _cut(comm: Messenger, array: Array, cut: Pieces) -> Pairs:
     return [(rank, cut.part(array, rank)) for rank in _others(comm)]
 
 
-def ring(comm: Communicator, buf: Array, op: ReduceOp = ReduceOp.SUM, *, tag: int = 0, what: str = "") -> Handle:
-    """All-reduce `buf` in place with the sends and receives of any communicator. Scratch: n/N.
-
-    Every element is combined once per rank around the ring and on one rank only, so all ranks end with the same bits.
-    `tag` must differ between rings that are under way at once. The handle takes its steps when it is tested or waited
-    for, and with the communicators of fsdpx in any other wait, too."""
-    call = Call("all_reduce", (buf,), ReduceOp.of(op), what=what, tag=tag)
-    return Steps(ring_steps(comm.issue, comm.rank, comm.size, call), progress_of(comm))
-
-
 def ring_steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
-    """Reduce-scatter around the ring, then all-gather around the ring; yields the handle of each message."""
+    """Reduce-scatter around the ring, then all-gather around the ring; yields the handle of each message. Scratch: n/N.
+    Every element is combined once per rank around the ring and on one rank only, so all ranks end with the same bits.
+    """
     buf, op = call.arrays[0], call.op
     cut = even_pieces(buf.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size

@@ -252,15 +252,11 @@ def _local(asked: Asked) -> Communicator:
 def _mpi(asked: Asked, shared: bool = False) -> Communicator:
     """shared: memory inside machines, where there are several ranks."""
     with together() if asked.comm is None else nullcontext():
-        return _opened_mpi(asked, shared)
+        _check_mpi(asked)
+        from fsdpx.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
-
-def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
-    _check_mpi(asked)
-    from fsdpx.comm.mpi.mpi import MpiCommunicator, MpiWorld
-
-    end_all_on_errors(MpiWorld())
-    return _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
+        end_all_on_errors(MpiWorld())
+        return _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
 
 
 def _gloo(asked: Asked) -> Communicator:

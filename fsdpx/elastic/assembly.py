@@ -188,9 +188,7 @@ class Assembler:
         recipe, world = self.recipe.on(mesh), group
         if world is None:
             recipe, world, initial = recipe.without_data(), FakeCommunicator(0, mesh.size), True
-        session = made(
-            recipe, world, self.tuning, initial=initial, commit=self.commit, watch=lambda axes: recorder
-        )  # fmt: skip
+        session = made(recipe, world, self.tuning, initial=initial, commit=self.commit, watch=lambda axes: recorder)
         copies = Copies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)
         born = [one.born for one in everyone]
         return Assembly(control, born, training, group, session, copies, 0, watchdog)

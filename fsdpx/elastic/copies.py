@@ -19,6 +19,7 @@ from fsdpx.checkpoint.pieces import Held
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.comm.calls import progress_of, spin
 from fsdpx.comm.communicator import Communicator, Handle
+from fsdpx.comm.windows import aligned
 from fsdpx.elastic.recut import Descriptor, describe, let_go, live
 from fsdpx.errors import CommTimeout, RankLost
 from fsdpx.layout.pages import Range
@@ -109,7 +110,7 @@ class Buffers:
         self.parts = [*self.mine, *(part for rank, parts in kept.items() for part in _parts(self.kept[rank], parts))]
 
     def _row(self, name: str, parts: Sequence[Descriptor]) -> np.ndarray:
-        buffer, key = _aligned(_nbytes(parts)), Key("copy", None, f"{name}, {self._number}")
+        buffer, key = aligned(_nbytes(parts)), Key("copy", None, f"{name}, {self._number}")
         self._ledger.add(LedgerRow(key, buffer.dtype, Range(0, buffer.size), "private", level="host"), buffer)
         self._keys.append(key)
         return buffer
@@ -263,12 +264,6 @@ def _size(part: Descriptor) -> int:
 
 def _nbytes(parts: Sequence[Descriptor]) -> int:
     return sum(_size(part) for part in parts)
-
-
-def _aligned(nbytes: int) -> np.ndarray:
-    memory = np.empty(nbytes + ALIGN, np.uint8)
-    first = -memory.ctypes.data % ALIGN
-    return memory[first : first + nbytes]
 
 
 def _parts(buffer: np.ndarray, parts: Sequence[Descriptor]) -> list[Held]:

@@ -286,9 +286,7 @@ class ElasticRanks(TrainerHost):
     def _commit(self, mean: Mean, scale: GradientScale) -> None:
         """In the program, between what needs other ranks and the update of this rank's shard."""
         step, scaler = LastUpdate.of(float(mean.value), scale), scale.scaler
-        self._coordinator.tell(
-            "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
-        )
+        self._coordinator.tell("step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good)))
         self._coordinator.commit()
         self.last = step
 

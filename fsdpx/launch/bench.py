@@ -98,10 +98,6 @@ def _twice(ranks: int) -> float:
     return 2 * _others(ranks)
 
 
-def _nothing(ranks: int) -> float:
-    return 0.0
-
-
 def _at_root(comm: Any, array: Array) -> Array | None:
     return array if comm.rank == 0 else None
 
@@ -114,7 +110,8 @@ VERBS = {
         lambda c, a: c.reduce_scatter(a.shared, a.piece), _others,
         lambda r, a: r.Reduce_scatter_block(a.shared, a.piece)),
     "all_reduce": TimedVerb(
-        lambda c, a: c.all_reduce(a.shared), _twice, lambda r, a: r.Allreduce(_in_place(), a.shared)),
+        lambda c, a: c.all_reduce(a.shared), _twice,
+        lambda r, a: r.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, a.shared)),
     "all_reduce ring": TimedVerb(lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _twice),
     "broadcast": TimedVerb(lambda c, a: c.broadcast(a.shared, 0), _whole, lambda r, a: r.Bcast(a.shared, 0)),
     "reduce": TimedVerb(
@@ -128,7 +125,7 @@ VERBS = {
         lambda r, a: r.Scatter(_at_root(r, a.plain), a.piece, 0)),
     "all_to_all": TimedVerb(
         lambda c, a: c.all_to_all(a.shared, a.plain), _others, lambda r, a: r.Alltoall(a.shared, a.plain)),
-    "barrier": TimedVerb(lambda c, a: c.barrier(), _nothing, lambda r, a: r.Barrier()),
+    "barrier": TimedVerb(lambda c, a: c.barrier(), lambda ranks: 0.0, lambda r, a: r.Barrier()),
 }  # fmt: skip
 
 
@@ -204,8 +201,10 @@ def measure(
     buffers.release()
     everyone: list[list[dict[str, Any]]] = comm.all_gather_plain(own)
     in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVELS.index(one["level"]))
+    mpi = sys.modules.get("mpi4py.MPI")
+    library = None if mpi is None else first_line(mpi.Get_library_version())
     return {
-        "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": _library(),
+        "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": library,
         "levels": in_order,
     }  # fmt: skip
 
@@ -309,25 +308,12 @@ def _carried(name: str, comm: Communicator, nbytes: int, handle: Handle | None) 
             return "shared memory, compiled"
         if isinstance(handle, Meeting):
             return "shared memory"
-        if isinstance(handle, Steps) and node.lanes is not None and _in_lanes(name, nbytes):
+        sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL  # those of few bytes are messages
+        if isinstance(handle, Steps) and node.lanes is not None and (name == "all_gather" or sums):
             return f"shared memory, {library} between hosts"
     if name.endswith("ring"):
         return f"ring of {library} messages"
     return library if name in carrier.native else f"{library} messages"
-
-
-def _in_lanes(name: str, nbytes: int) -> bool:
-    """Whether hosts move it together in lanes: sums of few bytes are messages."""
-    return name == "all_gather" or (name in ("reduce_scatter", "all_reduce") and nbytes > SMALL)
-
-
-def _in_place() -> Any:
-    return sys.modules["mpi4py.MPI"].IN_PLACE
-
-
-def _library() -> str | None:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return None if mpi is None else first_line(mpi.Get_library_version())
 
 
 def _text(report: dict[str, Any]) -> str:

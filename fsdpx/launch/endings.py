@@ -127,7 +127,7 @@ class Evidence:
     ranks : how many there are
     elastic : ranks may have died before the end, so the notes of the others count: Open MPI returns 0 also for a job
         whose last rank aborts, and another status for a job that has survived deaths
-    launcher, killed : its name, and that of the signal that has killed it unasked
+    launcher, killed : its name, and that of the signal that has killed it unasked, which no rank sends
     """
 
     status: int
@@ -188,21 +188,12 @@ class Evidence:
             return None
         return next((note for note in self.notes.values() if note.status == 0), None)
 
-    def launcher_killed(self) -> bool:
-        return bool(self.killed)  # no rank ends a launcher by a signal
-
     def hung(self) -> bool:
         return self.status == HUNG or any(note.error not in _OF_DEATHS for note in self.errors())
-
-    def no_notes(self) -> bool:
-        return not self.notes
 
     def died(self) -> Note | None:
         """The first rank that ended without a word."""
         return next((self.notes[r] for r in self.order if r in self.notes and self.notes[r].status is None), None)
-
-    def anything(self) -> bool:
-        return True
 
     @property
     def step(self) -> int | None:
@@ -275,18 +266,18 @@ TABLE = (
     Case(Evidence.saved_when_asked, SAVED, PREEMPTED, "the job was asked to stop and has saved"),
     Case(Evidence.failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
     Case(Evidence.left_others, ERROR, LEFT, "{rank} ended with status 0 while others waited for it"),
-    Case(Evidence.launcher_killed, DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), and its ranks "
-        "with it"),
+    Case(lambda evidence: bool(evidence.killed), DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), "
+        "and its ranks with it"),
     Case(Evidence.all_came, DEATH, 1, "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if "
         "anything, is above"),
     Case(Evidence.waited_in_vain, HANG, HUNG, "{waited} waited in MPI's start for others that did not come"),
     Case(Evidence.some_did_not_come, HANG, HUNG, "{missing} did not come to MPI's start, where {waited} waited"),
     Case(Evidence.ended_before_the_start, DEATH, 1, "{rank} died before all ranks had started"),
     Case(Evidence.hung, HANG, HUNG, "the job hung, see the report above"),
-    Case(Evidence.no_notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank has left a note "
-        "here"),
+    Case(lambda evidence: not evidence.notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank "
+        "has left a note here"),
     Case(Evidence.died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
-    Case(Evidence.anything, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
+    Case(lambda evidence: True, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
 )  # fmt: skip
 """What tells how a start ended: the first case that its evidence shows."""
 

@@ -20,9 +20,7 @@ from fsdpx.comm.opening import backend_name, first_line
 from fsdpx.state.tuning import BUSY, bytes_text, stored
 from fsdpx.version import __version__
 
-__all__ = [
-    "LEFT", "cupy", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version",
-]  # fmt: skip
+__all__ = ["LEFT", "cupy", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version"]
 
 LEFT = "python -m fsdpx info --left"
 
@@ -50,7 +48,7 @@ def info() -> Info:
     here |= {"backend": backend_name(), "device": "cuda" if gpus else "cpu"}
     numpy = f"{version('numpy')}, BLAS {blas_of_numpy()}"
     rows = [("fsdpx", __version__), ("Python", python()), ("machine", machine()), ("NumPy", numpy)]
-    rows += [("Numba", _numba()), ("ml_dtypes", version("ml_dtypes"))]
+    rows += [("Numba", version("numba", ": plain kernels are used")), ("ml_dtypes", version("ml_dtypes"))]
     rows += [("mpi4py", version("mpi4py")), ("MPI library", mpi()), ("launcher", launcher())]
     rows += [("CuPy", gpu_library), ("PyTorch", version("torch")), ("shared memory", shared())]
     rows += [("left in /dev/shm", leftovers())]
@@ -85,11 +83,6 @@ def _tuned() -> list[tuple[str, str]]:
     return rows or [("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read().cache}")]
 
 
-def _numba() -> str:
-    found = version("numba")
-    return found if found != "not installed" else "not installed: plain kernels are used"
-
-
 def library() -> tuple[str, str]:
     """The library's own description, or "" and the reason why there is none."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -99,11 +92,12 @@ def library() -> tuple[str, str]:
     return first_line(done.stdout), ""
 
 
-def version(package: str) -> str:
+def version(package: str, without: str = "") -> str:
+    """without: what it means that it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return f"not installed{without}"
 
 
 def python() -> str:

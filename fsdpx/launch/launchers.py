@@ -61,9 +61,7 @@ class Launcher:
 _OF_MPICH = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
 """MPI libraries that share one binary interface, and one protocol with their launcher."""
 LAUNCHERS = (
-    Launcher(
-        "mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_OF_MPICH,
-    ),
+    Launcher("mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_OF_MPICH),
     Launcher(
         "srun of Slurm", ("slurm",), "--kill-on-bad-exit=1 --input=none --distribution=block",
         spread="--nodes={nodes} --ntasks-per-node={per_node}",

@@ -211,11 +211,7 @@ def _entries() -> str:
 
 
 def _digest(sources: Iterable[Path]) -> str:
-    return _hash(file.read_bytes() for file in sources)
-
-
-def _hash(texts: Iterable[bytes]) -> str:
-    return hashlib.blake2b(b"\0".join(texts), digest_size=16).hexdigest()
+    return hashlib.blake2b(b"\0".join(file.read_bytes() for file in sources), digest_size=16).hexdigest()
 
 
 def _folder(library: str) -> Path:

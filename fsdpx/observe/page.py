@@ -180,16 +180,10 @@ def _step(traces: Sequence[RankTrace]) -> str:
         if computing:
             span = max(event.end for event in computing) - min(event.start for event in computing)
             rows.append((what, f"{span:.2f}", f"{100 * idle(computing):.0f} %"))
-    most = max((mib for points in _alive(traces).values() for _, mib in points), default=0.0)
+    most = max((nbytes / 2**20 for one in traces for _, nbytes in one.header.alive), default=0.0)
     held = max(sum(one.header.memory.values()) for one in traces)
     alive = f"activations: at most {most:.2f} MiB, beside {bytes_text(held)} that a rank holds all the time"
     return f"{table(rows)}\n\n{alive}"
-
-
-def _alive(traces: Sequence[RankTrace]) -> dict[str, list[tuple[float, float]]]:
-    """rank -> (milliseconds, MiB of activations) in the step that is shown."""
-    points_of = {f"rank {n}": [(1e3 * at, b / 2**20) for at, b in one.header.alive] for n, one in enumerate(traces)}
-    return {name: points for name, points in points_of.items() if points}
 
 
 def _measured(traces: Sequence[RankTrace]) -> list[Event]:

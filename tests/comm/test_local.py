@@ -16,11 +16,18 @@ from threads import on_ranks
 
 import fsdpx.comm as comms
 from fsdpx.comm import Communicator, Counted, Counters, Guarded, ReduceOp, opening, spawn
-from fsdpx.comm.messages import ring
-from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError, ShapeError
+from fsdpx.comm.calls import Call, Handle, Steps, progress_of
+from fsdpx.comm.messages import ring_steps
+from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
 
 X = np.zeros(4)
+
+
+def ring(comm: Communicator, buf: np.ndarray, op: ReduceOp = ReduceOp.SUM, tag: int = 0, what: str = "") -> Handle:
+    """An all-reduce in place by the sends and receives of any communicator."""
+    steps = ring_steps(comm.issue, comm.rank, comm.size, Call("all_reduce", (buf,), op, what=what, tag=tag))
+    return Steps(steps, progress_of(comm))
 
 
 class TestContract(CommunicatorContract):
