@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fsdpx.native import image, kinds, late
+from fsdpx.native import image, late
 
 __all__ = ["REORDER", "Compiled", "fixed", "jit"]
 
@@ -38,7 +38,7 @@ def fixed(function: Compiled, arguments: str, formats: tuple[str, ...] = ("float
     byte."""
     made = _fixed.get(function)
     if made is None:
-        wanted = functools.partial(kinds.declared, arguments.split(), formats)
+        wanted = functools.partial(image.kinds_declared, arguments.split(), formats)
         made = _fixed.setdefault(function, Compiled(function.function, function.fastmath, wanted))
     return made
 
@@ -47,7 +47,7 @@ class Compiled:
     """A function that is compiled when it is called. wanted: from the arguments of a call to the kinds that it is
     compiled for; None: the kinds of the arguments."""
 
-    def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = kinds.of) -> None:
+    def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = image.kinds_of) -> None:
         self.function = function
         self.fastmath = fastmath
         self.__doc__, self.__name__ = function.__doc__, function.__name__

@@ -1,17 +1,17 @@
 """OptimizerContract: tests of what every optimiser must do, to be inherited."""
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.opening import spawn
 from fsdpx.optim import Optimizer, Segment, Segments, rate
 from fsdpx.optim.optimizer import zeros
 from fsdpx.optim.segments import Exchange, Peers
-from fsdpx.testing.threads import at_once, interleaved
+from fsdpx.testing.threads import interleaved
 
 __all__ = ["OptimizerContract"]
 
@@ -147,18 +147,16 @@ class OptimizerContract:
         """Three steps on the shards between `cuts`, each shard on a thread of its own."""
         bounds = [0, *cuts, TOTAL]
         optimizer = self.make(lr=0.01)
-        threads = _ThreadRanks(len(bounds) - 1)
 
-        def train(r: int) -> dict[str, Any]:
-            low, high = bounds[r], bounds[r + 1]
+        def train(comm: Communicator) -> dict[str, Any]:
+            low, high = bounds[comm.rank : comm.rank + 2]
             p, g, slots = self._state(dtype, slice(low, high))
-            segments = _segments(low, high, threads.exchange_of(r), threads.peers(r, bounds))
+            segments = _segments(low, high, _exchange(comm), _peers(comm, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             return {"p": p, **slots}
 
-        shards = threads.run(train)
-        return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
+        return _together(spawn(train, len(bounds) - 1, timeout=30))
 
     def _same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         for name in a:
@@ -183,43 +181,23 @@ def _segments(low: int, high: int, exchange: Exchange | None = None, peers: Peer
     return Segments(tuple(items), exchange, peers)
 
 
-class _ThreadRanks:
-    """Threads with an all-gather of objects, without a communicator."""
+def _exchange(comm: Communicator) -> Exchange:
+    def tell(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:
+        assert all(len(row) == width for row in mine.values())
+        rows = comm.all_gather_object(mine)
+        return {name: [row[name] for row in rows if name in row] for name in SIZES}
 
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier, self.table = size, threading.Barrier(size, timeout=30), [None] * size
+    return tell
 
-    def exchange(self, rank: int) -> Callable[[Any], list[Any]]:
-        def all_gather(mine: Any) -> list[Any]:
-            self.table[rank] = mine
-            self.barrier.wait()
-            gathered = list(self.table)
-            self.barrier.wait()
-            return gathered
 
-        return all_gather
+def _peers(comm: Communicator, bounds: Sequence[int]) -> Peers | None:
+    rank = comm.rank
 
-    def exchange_of(self, rank: int) -> Exchange:
-        exchange = self.exchange(rank)
+    def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
+        rows = comm.all_gather_object((send, outgoing))
+        pieces = [sent[sum(counts[:rank]) : sum(counts[: rank + 1])] for sent, counts in rows]
+        assert [piece.size for piece in pieces] == list(incoming)
+        recv[...] = np.concatenate(pieces)
 
-        def tell(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:
-            assert all(len(row) == width for row in mine.values())
-            rows = exchange(mine)
-            return {name: [row[name] for row in rows if name in row] for name in SIZES}
-
-        return tell
-
-    def peers(self, rank: int, bounds: Sequence[int]) -> Peers | None:
-        exchange = self.exchange(rank)
-
-        def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
-            rows = exchange((send, outgoing))
-            pieces = [sent[sum(counts[:rank]) : sum(counts[: rank + 1])] for sent, counts in rows]
-            assert [piece.size for piece in pieces] == list(incoming)
-            recv[...] = np.concatenate(pieces)
-
-        held = [_segments(low, high).items for low, high in pairwise(bounds)]
-        return Peers(lambda: held, rank, all_to_all) if self.size > 1 else None
-
-    def run(self, body: Callable[[int], Any]) -> list[Any]:
-        return at_once([partial(body, rank) for rank in range(self.size)], self.barrier.abort)
+    held = [_segments(low, high).items for low, high in pairwise(bounds)]
+    return Peers(lambda: held, rank, all_to_all) if comm.size > 1 else None

@@ -4,13 +4,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["at_once", "interleaved", "switching"]
+__all__ = ["interleaved", "switching"]
 
 _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", "contextlib", "functools"})
 """Packages whose frames are passed over: they are slow to step through, and are not what is tested."""
@@ -55,28 +54,16 @@ def interleaved(*bodies: Callable[[], Any]) -> list[Any]:
     What one of them raises is raised here after all have ended."""
     together = threading.Barrier(len(bodies))
 
-    def switched(body: Callable[[], Any]) -> Any:
-        together.wait()
-        with switching():
-            return body()
-
-    return at_once([partial(switched, body) for body in bodies])
-
-
-def at_once(bodies: Sequence[Callable[[], Any]], failed: Callable[[], Any] | None = None) -> list[Any]:
-    """The results of functions, each on a thread of its own; the first error of one after all have ended.
-
-    failed: called where one raises, so that others do not wait for it."""
     results: list[Any] = [None] * len(bodies)
     errors: list[BaseException] = []
 
     def run(at: int, body: Callable[[], Any]) -> None:
+        together.wait()
         try:
-            results[at] = body()
+            with switching():
+                results[at] = body()
         except BaseException as error:
             errors.append(error)
-            if failed is not None:
-                failed()
 
     threads = [threading.Thread(target=run, args=one) for one in enumerate(bodies)]
     for thread in threads:

@@ -13,7 +13,7 @@ import pytest
 from amount import few, in_full
 
 from fsdpx import files
-from fsdpx.native import image, kinds, late
+from fsdpx.native import image, late
 from fsdpx.native.build import KernelCache, _KeptObject
 from fsdpx.native.compiled import REORDER, fixed, jit
 from fsdpx.native.late import intrinsic, ir, overload, register_jitable, types
@@ -193,9 +193,9 @@ def test_an_error_of_a_conversion_is_raised():
 
 
 def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
-    assert kinds.as_expected()
-    monkeypatch.setitem(kinds.ARRAY, "nd", kinds.ARRAY["dims"])
-    assert not kinds.as_expected.__wrapped__()
+    assert image.as_expected()
+    monkeypatch.setitem(image.ARRAY, "nd", image.ARRAY["dims"])
+    assert not image.as_expected.__wrapped__()
 
 
 TOGETHER = """
