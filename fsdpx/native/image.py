@@ -1,4 +1,4 @@
-"""Machine code in memory and on disk, and the kinds of arguments that it is for: loading takes neither Numba nor LLVM."""
+"""Machine code in memory and on disk, and the kinds of arguments it is for. Loading takes neither Numba nor LLVM."""
 
 from __future__ import annotations
 
