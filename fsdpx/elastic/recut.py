@@ -479,12 +479,12 @@ def _posted(
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
         return PendingMessage(call(first.of(arrays[first.part]).view(np.uint8), message.peer, what=what), lambda: None)
-    room, filled = spare.pop() if spare else np.empty(block, np.uint8), 0
+    block_memory, filled = spare.pop() if spare else np.empty(block, np.uint8), 0
     packed: list[tuple[Rows, Any, np.ndarray]] = []
     for rows in message.rows:
         array = arrays[rows.part]
         end = filled + int(rows.size.sum()) * array.itemsize
-        packed.append((rows, array, room[filled:end].view(array.dtype)))
+        packed.append((rows, array, block_memory[filled:end].view(array.dtype)))
         filled = end
         if message.sends:
             _copy(packed[-1][2], rows.of(array))
@@ -492,9 +492,9 @@ def _posted(
     def land() -> None:
         for rows, array, part in () if message.sends else packed:
             rows.put(array, part)
-        spare.append(room)
+        spare.append(block_memory)
 
-    return PendingMessage(call(room[:filled], message.peer, what=what), land)
+    return PendingMessage(call(block_memory[:filled], message.peer, what=what), land)
 
 
 def _raw(array: Any) -> Any:

@@ -30,7 +30,7 @@ class GradientContract:
     """Largest difference of float32 from float64 results, likewise."""
 
     def make(self) -> Any:
-        """What is to be tested, made anew."""
+        """A new object to be tested."""
         raise NotImplementedError
 
     def integers(self, below: int, *shape: int) -> np.ndarray:
