@@ -6,6 +6,8 @@ that live. The last rank to arrive moves the data of all, from array to array; r
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 import threading
 import time
@@ -103,7 +105,7 @@ class ThreadWorld:
                 event.done = True
             self.condition.notify_all()
 
-    def await_change(self, event: ThreadCollective | ThreadMessage | Vote, progress: Progress, deadline: float) -> None:
+    def await_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
         """Sleep, with the lock held, until something has changed or transfers under way want to be poked."""
         self.check()
         self.condition.wait(_POLL if progress.pending else _LONG_POLL)
@@ -146,7 +148,7 @@ class ThreadGroup:
         if self.revoked or not needs.isdisjoint(lost):
             raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
 
-    def stranded(self, event: ThreadCollective | ThreadMessage | Vote) -> DesyncError | None:
+    def stranded(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
         """Why an event that is not done never will be: a rank has returned that it waits for. With the lock."""
         if not self.world.returned:
             return None
@@ -162,12 +164,12 @@ class ThreadGroup:
             return None
         return loss(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
-    def settle(self, number: int, vote: Vote, decide: Callable[[dict[int, Any]], Any]) -> bool:
+    def settle(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
         """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: a rank that comes
         or dies later changes nothing."""
         if not vote.done and not vote.missing.difference(self.lost()):
             del self.votes[number]
-            vote.result, vote.done = decide(vote.given), True
+            vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting)]), True
             self.world.condition.notify_all()
         if not vote.done:
             self.world.fail_on(self.stranded(vote))
@@ -254,32 +256,16 @@ class ThreadMessage:
         )
 
 
-class Vote:
+class Vote(ThreadCollective):
     """A joint decision of the living members of a group: made when each member has come or died."""
-
-    def __init__(self, verb: str, ranks: int) -> None:
-        self.verb = self.name = verb
-        self.given: dict[int, Any] = {}
-        self.missing = set(range(ranks))
-        self.done = False
-        self.result: Any = None
 
     def __str__(self) -> str:
         return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
 
-    @property
-    def waiting(self) -> set[int]:
-        return {*self.given}
-
-    def difference(self, rank: int, verb: str) -> DesyncError | None:
-        """The different call that `rank` makes."""
+    def difference(self, rank: int, verb: str, what: str = "", terms: tuple = ()) -> DesyncError | None:
         if verb == self.verb:
             return None
-        return DesyncError(f"rank {rank} called {verb}; ranks {sorted(self.given)} called {self.verb}")
-
-    def arrive(self, rank: int, given: Any) -> None:
-        self.given[rank] = given
-        self.missing.discard(rank)
+        return DesyncError(f"rank {rank} called {verb}; ranks {sorted(self.waiting)} called {self.verb}")
 
 
 class ThreadTransfer:
@@ -481,12 +467,12 @@ class LocalCommunicator(Backend, Survivor):
 
     def agree(self, flags: int) -> int:
         group = self._group
-        return self._vote("agree", flags, lambda given: 0 if group.lost() else all_of(given.values()))
+        return self._vote("agree", flags, lambda given: 0 if group.lost() else functools.reduce(operator.and_, given))
 
     def shrink(self) -> LocalCommunicator:
         group = self._group
 
-        def remain(given: dict[int, Any]) -> ThreadGroup:
+        def remain(given: list[Any]) -> ThreadGroup:
             lost = group.lost()
             return ThreadGroup(group.world, [member for rank, member in enumerate(group.members) if rank not in lost])
 
@@ -494,14 +480,14 @@ class LocalCommunicator(Backend, Survivor):
         rank = made.members.index(group.members[self.rank])
         return LocalCommunicator(made, rank, Progress(self.progress.patience), self._delays)
 
-    def _vote(self, verb: str, given: Any, decide: Callable[[dict[int, Any]], Any]) -> Any:
+    def _vote(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Take part in this communicator's next vote, and wait until all living ranks have."""
         self._delay()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
         with world.condition:
             world.check()
-            vote = group.votes.setdefault(number, Vote(verb, self.size))
+            vote = group.votes.setdefault(number, Vote(verb, "", (), group.members))
             world.fail_on(vote.difference(self.rank, verb))
             vote.arrive(self.rank, given)
         deadline = world.deadline()
@@ -572,14 +558,6 @@ class LocalCommunicator(Backend, Survivor):
     def _delay(self) -> None:
         if self._delays is not None:
             time.sleep(self._delays.random() * 0.002)
-
-
-def all_of(flags: Iterable[int]) -> int:
-    """The bits that are set in all of them."""
-    found = -1
-    for one in flags:
-        found &= one
-    return found
 
 
 def single() -> LocalCommunicator:
