@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay, spin
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.gpu.devices import Seat, shared
+from fsdpx.comm.messages import Pairs
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.comm.reduction import fold, is_half
 from fsdpx.comm.windows import Window
@@ -86,12 +88,25 @@ class NcclCommunicator(Backend):
 
     def move(self, call: Call) -> Handle:
         arrays = [array for array in call.arrays if array is not None]
-        body = _BODIES.get(call.verb)
-        if body is None or not arrays or not is_on_gpu(arrays[0]) or arrays[0].dtype.name not in TYPES:
-            return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
+        of_gpu = bool(arrays) and is_on_gpu(arrays[0]) and arrays[0].dtype.name in TYPES
+        if of_gpu and call.verb in ("gather", "scatter", "all_to_all"):
+            return super().move(call)
+        if of_gpu and call.verb in _BODIES:
+            return self._issued(call, partial(_BODIES[call.verb], self, call))
+        return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        def body() -> Iterable[Array]:
+            self._exchange(outgoing, incoming)
+            return [part for _, part in (*outgoing, *incoming)]
+
+        return self._issued(call, body)
+
+    def _issued(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
+        """What `body` issues on NCCL's stream; it returns its scratch."""
         try:
             with self.side.inside() as event:
-                scratch = body(self, call)
+                scratch = body()
         except self.nccl.NcclError as error:
             raise CommError(f"{self._at(call)}: NCCL: {error}") from error
         return _Work(self, self._at(call), event, (*call.arrays, *scratch))
@@ -169,43 +184,17 @@ class NcclCommunicator(Backend):
             cut = even_pieces(send.size, self.size)
             own = self.xp.empty(cut.counts[self.rank], dtype=send.dtype)
             scratch = self._to_owners(send, own, cut, call.op)
-            self._collect(own, recv if at_root else None, cut, call.root)
+            if at_root:
+                copy(cut.part(recv, self.rank), own)
+                self._exchange([], [(rank, cut.part(recv, rank)) for rank in self._others()])
+            else:
+                self._exchange([(call.root, own)], [])
             return (*scratch, own)
         if send.size:
             into, op = recv if at_root else send, _operation(call.op, send)
             self.link.reduce(_at(send), _at(into), send.size, _kind(send), op, call.root, self.stream.ptr)
         if at_root:
             self._average(call.op, recv)
-        return ()
-
-    def _gather(self, call: Call) -> Iterable[Array]:
-        send, recv = call.arrays
-        at_root = self.rank == call.root
-        self._collect(send, recv if at_root else None, call.cuts[0] if at_root else None, call.root)
-        return ()
-
-    def _collect(self, own: Array, recv: Array | None, cut: Pieces | None, root: int) -> None:
-        """Root gets the pieces of all."""
-        if recv is None or cut is None:
-            self._exchange([(root, own)], [])
-            return
-        copy(cut.part(recv, self.rank), own)
-        self._exchange([], [(rank, cut.part(recv, rank)) for rank in self._others()])
-
-    def _scatter(self, call: Call) -> Iterable[Array]:
-        send, recv = call.arrays
-        if self.rank != call.root:
-            self._exchange([], [(call.root, recv)])
-            return ()
-        copy(recv, call.cuts[0].part(send, self.rank))
-        self._exchange([(rank, call.cuts[0].part(send, rank)) for rank in self._others()], [])
-        return ()
-
-    def _all_to_all(self, call: Call) -> Iterable[Array]:
-        (send, recv), (sent, received) = call.arrays, call.cuts
-        copy(received.part(recv, self.rank), sent.part(send, self.rank))
-        others = self._others()
-        self._exchange([(r, sent.part(send, r)) for r in others], [(r, received.part(recv, r)) for r in others])
         return ()
 
     def _to_owners(self, send: Array, recv: Array, cut: Pieces, op: ReduceOp) -> Iterable[Array]:
@@ -218,7 +207,7 @@ class NcclCommunicator(Backend):
         fold(list(rows), op, [recv])
         return (rows,)
 
-    def _exchange(self, outgoing: Sequence[tuple[int, Array]], incoming: Sequence[tuple[int, Array]]) -> None:
+    def _exchange(self, outgoing: Pairs, incoming: Pairs) -> None:
         with self._together():
             for rank, part in outgoing:
                 if part.size:
@@ -320,7 +309,4 @@ _BODIES: dict[str, Callable[[NcclCommunicator, Call], Iterable[Array]]] = {
     "all_reduce": NcclCommunicator._all_reduce,
     "broadcast": NcclCommunicator._broadcast,
     "reduce": NcclCommunicator._reduce,
-    "gather": NcclCommunicator._gather,
-    "scatter": NcclCommunicator._scatter,
-    "all_to_all": NcclCommunicator._all_to_all,
 }
