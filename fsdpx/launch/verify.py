@@ -22,6 +22,7 @@ from fsdpx.layout.tree import chunks_of
 from fsdpx.nn.plan import SEQUENCES
 from fsdpx.observe.record import RankRecord, Recorder
 from fsdpx.program import SCHEDULES
+from fsdpx.testing.compare import difference
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.trainer import Trainer
 
@@ -226,14 +227,9 @@ def _verdict(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
     """Whether all tensors agree, relative to the largest element of each, and a line that names the worst."""
-    worst, where = 0.0, "the losses"
-    pairs = [("the losses", np.array(want_losses), np.array(got_losses))]
-    pairs += [(name, want[name], got[name]) for name in want]
-    for name, a, b in pairs:
-        a, b = a.astype(np.float64), b.astype(np.float64)
-        error = float(np.abs(a - b).max() / (np.abs(a).max() or 1.0)) if a.size else 0.0
-        if not error <= tolerance:
-            return False, f"{name} differs by {error:.2e} relative, more than {tolerance:g}"
-        if error > worst:
-            worst, where = error, name
-    return True, f"largest relative difference {worst:.2e} ({where}), allowed {tolerance:g}"
+    ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
+    worst = difference(ours, {"the losses": np.array(want_losses), **want}, -1.0)  # also what is within the tolerance
+    error, where = (0.0, "the losses") if worst is None else (worst.relative, worst.tensor)
+    if error > tolerance:
+        return False, f"{where} differs by {error:.2e} relative, more than {tolerance:g}"
+    return True, f"largest relative difference {error:.2e} ({where}), allowed {tolerance:g}"
