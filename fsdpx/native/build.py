@@ -24,6 +24,7 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from fsdpx import environment
+from fsdpx.errors import warn
 from fsdpx.native.image import ARRAY, FLAGS, NUMBER, Code, fingerprint, freedom, seal, unsealed
 
 __all__ = ["build", "enable", "link", "prepared"]

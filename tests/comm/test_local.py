@@ -18,7 +18,7 @@ import fsdpx.comm as comms
 from fsdpx.comm import Communicator, Counted, Counters, Guarded, ReduceOp, opening, spawn
 from fsdpx.comm.calls import Call, Handle, Steps, progress_of
 from fsdpx.comm.messages import ring_steps
-from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError
+from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError, ShapeError
 from fsdpx.testing.communicator import CommunicatorContract
 
 X = np.zeros(4)

@@ -11,7 +11,7 @@ from fsdpx.array.blas import libraries, onednn
 from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.array.kernels.half import widened
 from fsdpx.array.namespace import dtype
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, warn
 from fsdpx.native.image import cpuinfo
 
 __all__ = ["available", "choose", "chosen", "instructions", "product"]
