@@ -156,7 +156,8 @@ class OptimizerContract:
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             return {"p": p, **slots}
 
-        return _together(spawn(train, len(bounds) - 1, timeout=30))
+        shards = spawn(train, len(bounds) - 1, timeout=30)
+        return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 
     def _same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         for name in a:

@@ -227,12 +227,6 @@ print(f"rank {comm.rank} of {comm.size}: LOCAL_RANK={os.environ['LOCAL_RANK']} {
 """
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def two_hosts(folder: Path, *words: str, restarts: int = 0, **variables: str) -> list[tuple[int, str]]:
     """The status of each of two launchers with two ranks each, and what it has printed."""
     (folder / "train.py").write_text(TRAINS)
@@ -260,7 +254,7 @@ def prints(*texts: str) -> set[str]:
 
 @pytest.mark.jobs
 @needs_torch
-def test_after_a_death_all_hosts_start_again(tmp_path: Path) -> None:
+def test_two_launchers_train_one_model_and_start_again_after_a_death(tmp_path: Path) -> None:
     """Two launchers train one model; ranks of the other host end by what they are told of a death, not by timeout."""
     (status, first), (other, second) = two_hosts(tmp_path, "dies", restarts=1, FSDPX_TIMEOUT="250")
     assert (status, other) == (0, 0), first + second
