@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from amount import few, in_full
 from bits import Bits, bits
+from caches import unmeasured
 
 import fsdpx
 from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
@@ -147,7 +148,7 @@ def test_the_plan_and_the_report_say_how_long_the_disk_takes(
 ) -> None:
     """A disk is measured once, when first asked for; the plan takes what is known of it."""
     monkeypatch.setenv("FSDPX_TUNE", "1")
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FSDPX_CACHE", unmeasured(tmp_path / "cache"))
     monkeypatch.setattr(disk, "BYTES", 1 << 20)
 
     def run(comm: Communicator) -> Any:
