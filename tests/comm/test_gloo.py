@@ -134,21 +134,21 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
 
 @pytest.mark.jobs
 @needs_torch
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_contract_and_training_without_mpi(ranks: int, tmp_path: Path) -> None:
-    """What ranks of MPI pass: the contract over messages and in windows, and training equal to one process."""
-    files = [
-        "comm/test_gloo.py",
-        "comm/test_node.py",
-        "cuda/test_relay.py",
-        "engine/test_world.py",
-    ]
+@pytest.mark.parametrize(
+    ("ranks", "more", "least"),
+    [(2, "cuda/test_relay.py", 40), (3, "comm/test_node.py", 200), (4, "engine/test_world.py", 70)],
+    ids=["2", "3", "4"],
+)
+def test_contract_and_training_without_mpi(ranks: int, more: str, least: int, tmp_path: Path) -> None:
+    """What ranks of MPI pass: the contract over messages, and on one number of ranks each what stands on it: windows of
+    machines with one and two ranks, training on a mesh of any two axes. least: tests that pass."""
+    files = ["comm/test_gloo.py", more]
     words = ["-m", "world", "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
     done = job(tmp_path, ranks, "-m", "pytest", *words, *(str(TESTS / file) for file in files))
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > 200
+    assert int(passed[1]) > least, passed
 
 
 @pytest.mark.jobs
