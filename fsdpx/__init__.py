@@ -16,7 +16,7 @@ from fsdpx.version import __version__
 
 if TYPE_CHECKING:
     from fsdpx import data, errors, models, nn, optim, testing
-    from fsdpx.checkpoint.weights import WeightsReport
+    from fsdpx.checkpoint.load import WeightsReport
     from fsdpx.codecs import Between, Cast, Codec, Int8, Plain, PowerSGD, TopK
     from fsdpx.comm.backend import FakeCommunicator
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from fsdpx.observe.trace import Trace
     from fsdpx.optim.average import EMA, SWA
     from fsdpx.strategies import Async, Gossip, Local
-    from fsdpx.trainer.costs import layer_costs
     from fsdpx.trainer.recipe import Machinery
-    from fsdpx.trainer.series import Checkpoints
+    from fsdpx.trainer.saves import Checkpoints
     from fsdpx.trainer.trainer import Trainer
     from fsdpx.watch.preempt import Preempted, Preemption
 
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 _FLOORS = ("data", "errors", "launch", "models", "nn", "optim", "plan", "testing")
 _NAMES = {
-    "fsdpx.checkpoint.weights": ("WeightsReport",),
+    "fsdpx.checkpoint.load": ("WeightsReport",),
     "fsdpx.codecs": ("Between", "Cast", "Codec", "Int8", "Plain", "PowerSGD", "TopK"),
     "fsdpx.comm.communicator": ("Communicator", "Handle", "ReduceOp"),
     "fsdpx.comm.backend": ("FakeCommunicator",),
@@ -68,9 +67,8 @@ _NAMES = {
     "fsdpx.observe.trace": ("Trace",),
     "fsdpx.optim.average": ("EMA", "SWA"),
     "fsdpx.strategies": ("Async", "Gossip", "Local"),
-    "fsdpx.trainer.costs": ("layer_costs",),
     "fsdpx.trainer.recipe": ("Machinery",),
-    "fsdpx.trainer.series": ("Checkpoints",),
+    "fsdpx.trainer.saves": ("Checkpoints",),
     "fsdpx.trainer.trainer": ("Trainer",),
     "fsdpx.watch.preempt": ("Preempted", "Preemption"),
 }  # fmt: skip

@@ -194,7 +194,6 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--offload", default=None, metavar="WHAT,...", help="on disk: optimizer, parameters, activations, gradients"
     )
-    p.add_argument("--offload-folder", default="(a folder)", metavar="DIR", help="on that disk: how long it takes")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
     p.add_argument("--grid", action="store_true", help="the schedule of all ranks of the pipe, and its bubble")
     p.add_argument("--json", action="store_true", help="the same for programs")

@@ -191,9 +191,8 @@ class Precision:
 
     Parameters
     ----------
-    compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers
+    compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers, what they give and keep
     param : what parameters are sent as in the all-gather: compute (None), float32, or beside it 16 bits
-    activations : of what layers give and keep for backward: that of compute
     reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
     buffers : "float32", "float64", "bf16" or "fp16": of running statistics, rounded once a step; None: float32
         (float64 where compute is)
@@ -209,7 +208,6 @@ class Precision:
 
     compute: str = "float32"
     param: str | None = None
-    activations: str | None = None
     reduce: str | None = None
     buffers: str | None = None
     master: str | None = None
@@ -228,12 +226,11 @@ class Precision:
 
     def __post_init__(self) -> None:
         python_fields(self)
-        for name in ("compute", "param", "activations", "reduce", "buffers", "master"):
+        for name in ("compute", "param", "reduce", "buffers", "master"):
             object.__setattr__(self, name, half_name(getattr(self, name)))
         self._choose("compute", "float32", "float64", "bf16", "float16")
         full = "float64" if self.compute == "float64" else "float32"
         self._choose("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
-        self._choose("activations", None, self.compute)
         self._choose("reduce", None, full, "bf16", "float16")
         self._choose("buffers", None, full, *(("float64", "bf16", "float16") if full == "float32" else ()))
         self._choose("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))

@@ -91,7 +91,6 @@ def test_names_of_other_formats_are_refused() -> None:
             {"compute": "bf16", "param": "fp16"},
             "Precision(param='float16', compute='bf16'): choose None or bf16 or float32",
         ),
-        ({"activations": "bf16"}, "Precision(activations='bf16', compute='float32'): choose None or float32"),
         ({"reduce": "float64"}, "Precision(reduce='float64', compute='float32'): choose None or float32 or bf16"),
         (
             {"compute": "bf16", "buffers": "int8"},
@@ -117,7 +116,7 @@ def test_formats_that_a_role_cannot_have(given: dict[str, Any], said: str) -> No
 
 def test_every_role_can_be_named() -> None:
     said = Precision(
-        compute="bfloat16", param="bf16", activations="bf16", reduce="float32", buffers="float32", master="float32"
+        compute="bfloat16", param="bf16", reduce="float32", buffers="float32", master="float32"
     )
     made = trainer(precision=said, group_bytes=0).inspect.placement.formats
     single, half = np.dtype("f4"), dtype("bf16")

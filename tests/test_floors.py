@@ -33,10 +33,10 @@ OPENED_ELSEWHERE = {
         "comm/node/memory.py _mapped mkstemp", "comm/node/memory.py _mapped open", "state/disk.py _unnamed mkstemp",
         "state/disk.py _unnamed open", "launch/notes.py hold_lifeline mkfifo", "launch/notes.py hold_lifeline open",
         "launch/notes.py open_lifeline open", "examples/finetune.py conversations open",
-        "checkpoint/background.py _leave touch", "checkpoint/disk.py create open",
+        "checkpoint/save.py _leave touch", "checkpoint/format.py create open",
     ),
     "they look at the open file or folder themselves": (
-        "checkpoint/disk.py opened open", "checkpoint/disk.py sync_folder open", "comm/mpi/clock.py _names open",
+        "checkpoint/format.py opened open", "checkpoint/format.py sync_folder open", "comm/mpi/clock.py _names open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
         "launch/bench.py _tell write_text", "launch/bench.py _demand_writable open",

@@ -43,7 +43,7 @@ from fsdpx.observe.page import write_page
 from fsdpx.state.disk import taken
 from fsdpx.state.tuning import table
 from fsdpx.trainer.callbacks import Log
-from fsdpx.trainer.series import History
+from fsdpx.trainer.saves import History
 from fsdpx.watch.flight import FlightRecorder, read, read_all
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no owners and modes")

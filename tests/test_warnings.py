@@ -82,12 +82,6 @@ def step_without_a_gradient() -> int:
     return wanted
 
 
-def former_name() -> int:
-    one, wanted = trainer(), line(1)
-    _ = one.engine
-    return wanted
-
-
 def step_of_two_ranks_on_the_same_samples() -> int:
     wanted = line(3)
 
@@ -99,8 +93,7 @@ def step_of_two_ranks_on_the_same_samples() -> int:
 
 
 CALLS = [
-    step, partial_step, fit, callback_of_fit, step_without_a_gradient, former_name,
-    step_of_two_ranks_on_the_same_samples,
+    step, partial_step, fit, callback_of_fit, step_without_a_gradient, step_of_two_ranks_on_the_same_samples,
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdpx import files
-from fsdpx.checkpoint.disk import WRITTEN, FileLayout, create, opened, sync, sync_folder, write_at
+from fsdpx.checkpoint.format import WRITTEN, FileLayout, create, opened, sync, sync_folder, write_at
 from fsdpx.checkpoint.write import MANIFEST, OWN, SUMS, Manifest, is_checkpoint
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError, FsdpxError

@@ -1,28 +1,39 @@
-"""Loading, at any number of ranks: all is checked before anything is changed."""
+"""Loading, at any number of ranks: all is checked before anything is changed. Names of weights from any source are
+matched, and differences are reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fsdpx.checkpoint.commit import alone, place, together
-from fsdpx.checkpoint.disk import STATE, STATE_KEY, Tensors
-from fsdpx.checkpoint.format import array_type
+from fsdpx.array.namespace import to_host
+from fsdpx.checkpoint.commit import agreed, alone, located, named, place, together
+from fsdpx.checkpoint.format import STATE, STATE_KEY, Tensors, array_type, code_of
 from fsdpx.checkpoint.pieces import Held, Name, arrivals, held, landed
-from fsdpx.checkpoint.read import Source, checkpoint, read, sums
+from fsdpx.checkpoint.read import Source, checkpoint, read, sums, take, weights
 from fsdpx.checkpoint.save import added
 from fsdpx.checkpoint.state import Scalars, demand_state, restore
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
+from fsdpx.nn.layer import Layer, dotted
 from fsdpx.optim.optimizer import inside
 from fsdpx.state.ledger import saved_format, saved_tensors
+from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
-from fsdpx.words import left
+from fsdpx.words import demand_match, left
 
-__all__ = ["damaged", "demand_data_here", "demand_fit", "demand_intact", "fill", "listed", "load", "weights_of"]
+__all__ = [
+    "WeightsReport", "damaged", "demand_data_here", "demand_fit", "demand_intact", "fill", "listed", "load",
+    "load_weights", "weights_of",
+]  # fmt: skip
 
 Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -160,3 +171,201 @@ def _none(where: str, what: str, names: Any, remedy: str = "") -> None:
 
 def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+REMEDY = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
+
+LEFT_OUT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
+"""Where the source may have tensors that the model has not."""
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What was loaded, by name; `print` it.
+
+    Parameters
+    ----------
+    taken : of the model, set
+    missing : of the model, not in the source: they are as they were
+    extra : of the source, not in the model: not used
+    renamed : those in the source that have another name in the model -> that name
+    unused : of the source, known to be needed for nothing here, as BatchNorm's `num_batches_tracked` of PyTorch
+    """
+
+    taken: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.taken)} tensors taken"]
+        lines += [f"missing, as they were: {', '.join(self.missing)}"] if self.missing else []
+        lines += [f"extra, not used: {', '.join(self.extra)}"] if self.extra else []
+        lines += [f"renamed: {', '.join(f'{a} -> {b}' for a, b in self.renamed.items())}"] if self.renamed else []
+        lines += [f"needed for nothing: {', '.join(self.unused)}"] if self.unused else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller gave. where: as text. tensors: those it has. read: fill pieces that are named as there.
+    demand_intact: look at digests, if there are any; collective."""
+
+    where: str
+    tensors: Tensors
+    read: Callable[[Iterable[Held], Any], None]
+    demand_intact: Callable[[], None]
+
+
+def load_weights(
+    state: TrainState,
+    source: Any,
+    call: str = "load_weights",
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+    convert: bool = False,
+) -> WeightsReport:
+    """Take the weights alone: from a checkpoint, from any safetensors files, or from a dict of whole arrays that every
+    rank has. CheckpointError before anything changes. call: the name of the method, for errors. Collective."""
+    world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
+    given = (_dict if isinstance(source, Mapping) else _file)(world, call, source, options)
+    where = given.where
+    together(world, where, lambda: demand_data_here(state))
+    origin, report = together(world, where, lambda: _match(state.placement, given.tensors, rename or {}))[0]
+    if strict:
+        _demand_all(state, report, where, call)
+    wanted = weights_of(state)
+    found = {n: given.tensors[theirs] for n, theirs in origin.items()}
+    demand_fit({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEFT_OUT)
+    given.demand_intact()
+
+    def named(pieces: Iterable[Held]) -> Iterator[Held]:
+        return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
+
+    fill(state, where, lambda pieces: given.read(named(pieces), state.placement.xp))
+    return report
+
+
+def _file(world: Communicator, call: str, given: Any, options: str) -> Given:
+    def look() -> Mapping[str, str]:
+        if not isinstance(given, str | PathLike):
+            if hasattr(given, "state_dict"):
+                raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
+            raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
+        return {**located(named(given)), "options": options}
+
+    path = Path(agreed(world, call, look)["path"])
+    where = f"{call} {path}"
+    found = alone(world, where, lambda: weights(path))
+
+    def intact() -> None:
+        if found.manifest is not None:
+            demand_intact(world, found, where)
+
+    return Given(where, found.tensors, lambda pieces, xp: read(found, pieces, xp), intact)
+
+
+def _dict(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> Given:
+    """Every rank has all arrays; that they are the same is seen by their names, shapes and formats."""
+    arrays: dict[str, np.ndarray] = {}
+    tensors: Tensors = {}
+
+    def look() -> Mapping[str, str]:
+        for name, value in values.items():
+            arrays[name] = _array(name, value)
+            tensors[name] = (code_of(arrays[name].dtype), tuple(arrays[name].shape))
+        return {"arrays": f"{len(tensors)}, digest {zlib.crc32(repr(tensors).encode()):08x}", "options": options}
+
+    agreed(world, call, look)
+    return Given(call, tensors, lambda pieces, xp: take(arrays, pieces, xp), lambda: None)
+
+
+def _array(name: Any, value: Any) -> np.ndarray:
+    try:
+        array = to_host(value)
+        code_of(array.dtype)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r} is a {type(value).__name__} that cannot be read as an array of numbers: {error}; "
+            "of PyTorch, give tensor.detach().float().cpu()"
+        ) from error
+    return array
+
+
+def _match(
+    placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
+) -> tuple[dict[str, str], WeightsReport]:
+    """Name in the model -> name there, and what does not fit. A tied parameter may have any of its names."""
+    layout, known, rules = placement.layout, _known(placement), _Rules(rename)
+    ours: dict[str, str] = {}
+    unused: list[str] = []
+    for name in theirs:
+        given = rules(name)
+        new = given if layout.canonical(given) in layout.specs else known.get(given, given)
+        if new is None:
+            unused.append(name)
+        elif new in ours:
+            raise CheckpointError(f"rename: {ours[new]} and {name} would both be {new}")
+        else:
+            ours[new] = name
+    rules.demand_used()
+    origin: dict[str, str] = {}
+    for new in sorted(ours, key=lambda name: layout.canonical(name) != name):
+        if layout.canonical(new) in layout.specs:
+            origin.setdefault(layout.canonical(new), ours[new])
+    return origin, WeightsReport(
+        taken=tuple(name for name in layout.specs if name in origin),
+        missing=tuple(name for name in layout.specs if name not in origin),
+        extra=tuple(name for new, name in ours.items() if layout.canonical(new) not in layout.specs),
+        renamed={name: new for new, name in ours.items() if new != name and layout.canonical(new) in layout.specs},
+        unused=tuple(unused),
+    )
+
+
+class _Rules:
+    """Patterns in which each * stands for any text, which goes to the place of that * in the new name."""
+
+    def __init__(self, rename: Mapping[str, str]) -> None:
+        self._rules: list[tuple[str, re.Pattern[str], str]] = []
+        for old, new in rename.items():
+            if type(old) is not str or type(new) is not str or old.count("*") != new.count("*"):
+                raise CheckpointError(f"rename: {old!r} and {new!r} must be texts with equally many *")
+            self._rules.append((old, re.compile("(.*?)".join(map(re.escape, old.split("*")))), new))
+        self._idle, self._names = dict.fromkeys(rename), list[str]()
+
+    def __call__(self, name: str) -> str:
+        """The new name, by the first pattern that fits; else the name itself."""
+        self._names.append(name)
+        for old, pattern, new in self._rules:
+            if match := pattern.fullmatch(name):
+                self._idle.pop(old, None)
+                first, *rest = new.split("*")
+                return first + "".join(group + text for group, text in zip(match.groups(), rest, strict=True))
+        return name
+
+    def demand_used(self) -> None:
+        demand_match("rename", self._idle, self._names, "name there", lambda name, old: False, CheckpointError)
+
+
+def _known(placement: Placement) -> dict[str, str | None]:
+    """Names that other libraries give to parameters of this model -> our names."""
+    return dict(pair for node in placement.model.nodes for pair in _aliases(node.path, node.layer))
+
+
+def _aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]]:
+    for theirs, ours in layer.aliases.items():
+        yield dotted(path, theirs), ours if ours is None else dotted(path, ours)
+    for name, child in layer.children().items():
+        yield from _aliases(dotted(path, name), child)
+
+
+def _demand_all(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
+    """Nothing is missing but running statistics, and nothing is left over."""
+    missing = [name for name in report.missing if name not in state.placement.layout.state]
+    problems = (("missing", missing), ("not in the model", report.extra))
+    texts = [f"{what}: {listed(sorted(names))}" for what, names in problems if names]
+    if texts:
+        other = "" if call == "load_weights" else "load_weights takes options: "
+        raise CheckpointError(f"{where}: {'; '.join(texts)} ({other}{REMEDY})")

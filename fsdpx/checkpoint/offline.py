@@ -14,8 +14,7 @@ import numpy as np
 
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.commit import Target
-from fsdpx.checkpoint.disk import STATE, STATE_KEY, FileLayout, lay_out
-from fsdpx.checkpoint.format import array_type, code_of
+from fsdpx.checkpoint.format import STATE, STATE_KEY, FileLayout, array_type, code_of, lay_out
 from fsdpx.checkpoint.load import FLOATS, damaged
 from fsdpx.checkpoint.pieces import BLOCK, Held
 from fsdpx.checkpoint.read import Source, checkpoint, weights

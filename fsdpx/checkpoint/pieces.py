@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from fsdpx.array.namespace import namespace_of
-from fsdpx.layout.pages import Page
+from fsdpx.layout.pages import Page, Run
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
 from fsdpx.state.ledger import Key, LedgerRow, recut_of, saved_name, tensor_name
@@ -17,15 +17,12 @@ from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
 __all__ = [
-    "BLOCK", "Arrival", "Block", "Held", "Name", "Run", "TensorPiece", "arrivals", "held", "kept", "landed", "owned",
+    "BLOCK", "Arrival", "Block", "Held", "Name", "TensorPiece", "arrivals", "held", "kept", "landed", "owned",
     "written",
 ]  # fmt: skip
 
 BLOCK = 4 << 20
 """Bytes that are moved at a time: what saving and loading need beside the shard is a few of these."""
-
-Run = tuple[int, int]
-"""Elements [start, stop) of a whole tensor, in C order."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +15,27 @@ import numpy as np
 
 from fsdpx.array.namespace import from_host
 from fsdpx.checkpoint.commit import current
-from fsdpx.checkpoint.disk import INDEX, STATE, WEIGHTS, FileLayout, Tensors, opened, read_at, will_read
-from fsdpx.checkpoint.format import Contents, Sum, TensorEntry, array_type, parse, rounded
-from fsdpx.checkpoint.pieces import BLOCK, Held, Run
+from fsdpx.checkpoint.format import (
+    INDEX,
+    STATE,
+    WEIGHTS,
+    Contents,
+    FileLayout,
+    Sum,
+    TensorEntry,
+    Tensors,
+    array_type,
+    opened,
+    parse,
+    read_at,
+    rounded,
+    will_read,
+)
+from fsdpx.checkpoint.pieces import BLOCK, Held
 from fsdpx.checkpoint.write import MANIFEST, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json
-from fsdpx.layout.pages import Range, overlap
+from fsdpx.layout.pages import Range, Run, near, overlap
 
 __all__ = ["Source", "checkpoint", "elements", "read", "sums", "take", "weights"]
 
@@ -202,7 +216,7 @@ def read(source: Source, pieces: Iterable[Held], xp: Any) -> None:
             for block in piece.blocks(BLOCK // max(dtype.itemsize, piece.array.dtype.itemsize)):
                 host = _readable(block.array, dtype)
                 data, at = host.view(np.uint8).data, 0
-                for runs in _near_files(block.runs, BLOCK // dtype.itemsize):
+                for runs in near(block.runs, BLOCK // dtype.itemsize, SPARSE):
                     at += _read_runs(source, files, file, entry, runs, data[at:])
                 assert at == len(data), f"{piece.name}: runs and elements differ"
                 if host is not block.array:
@@ -252,21 +266,6 @@ def _read_runs(source: Source, files: Files, file: str, entry: TensorEntry, runs
         data[at : at + count] = span[(start - first) * size : (stop - first) * size]
         at += count
     return at
-
-
-def _near_files(runs: tuple[Run, ...], most: int) -> Iterator[list[Run]]:
-    """Runs in groups that span up to `most` elements and are not too sparse."""
-    group: list[Run] = []
-    inside = 0
-    for run in runs:
-        span = run[1] - (group or [run])[0][0]
-        if group and (span > most or span > SPARSE * (inside + run[1] - run[0])):
-            yield group
-            group, inside = [], 0
-        group.append(run)
-        inside += run[1] - run[0]
-    if group:
-        yield group
 
 
 def _read_at(source: Source, files: Files, file: str, data: memoryview, offset: int) -> None:

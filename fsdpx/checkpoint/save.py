@@ -1,12 +1,16 @@
-"""Saving: what is written about a run, and who writes which part."""
+"""Saving: what is written about a run, who writes which part, and a save in a thread of each rank while training goes
+on."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import secrets
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,24 +20,24 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.checkpoint.commit import Target, alone, place, prune, same, together, unnumbered
-from fsdpx.checkpoint.disk import WRITTEN, FileLayout, lay_out, opened, read_at
-from fsdpx.checkpoint.format import code_of
+from fsdpx.array.namespace import to_host
+from fsdpx.checkpoint.commit import Target, alone, in_words, place, prune, same, together, unnumbered
+from fsdpx.checkpoint.format import WRITTEN, FileLayout, code_of, lay_out, opened, read_at, write_at
 from fsdpx.checkpoint.pieces import Held, owned, written
 from fsdpx.checkpoint.read import Source
 from fsdpx.checkpoint.state import Scalars, scalars_of
-from fsdpx.checkpoint.write import Manifest, write
+from fsdpx.checkpoint.write import SUMS, Manifest, write
 from fsdpx.comm.communicator import Communicator
-from fsdpx.config import PRECISIONS, PRESETS, Precision, Sharding
+from fsdpx.config import PRECISIONS, PRESETS, Sharding
 from fsdpx.config import sharding as sharding_of
 from fsdpx.errors import CheckpointError
-from fsdpx.files import parse_json
+from fsdpx.files import parse_json, read_json
 from fsdpx.state.ledger import saved_format, saved_tensors
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 from fsdpx.version import __version__
 
-__all__ = ["Choices", "Prepared", "added", "note_of", "plan_of", "prepare", "read_note", "save", "words"]
+__all__ = ["Background", "Choices", "Prepared", "added", "note_of", "plan_of", "prepare", "read_note", "save", "words"]
 
 LARGEST = 1 << 20
 UNKNOWN = "unknown: an earlier version, or other software"
@@ -41,13 +45,13 @@ UNKNOWN = "unknown: an earlier version, or other software"
 
 def note_of(placement: Placement) -> bytes:
     """The note of this run, as JSON."""
-    options, axes = placement.options, placement.axes
+    options, axes, precision = placement.options, placement.axes, placement.formats.precision
     found = {
         "strategy": _strategy(placement.sharding),
         "local training": placement.pace.about,
         "mesh": str(axes.mesh),
         "ranks": axes.world.size,
-        "precision": _precision(placement.formats.precision),
+        "precision": next((name for name, known in PRECISIONS.items() if known == precision), str(precision)),
         "chunks": options.chunks,
         "schedule": options.schedule if axes.pipe.size > 1 else None,
         "fsdpx": __version__,
@@ -91,10 +95,6 @@ def _strategy(sharding: Sharding) -> str:
         if replace(sharding_of(PRESETS[name], ranks), ahead=sharding.ahead) == sharding:
             return name
     return str(sharding)
-
-
-def _precision(precision: Precision) -> str:
-    return next((name for name, known in PRECISIONS.items() if known == precision), str(precision))
 
 
 def _mpi() -> str | None:
@@ -228,3 +228,97 @@ def added(world: Communicator, sums: np.ndarray) -> np.ndarray:
     everyone = np.empty(sums.size * world.size, np.uint64) if world.rank == 0 else None
     world.gather(sums, everyone, 0, [sums.size] * world.size, what="digests of the checkpoint").wait()
     return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
+
+
+POLL = 0.01  # seconds between rank 0's looks at what the others have done
+GRACE = 10.0  # seconds that the others have when the main program has ended
+
+
+class Background:
+    """A save under way. What this rank writes is copied at once; the rest is the thread's. Rank 0's commits when all
+    ranks have left their sums in the folder, so that the checkpoint is whole without another call to the trainer."""
+
+    def __init__(self, state: TrainState, prepared: Prepared) -> None:
+        self.world, self.prepared = state.placement.axes.world, prepared
+        self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in prepared.pieces(state)]
+        self._problem: str | None = None
+        self._ended: str | None = None  # why the commit failed
+        self._wrote, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"fsdpx save (rank {self.world.rank})")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is whole; CheckpointError, the same on all ranks, if it cannot be. Collective."""
+        where = self.prepared.where
+        try:
+            together(self.world, where, self._demand_written)
+            alone(self.world, where, self._demand_committed)
+        except BaseException:
+            self._stopped.set()
+            self._thread.join()
+            self.prepared.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Another rank has died: no rank will find it whole. What was there before stays."""
+        self._stopped.set()
+        self._thread.join()
+        self.prepared.abandon()
+
+    def _demand_written(self) -> None:
+        self._wrote.wait()
+        if self._problem is not None:
+            raise CheckpointError(self._problem)
+
+    def _demand_committed(self) -> None:
+        self._thread.join()
+        if self._ended is not None:
+            raise CheckpointError(self._ended)
+
+    def _run(self) -> None:
+        prepared, rank = self.prepared, self.world.rank
+        try:
+            sums = write(prepared.folder, prepared.plan, self._copies)
+            self._copies = []
+            if rank > 0:
+                _leave(prepared.folder, rank, sums)
+        except BaseException as error:
+            self._problem = in_words(error)
+        self._wrote.set()
+        if rank > 0 or self._problem is not None:
+            return
+        try:
+            total = self._everyone(sums)
+            if total is not None:
+                prepared.finish(total)
+        except BaseException as error:
+            self._ended = in_words(error)
+
+    def _everyone(self, sums: np.ndarray) -> np.ndarray | None:
+        """All ranks' sums together; None if one of them says that it cannot write."""
+        end = math.inf
+        for rank in range(1, self.world.size):
+            path = _place(self.prepared.folder, rank)
+            while not path.exists():
+                if end == math.inf and not threading.main_thread().is_alive():
+                    end = time.monotonic() + GRACE
+                if self._stopped.is_set() or time.monotonic() > end:
+                    return None
+                time.sleep(POLL)
+            sums = sums ^ np.array(read_json(path, ours=False), np.uint64)
+            path.unlink()
+        return sums
+
+
+def _leave(folder: Path, rank: int, sums: np.ndarray) -> None:
+    """Seen by rank 0 when it is whole."""
+    place = _place(folder, rank)
+    unseen: Any = place.with_name(place.name + "-unseen")
+    unseen.touch()
+    with opened(unseen, writing=True) as fd:
+        write_at(fd, json.dumps(sums.tolist()).encode(), 0)
+    unseen.rename(place)
+
+
+def _place(folder: Path, rank: int) -> Path:
+    return folder / f"{SUMS}{rank}"

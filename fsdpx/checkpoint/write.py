@@ -20,8 +20,18 @@ import numpy as np
 
 from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint import format
-from fsdpx.checkpoint.disk import WRITTEN, FileLayout, opened, sync, write_at
-from fsdpx.checkpoint.format import Contents, Sum, TensorEntry, array_type, rounded
+from fsdpx.checkpoint.format import (
+    WRITTEN,
+    Contents,
+    FileLayout,
+    Sum,
+    TensorEntry,
+    array_type,
+    opened,
+    rounded,
+    sync,
+    write_at,
+)
 from fsdpx.checkpoint.pieces import BLOCK, TensorPiece
 from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json

@@ -1,17 +1,14 @@
 """Communication as values: a call, the operation it reduces by, how its arrays are cut; and how one waits for it.
 
 Whatever is not ready yet is a `Handle`, and a `Transfer` is a value on its way to this rank. Transfers of several steps
-are `Steps`, those with something to do at the end `Finish`. Every wait pokes all that are under way, and a `Poker` does
-so while the rank computes."""
+are `Steps`, those with something to do at the end `Finish`. Every wait pokes all that are under way."""
 
 from __future__ import annotations
 
 import enum
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -24,8 +21,8 @@ import numpy as np
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DONE", "EVERY", "NOT_ALONE", "PATIENT", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Finish",
-    "Handle", "Pieces", "Poker", "Progress", "Ranks", "ReduceOp", "Steps", "Transfer", "Wait", "address", "copy",
+    "DONE", "NOT_ALONE", "PATIENT", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Finish",
+    "Handle", "Pieces", "Progress", "Ranks", "ReduceOp", "Steps", "Transfer", "Wait", "address", "copy",
     "even_pieces", "named", "overlay", "pieces", "progress_of", "spin", "split_evenly", "waits",
 ]  # fmt: skip
 
@@ -334,53 +331,6 @@ def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience
             waits[thread] = outer
         elif deadline is not None:
             waits.pop(thread, None)
-
-
-EVERY = 200e-6
-"""Seconds between pokes."""
-
-
-class Poker:
-    """One per trainer; its thread begins with the first use, sleeps between uses and ends with the process. prepare:
-    called in the thread first, to take the GPU of the rank."""
-
-    def __init__(self, prepare: Callable[[], object] = lambda: None) -> None:
-        self._prepare = prepare
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._poke: Callable[[], object] | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def during(self, poke: Callable[[], object]) -> Iterator[None]:
-        """Inside the block the thread calls `poke` repeatedly; an error it meets is raised at the end."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fsdpx progress", daemon=True)
-            self._thread.start()
-        self._poke = poke
-        self._wake.set()
-        try:
-            yield
-        finally:
-            self._wake.clear()
-            with self._lock:  # a poke that has begun ends first
-                self._poke = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
-        self._prepare()
-        while True:
-            self._wake.wait()
-            with self._lock:
-                try:
-                    if self._poke is not None:
-                        self._poke()
-                except BaseException as error:
-                    self._error, self._poke = error, None
-            time.sleep(EVERY)
 
 
 class Transfer:

@@ -3,10 +3,7 @@
 Layers compute on the current stream of their thread, where one kernel follows another. Whatever goes on beside that,
 copies and NCCL, is on a `Side`: it begins behind all that the thread has issued until then, and an event marks its end.
 Memory is handed on, to MPI, to a layer or back to a pool, when the host has seen that event, not before. A library that
-knows no streams, as MPI, gets memory of the GPU after `synchronise`.
-
-Work that a thread of fsdpx issues while the rank computes is on the default stream too, which keeps both in order. A
-script that computes on a stream of its own says `progress="loop"`: then there is no such thread."""
+knows no streams, as MPI, gets memory of the GPU after `synchronise`."""
 
 from __future__ import annotations
 

@@ -2,18 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fsdpx.data.dataset import ArrayDataset, Dataset, TokenDataset
+from fsdpx.data.dataset import ArrayDataset, Dataset, TextDataset, TokenDataset, stdlib_sources
 from fsdpx.data.fields import FieldDataset
-from fsdpx.data.images import ImageFolder
-from fsdpx.data.loader import DataLoader
-from fsdpx.data.sampler import DistributedSampler, Share
+from fsdpx.data.loader import DataLoader, DistributedSampler, Share
 from fsdpx.data.statistics import ChannelStatistics, channel_statistics
 from fsdpx.data.supervised import SupervisedDataset
-from fsdpx.data.text import TextDataset, stdlib_sources
 from fsdpx.words import absent
 
 __all__ = [
-    "ArrayDataset", "ChannelStatistics", "DataLoader", "Dataset", "DistributedSampler", "FieldDataset", "ImageFolder",
+    "ArrayDataset", "ChannelStatistics", "DataLoader", "Dataset", "DistributedSampler", "FieldDataset",
     "Share", "SupervisedDataset", "TextDataset", "TokenDataset", "channel_statistics", "stdlib_sources",
 ]  # fmt: skip
 

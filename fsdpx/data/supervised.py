@@ -29,10 +29,6 @@ class Chat(Protocol):
     def encoded(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Encoded: ...
 
 
-def _role_and_content(role: str, content: str) -> tuple[str, str]:
-    return f"{role}: ", f"{content}\n"
-
-
 class SupervisedDataset:
     """Each line is `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content": ...}, ...]}` where
     what the role "assistant" says is learnt. Sample: tokens `(seq_len,)`, and targets, the tokens one further on, with
@@ -68,9 +64,10 @@ class SupervisedDataset:
             raise ConfigError(f"SupervisedDataset(seq_len={seq_len}): 1 or more")
         self.path, self.seq_len, self.end, self.packed = Path(path), seq_len, end, packed
         self.left_out = self.messages = self.texts = 0
+        written: Any = template or (lambda role, content: (f"{role}: ", f"{content}\n"))
         found = []
         for where, line in _lines(self.path):
-            tokens, learnt = self._cut(self._encoded(line, encode, template or _role_and_content, where), where)
+            tokens, learnt = self._cut(self._encoded(line, encode, written, where), where)
             if learnt[1:].any():
                 found.append((tokens, learnt))
             else:

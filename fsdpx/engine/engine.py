@@ -1,5 +1,8 @@
 """The engine of one rank: the one loop that runs programs. It fills and empties slots as the table says, waits where a
-value is first needed, moves transfers on between actions, keeps time, and names the action when something fails."""
+value is first needed, moves transfers on between actions, keeps time, and names the action when something fails.
+
+Calls from inside a solver come thousands of times: of a program that looks at few samples on one rank the layers are
+left, one after the other, without slots and records between them."""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ import numpy as np
 
 from fsdpx.array import blas
 from fsdpx.array.parallel import flushed
-from fsdpx.comm.calls import Poker, Transfer
+from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, Handle
-from fsdpx.engine.executable import Executable, ExecutableAction
+from fsdpx.engine import computing
+from fsdpx.engine.operations import Executable, ExecutableAction
 from fsdpx.engine.recording import Recording
-from fsdpx.engine.run import ProgramRun, Views, Worlds
+from fsdpx.engine.run import ProgramRun, Views, Worlds, number_of
 from fsdpx.errors import CommTimeout
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env, Parameters
@@ -25,18 +29,18 @@ from fsdpx.program import VERBS, Action, Program, Request, Slot
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import PROGRESS, Clock, TrainState
 
-__all__ = ["Engine"]
+__all__ = ["Direct", "Engine"]
 
 
 class Engine:
     """Runs programs on the state of one rank.
 
-    recorder: the flight record of this rank (`fsdpx.watch`), if it keeps one. poker: moves transfers on during actions
-    as well, not only between them. observers: called after every action, which they may break off by an exception.
-    recording: keeps what happens when, if the trainer has one. ran, batch: the last program, and the last batch that it
-    ran on. direct: how the layers run alone, by shape and dtype of small batches that were predicted (`Direct`)."""
+    recorder: the flight record of this rank (`fsdpx.watch`), if it keeps one. observers: called after every action,
+    which they may break off by an exception. recording: keeps what happens when, if the trainer has one. ran, batch:
+    the last program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of small
+    batches that were predicted (`Direct`)."""
 
-    def __init__(self, state: TrainState, poker: Poker | None = None, recorder: Any = None) -> None:
+    def __init__(self, state: TrainState, recorder: Any) -> None:
         self.state, self.placement = state, state.placement
         self.clock = Clock()
         self.observers: list[Callable[[Action], None]] = []
@@ -44,7 +48,7 @@ class Engine:
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
         self.direct: dict[tuple[Any, ...], Callable[[Any], tuple[Any, ...] | None] | None] = {}
-        self._poker, self.recorder = poker, recorder
+        self.recorder = recorder
         self._views: Views | None = None
         self._worlds = Worlds(state)
         self._flying: list[tuple[Action, Transfer]] = []  # to move on, and what began it
@@ -115,11 +119,7 @@ class Engine:
             read = tuple(map(self._read, reads)) if reads else ()
             added = tuple(map(self._ready, map(store.get, adds), adds)) if adds else ()
             ready = perf_counter()
-            if self._poker is None or lane != "compute" or not self._flying:
-                values = operation(run, action, taken, read, added)
-            else:
-                with self._poker.during(self._poke):
-                    values = operation(run, action, taken, read, added)
+            values = operation(run, action, taken, read, added)
             for slot, value in zip(gives, values, strict=True):
                 store[slot] = value
                 if value.__class__ is Transfer and value.handle is not DONE:
@@ -239,3 +239,64 @@ class Engine:
         self._views = None
         self.direct.clear()
         self.state.close()
+
+
+SMALL = 1 << 16
+"""Bytes of a batch up to which it is worth it: here all values between layers stay until the end."""
+
+
+class Direct:
+    """engine: has just run `executable` on the array `x`, which it took as it is. A call with an array of that shape
+    and dtype gives the outputs in order, or None where something has changed: then the program must run."""
+
+    @classmethod
+    def after(cls, engine: Engine, executable: Executable, x: Any) -> Direct | None:
+        """None where the program does more, or what it does is recorded."""
+        place, ops = engine.placement, {planned.action.op for planned in executable.steps}
+        plain = type(x) is np.ndarray and x.nbytes <= SMALL and len(executable.program.stage.used) == 1
+        if not plain or ops != {"LOAD", "E"} or place.axes.world.size > 1 or place.options.check_finite:
+            return None
+        return None if engine.state.scaler.dynamic else cls(engine, executable, x)
+
+    def __init__(self, engine: Engine, executable: Executable, x: Any) -> None:
+        place, state = engine.placement, engine.state
+        self.engine, self.program = engine, executable.program
+        self.shape, self.dtype = x.shape, x.dtype
+        (self.input,), self.outputs = self.program.stage.used, self.program.stage.outputs
+        self.valid = state.seed, state.arena.generation
+        self.store: list[tuple[Any, Any]] = []  # slots that are read, and what must lie there
+        self.units: list[tuple[Any, ...]] = []
+        for planned in executable.steps:
+            if planned.action.op == "E":
+                u = number_of(planned.action)
+                known = place.stage.units[u]
+                pages = len(known.pages)
+                slots = (*planned.reads[:pages], *planned.reads[pages + len(known.reads) :])
+                held = [state.store[slot] for slot in slots]
+                self.store += zip(slots, held, strict=True)
+                self.units.append((place.layout.units[u], *engine.layers(u, held, (x,)), planned.words))
+
+    def __call__(self, x: Any) -> tuple[Any, ...] | None:
+        engine = self.engine
+        state = engine.state
+        if type(x) is not np.ndarray or x.shape != self.shape or x.dtype is not self.dtype:
+            return None
+        if self.valid != (state.seed, state.arena.generation) or engine.observed:
+            return None
+        for slot, held in self.store:
+            if state.store.get(slot) is not held:
+                return None
+        if blas.threads() != engine.placement.product_threads:
+            blas.threads(engine.placement.product_threads)
+        state.moment.step, state.moment.row = state.steps, 0
+        engine.ran = self.program
+        begin, values = perf_counter(), {self.input: x}
+        with flushed():
+            for unit, envs, params, words in self.units:
+                try:
+                    computing.unit_forward(unit, envs, params, values, False)
+                except Exception as error:
+                    engine.failed(error, words)
+                    raise
+        engine.clock.ran("E", begin, begin, perf_counter())
+        return tuple([values[v] for v in self.outputs])

@@ -2,13 +2,16 @@
 returns those that it gives and adds into, in the order of the table: first `gives`, then `adds`.
 
 SEND and RECV are messages between stages: values on their way to the next reader, gradients on their way back. FETCH,
-STORE and EVICT move records between memory and disk."""
+STORE and EVICT move records between memory and disk. UPDATE changes parameters by the optimiser.
+An `Executable` is a program with its memory on one rank, ready to run any number of times."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,13 +19,14 @@ from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, padded
 from fsdpx.comm.calls import Finish, Transfer
 from fsdpx.comm.communicator import DONE, Communicator
-from fsdpx.engine import computing, updating
+from fsdpx.engine import computing
 from fsdpx.engine.run import (
     GradientScale,
     Mean,
     Operation,
     ProgramRun,
     Values,
+    Workspace,
     demand_alike,
     microbatch_of,
     number_of,
@@ -30,15 +34,49 @@ from fsdpx.engine.run import (
     words,
 )
 from fsdpx.errors import DataError, ShapeError
-from fsdpx.optim import rate
+from fsdpx.optim import Segments, rate
 from fsdpx.optim.optimizer import UNSCHEDULED, scheduled
-from fsdpx.program import Action, Edge
+from fsdpx.program import SLOTS, VERBS, Action, Edge, Request, Slot, check, compile
+from fsdpx.shapes.work import note
 from fsdpx.state.disk import root_of, spill
 from fsdpx.state.gradients import Reduction
 from fsdpx.state.placement import Placement, tag
-from fsdpx.state.ties import add_together
+from fsdpx.state.state import Tie, TrainState
 
-__all__ = ["OPERATIONS", "alone", "fetch", "receive", "send", "store_record", "travelling"]
+__all__ = [
+    "OPERATIONS", "Executable", "ExecutableAction", "alone", "fetch", "left_alone", "move", "receive", "send",
+    "store_record", "travelling", "update",
+]  # fmt: skip
+
+
+def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    p, scale, (master, slots) = number_of(action), read[0], added
+    if run.place.imaginary:
+        for axis, call, nbytes in run.place.parts_moved(p):
+            run.place.axes.counters.add(axis, call, nbytes)
+        note(master, taken[0], *slots.values(), master, *slots.values())  # all are read, and written but the gradient
+    if not scale.skip:
+        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor)
+    return (master, slots)
+
+
+def move(
+    run: ProgramRun, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float
+) -> None:
+    """Run the optimiser on elements of a page."""
+    place = run.place
+    with left_alone(run, segments, master, slots):
+        place.optimizer.update(place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor)
+
+
+@contextmanager
+def left_alone(run: ProgramRun, segments: Segments, master: Any, slots: Mapping[str, Any]) -> Iterator[None]:
+    """Keep temporarily frozen parameters as they are: weight decay and momentum need no gradient."""
+    still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
+    kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
+    yield
+    for now, before in kept:
+        now[...] = before
 
 
 def send(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -117,18 +155,13 @@ def fetch(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
 def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     slot, disk, (value,) = run.stage.record(action), run.disk, taken
     if slot.mb is not None:
-        own = _roots(run)
+        batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
+        own = planned(run.workspace.state.arena) | {id(root_of(array)) for array in batch}  # is there anyway
         spilled = spill(value, lambda root: id(root) in own)
         run.place.axes.counters.add("disk", "write", sum(spilled.sizes))
         return Transfer(disk.spill(slot, spilled), lambda: value), spilled
     run.place.axes.counters.add("disk", "write", disk.size(slot))
     return Transfer(disk.store(slot), lambda: value), True
-
-
-def _roots(run: ProgramRun) -> set[int]:
-    """Memory that is there anyway: the arena's, and that of the batch."""
-    batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
-    return planned(run.workspace.state.arena) | {id(root_of(array)) for array in batch}
 
 
 def mean(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -220,9 +253,34 @@ def _reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: 
 
 
 def tie(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    p = number_of(action)
-    add_together(run.place.axes, run.ties[p], taken, run.workspace.scratch("tie", p), words(run, action))
+    """Sum in place, into all of this rank's gradients. Bytes per page of n elements here, T tensor ranks, k copies of
+    which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks that have copies."""
+    p, what = number_of(action), words(run, action)
+    one = run.ties[p]
+    if one.partial:
+        for total in taken:
+            run.place.axes.tensor.all_reduce(total, what=what).wait()
+    scratch = run.workspace.scratch("tie", p)
+    found = list(taken) if one.comm is None else _gathered(one, one.comm, taken, scratch, what)
+    total = found[-1]
+    for other in reversed(found[:-1]):  # as in one process, where backward comes to later layers first
+        total += other
+    for mine in taken:
+        if mine is not total:
+            mine[...] = total
     return taken
+
+
+def _gathered(tie: Tie, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
+    """The gradients of all copies, in the order of `tie.pages`."""
+    n, held = totals[0].size, tie.held
+    first = n * sum(held[: comm.rank])
+    own = every[first : first + n * held[comm.rank]]
+    for i, total in enumerate(totals):
+        own[i * n : (i + 1) * n] = total
+    comm.all_gather(own, every, [n * k for k in held], what=what).wait()
+    place = {page: i for i, page in enumerate(tie.order)}
+    return [every[place[i] * n : (place[i] + 1) * n] for i in range(len(tie.pages))]
 
 
 def norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -257,15 +315,10 @@ def scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
 def _squares(run: ProgramRun, totals: Values) -> list[float]:
     """Numbers whose sum over all ranks is the square of the norm; with chunks, fixed blocks of each parameter are added
     exactly, so no layout is seen."""
-    xp, parts = run.place.xp, _once(run, totals)
+    xp, parts = run.place.xp, [totals[n][at] for n, at in _counted(run)]
     if not run.place.accumulation.bitwise:
         return [exact_sum([square_sum(xp, part) for part in parts])]
     return padded([square for part in parts for square in block_squares(xp, part)])
-
-
-def _once(run: ProgramRun, totals: Values) -> list[Any]:
-    """The part of this rank's gradients that counts for the norm."""
-    return [totals[n][at] for n, at in _counted(run)]
 
 
 def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
@@ -334,6 +387,56 @@ OPERATIONS: dict[str, Operation] = {
     "SCALE": scale,
     "NORM": norm,
     "COMMIT": commit,
-    "UPDATE": updating.update,
+    "UPDATE": update,
 }
 """By verb; a new verb is a row here and a row in `fsdpx.program.VERBS`. `fsdpx.strategies` add theirs."""
+
+
+class ExecutableAction(NamedTuple):
+    """One action with all that running it needs. words: it as text. gives: slots given, then those added
+    into."""
+
+    operation: Operation
+    action: Action
+    words: str
+    takes: tuple[Slot, ...]
+    reads: tuple[Slot, ...]
+    adds: tuple[Slot, ...]
+    gives: tuple[Slot, ...]
+    lane: str
+
+
+class Executable:
+    """Proved and planned when it is made. givers: slot -> the action that fills it, as text."""
+
+    def __init__(self, state: TrainState, request: Request) -> None:
+        place, program = state.placement, compile(request)
+        check(program)
+        place.pipe.prove(request, place.stages)
+        self.program = program
+        self.workspace = Workspace(state, program)
+        self.steps = [
+            ExecutableAction(
+                OPERATIONS[a.op], a, f"{a} ({about(place, a, program.kind)})", s.takes, s.reads, s.adds,
+                (*s.gives, *s.adds), VERBS[a.op].lane,
+            )
+            for a, s in zip(program.actions, program.slots, strict=True)
+        ]  # fmt: skip
+        self.givers = {slot: step.words for step in self.steps for slot in step.gives}
+
+
+def about(placement: Placement, action: Action, kind: str) -> str:
+    """The unit, page or message that an action is about, as text."""
+    what, number = VERBS[action.op].about, action.unit
+    if number is None or not what:
+        return f"the {kind} program"
+    if what == "edge":
+        edge = placement.stage.edges[number]
+        return f"from rank {edge.sender} to rank {edge.receiver} of the pipe"
+    if what == "record":
+        record = placement.stage.records[number]
+        assert record.at is not None
+        if record.kind in ("saved", "held"):
+            return f"activations of unit {placement.layout.units[record.at].name!r}"
+        return f"{SLOTS[record.kind].memory} of page {placement.name(record.at)!r}"
+    return f"unit {placement.layout.units[number].name!r}" if what == "unit" else f"page {placement.name(number)!r}"

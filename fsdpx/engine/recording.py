@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from fsdpx.array.arena import Arena
 from fsdpx.comm.calls import Transfer
-from fsdpx.engine.executable import ExecutableAction
+from fsdpx.engine.operations import ExecutableAction
 from fsdpx.engine.run import Activations, is_activation
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Layer

@@ -22,14 +22,12 @@ from fsdpx.nn.cache import Cache
 from fsdpx.nn.layer import Env, Parameters, dotted, time_of
 from fsdpx.nn.numeric import Entries, GradientEntry, Gradients
 from fsdpx.program import KINDS, SLOTS, Action, Program, Slot, Stage, lifetimes
-from fsdpx.state.disk import root_of
+from fsdpx.state.disk import Disk, root_of
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.gradients import Gradient
 from fsdpx.state.ledger import Key, local_gradient
-from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
-from fsdpx.state.state import Scaler, TrainState
-from fsdpx.state.ties import Tie
+from fsdpx.state.state import Scaler, Tie, TrainState
 
 __all__ = [
     "Activations", "GradientScale", "Mean", "Operation", "ProgramRun", "Values", "Views", "Workspace",

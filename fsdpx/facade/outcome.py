@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import write_page
 from fsdpx.trainer.report import Summary
-from fsdpx.trainer.series import History
+from fsdpx.trainer.saves import History
 from fsdpx.trainer.trainer import Trainer
 
 __all__ = ["keep", "result"]

@@ -1,19 +1,24 @@
-"""A module cut into layers: PyTorch exports what its `forward` does, and the operations of each unit become one layer.
+"""A module cut into layers: PyTorch exports what its `forward` does, in a child process that describes it, and the
+operations of each unit become one layer.
 
 Between units stand operations without parameters, such as masks and positions: every layer repeats those it reads."""
 
 from __future__ import annotations
 
-import sys
+import io
+import operator
+import os
+import pickle
+import select
+import signal
 import threading
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from threading import Timer
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -23,24 +28,245 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.environment import read as environment
 from fsdpx.errors import ConfigError
-from fsdpx.interop.described import TIMER, At, ModuleLayout, ModuleUnit, OperationGraph, Shapes, apart, described, value
-from fsdpx.interop.module import Differentiated, Module, chosen, is_norm, values_of
-from fsdpx.interop.operations import Operations
-from fsdpx.interop.recorded import Run
-from fsdpx.interop.surroundings import REPLACED
+from fsdpx.interop.module import Differentiated, Module, Run, chosen, is_norm, values_of
+from fsdpx.interop.replaced import RESHAPES, fuse
+from fsdpx.interop.surroundings import REPLACED, draws
 from fsdpx.interop.tensors import tensor_of
+from fsdpx.messages import TIMER, slow
 from fsdpx.nn.container import ChildCall, Container
 from fsdpx.nn.layer import Env, Params, Spec, dotted
 from fsdpx.nn.numeric import Gradients
 from fsdpx.words import demand_match, patterns_of
 
-__all__ = ["CutModule", "UnitFunction", "cut", "shared"]
+__all__ = [
+    "PATIENCE", "At", "CutModule", "ModuleLayout", "ModuleUnit", "Operation", "OperationGraph", "Shapes",
+    "UnitFunction", "apart", "cut", "described", "dumped", "loaded", "shared", "value",
+]  # fmt: skip
+
+INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
+
+
+class At(int):
+    """The number of an earlier operation, in the place of what it gives."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One node of an fx graph. target: what is called, or the name of an inner graph."""
+
+    op: str
+    target: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OperationGraph:
+    """Operations in order, inputs first. inner: graphs that some of them call, by name. Equal in text if they do the
+    same."""
+
+    nodes: Sequence[Operation]
+    inner: Mapping[str, OperationGraph] = field(default_factory=dict)
+
+    def module(self) -> fx.GraphModule:
+        """As PyTorch runs it."""
+        made, at = fx.Graph(), list[fx.Node]()
+        for number, node in enumerate(self.nodes):
+            args, kwargs = (_with(at, given) for given in (node.args, dict(node.kwargs)))
+            target = f"x{number}" if node.op == INPUT else node.target
+            at.append(made.create_node(node.op, RESULT if node.op == RESULT else target, args, kwargs))
+        fuse(made)
+        return fx.GraphModule({name: graph.module() for name, graph in self.inner.items()}, made)
+
+
+@dataclass(frozen=True)
+class TensorValue:
+    """What PyTorch's exporter knows of a tensor: sizes that hold for this module alone, as numbers, and others by name,
+    the same for all values of a module; the name of its NumPy dtype."""
+
+    sizes: Sequence[int | str]
+    kind: str
+
+
+def value(node: fx.Node) -> TensorValue:
+    tensor = node.meta["val"]
+    sizes = [size if isinstance(size, int) else str(size) for size in tensor.shape]
+    return TensorValue(sizes, str(tensor.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a unit reads and gives, in the format of the module."""
+
+    reads: Sequence[TensorValue]
+    result: TensorValue
+
+    def of(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
+        """(shape, dtype) of the result for arrays that are given; None if PyTorch has to be asked, which knows more of
+        what does not fit and of other formats."""
+        known = dict[str, int]()
+        for array, value in zip(given, self.reads, strict=True):
+            alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
+            if len(array.shape) != len(value.sizes) or not alike:
+                return None
+            for have, want in zip(array.shape, value.sizes, strict=True):
+                if have != (known.setdefault(want, have) if isinstance(want, str) else want):
+                    return None
+        if any(isinstance(size, str) and size not in known for size in self.result.sizes):
+            return None
+        return tuple(known[n] if isinstance(n, str) else n for n in self.result.sizes), self.result.kind
+
+
+@dataclass(frozen=True)
+class ModuleUnit:
+    """One layer to be.
+
+    name : of the unit in the module
+    reads, result : names of values between layers
+    parameters : (name in the unit, name in the module) in the order of the graph
+    constants : names of buffers of the module, or constants, in the order of the graph
+    graph : takes what is read, then parameters, then constants; None: a batch norm, which is a layer by itself
+    shapes : of what it reads and gives
+    """
+
+    name: str
+    reads: Sequence[str]
+    result: str
+    parameters: Sequence[tuple[str, str]] = ()
+    constants: Sequence[str | torch.Tensor] = ()
+    graph: OperationGraph | None = None
+    shapes: Shapes | None = None
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """Units in the order in which they run. inputs, result: of the module. borrowed: parameters of other units that a
+    unit reads, name there -> names that they have in the module."""
+
+    units: Sequence[ModuleUnit]
+    inputs: Sequence[str]
+    result: str
+    borrowed: Mapping[str, Sequence[str]]
+
+
+def described(
+    nodes: Sequence[fx.Node], number: Mapping[fx.Node, At], target_of: Callable[[fx.Node], Any], owner: torch.nn.Module
+) -> OperationGraph:
+    """The description of nodes of a graph.
+
+    Parameters
+    ----------
+    nodes : in order, as numbered
+    number : also of nodes that others stand for
+    target_of : what is called in the place of a node's own target; a view is made by a reshape in any case
+    owner : what inner graphs are attributes of
+    """
+    inner, made = dict[str, OperationGraph](), list[Operation]()
+    for node in nodes:
+        target = None if node.op in (INPUT, RESULT) else target_of(node)
+        if node.op == INNER:
+            target = f"inner{len(inner)}"
+            inner[target] = _inner(operator.attrgetter(str(node.target))(owner))
+        args, kwargs = (fx.node.map_arg(given, number.__getitem__) for given in (node.args, node.kwargs))
+        made.append(Operation(node.op, RESHAPES.get(target, target), args, kwargs))
+    return OperationGraph(made, inner)
+
+
+def _inner(module: Any) -> OperationGraph:
+    number = {node: At(i) for i, node in enumerate(module.graph.nodes)}
+    return described(list(module.graph.nodes), number, lambda node: node.target, module)
+
+
+def _with(at: Sequence[fx.Node], given: Any) -> Any:
+    return fx.node.map_aggregate(given, lambda value: at[value] if isinstance(value, At) else value)
+
+
+class _Pickler(pickle.Pickler):
+    """Operations of PyTorch by name: they cannot be pickled as they are."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return str(value) if isinstance(value, torch._ops.OpOverload) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, name: Any) -> Any:
+        found: Any = torch.ops
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+def dumped(layout: ModuleLayout) -> bytes:
+    """For `loaded`; an exception of pickle if something in it cannot go to another process."""
+    into = io.BytesIO()
+    _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
+    return into.getvalue()
+
+
+def loaded(text: bytes) -> ModuleLayout:
+    layout: ModuleLayout = _Unpickler(io.BytesIO(text)).load()
+    return layout
+
+
+PATIENCE = 600.0
+"""Seconds for the child; after that this process does its work."""
+QUIET = {"fsdpx watchdog", TIMER}
+"""Threads of this process that hold no lock which PyTorch asks for."""
+GIVEN = b"."  # the last byte of a whole result
+
+
+def apart(work: Callable[[], ModuleLayout]) -> ModuleLayout:
+    """work(), done by a child process where that is safe, and here if the child gave no result for whatever reason:
+    what went wrong is then raised by the same work in this process."""
+    return _by_child(work) or work()
+
+
+def _by_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
+    others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
+    if not hasattr(os, "fork") or others - QUIET or torch.cuda.is_initialized():
+        return None  # another thread may hold a lock that the child would wait for, and CUDA's state is not inherited
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python's, of threads that are not its own: those of libraries compute, and the child does not ask them to.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        _give(writer, work)
+    os.close(writer)
+    text = _read(reader, time.monotonic() + PATIENCE)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    with suppress(ChildProcessError):  # a program that ignores SIGCHLD has no children to wait for
+        os.waitpid(child, 0)
+    return loaded(text[:-1]) if text[-1:] == GIVEN else None
+
+
+def _give(writer: int, work: Callable[[], ModuleLayout]) -> Any:
+    """The child's life: it ends here, without what Python and libraries do at the end of a process."""
+    status = 1
+    try:
+        torch.set_num_threads(1)  # the parent's threads are not here, and waiting for them never ends
+        with os.fdopen(writer, "wb") as out:
+            out.write(dumped(work()) + GIVEN)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _read(reader: int, until: float) -> bytes:
+    parts = list[bytes]()
+    with os.fdopen(reader, "rb", buffering=0) as given:
+        while (left := until - time.monotonic()) > 0:
+            if select.select([given], [], [], left)[0]:
+                parts.append(given.read(1 << 20) or b"")
+                if not parts[-1]:
+                    break
+    return b"".join(parts)
+
 
 Units = Callable[[str, torch.nn.Module], bool]
 _tracing = threading.Lock()  # PyTorch exports in one thread at a time, and changes the module while it does
 ROOT = "module."
-SILENCE = 2.0
-"""Seconds that an export may take before it is named."""
 
 
 class UnitFunction(Differentiated):
@@ -48,7 +274,7 @@ class UnitFunction(Differentiated):
 
     Parameters
     ----------
-    operations : take the inputs, then parameters, then constants
+    graph : its operations, which take the inputs, then parameters, then constants
     parameters : names in the order of the graph, and their tensors
     constants : buffers and constants, in the order of the graph
     name : of the unit, for messages
@@ -57,7 +283,7 @@ class UnitFunction(Differentiated):
     """
 
     def __init__(
-        self, operations: Operations, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
+        self, graph: fx.GraphModule, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
         name: str, shapes: Shapes | None = None, norms: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._norms = norms
@@ -66,9 +292,9 @@ class UnitFunction(Differentiated):
         self.values = values_of(parameters)
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
-        self._operations = operations
+        self._graph = graph
         self.constants = {f"constant {i}": constant for i, constant in enumerate(constants)}
-        self.compiled, self.draws = operations.backend is not None, operations.draws
+        self.draws = draws(graph)
 
     def specs(self) -> dict[str, Spec]:
         return self.values.specs(self._shapes, self.trained, norms=self._norms)
@@ -84,11 +310,9 @@ class UnitFunction(Differentiated):
         return super().result(env, p, x) if found is None else env.xp.empty(found[0], dtype=found[1])
 
     def _run(self, env: Env) -> Run:
-        operations = self._operations.run(env.training, not getattr(env.xp, "holds_no_data", False))
-
         def run(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
             constants = [c.to(inputs[0].device) for c in self.constants.values()]
-            return operations(*inputs, *(given[name] for name in self._shapes), *constants)
+            return self._graph(*inputs, *(given[name] for name in self._shapes), *constants)
 
         return run
 
@@ -107,43 +331,17 @@ class CutModule(Container):
 
 
 def cut(
-    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None,
-    backend: str | None,
-) -> CutModule:  # fmt: skip
+    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
+) -> CutModule:
     """See `fsdpx.interop.torch.from_torch`."""
 
     def work() -> ModuleLayout:
         with _tracing:
             return _layout(module, example, units, output)
 
-    with _named(f"PyTorch exports {type(module).__name__}, to cut it into units"):
-        # A compiler of units needs PyTorch's exporter in this process all the same.
-        layout = work() if backend else apart(work)
-    return _made(layout, module, backend)
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """If the block takes longer than `SILENCE`, the first rank says what it does, and at its end how long it took."""
     launcher = environment().launcher
-    if launcher is not None and launcher.rank:
-        yield
-        return
-    begin, named = perf_counter(), threading.Event()
-
-    def name() -> None:
-        named.set()
-        print(f"fsdpx: {what} ...", file=sys.stderr, flush=True)
-
-    timer = Timer(SILENCE, name)
-    timer.name, timer.daemon = TIMER, True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if named.is_set():
-            print(f"fsdpx: {what} took {perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    with slow(launcher is None or launcher.rank == 0, f"PyTorch exports {type(module).__name__}, to cut it into units"):
+        return _made(apart(work), module)
 
 
 def _layout(
@@ -155,21 +353,21 @@ def _layout(
     return ModuleLayout(found, [value.name for value in plan.inputs], plan.result.name, plan.borrowed)
 
 
-def _made(layout: ModuleLayout, module: torch.nn.Module, backend: str | None) -> CutModule:
+def _made(layout: ModuleLayout, module: torch.nn.Module) -> CutModule:
     """The layers of a layout. Units that do the same share what they do."""
-    operations, steps = dict[str, Operations](), list[ChildCall]()
+    graphs, steps = dict[str, fx.GraphModule](), list[ChildCall]()
     buffers = dict(module.named_buffers())
     for unit in layout.units:
         if unit.graph is None:
             layer: Any = Module(module.get_submodule(unit.name))
         else:
             does = repr(unit.graph)
-            if does not in operations:
-                operations[does] = Operations(unit.graph.module(), backend)
+            if does not in graphs:
+                graphs[does] = unit.graph.module()
             tensors = {local: module.get_parameter(full) for local, full in unit.parameters}
             norms = [own for own, full in unit.parameters if is_norm(module.get_submodule(full.rpartition(".")[0]))]
             constants = [buffers[held] if isinstance(held, str) else held for held in unit.constants]
-            layer = UnitFunction(operations[does], len(unit.reads), tensors, constants, unit.name, unit.shapes, norms)
+            layer = UnitFunction(graphs[does], len(unit.reads), tensors, constants, unit.name, unit.shapes, norms)
         steps.append(ChildCall(unit.name, layer, tuple(unit.reads), (unit.result,)))
     made = {dotted(step.name, local) for step in steps for local in step.layer.specs()}
     ties = {alias: name for alias, name in shared(module).items() if {alias, name} <= made}
@@ -231,7 +429,7 @@ class _Plan:
         found = self._segments
         for node in self._program.graph.nodes:
             name = self._key(node) if node.op in ("call_function", "get_attr") else None
-            if name is not None and not _is_assertion(node):
+            if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _Segment(name))
                 self._of[node].nodes.append(node)
         if self.result not in self._of:  # the last operations have no parameters
@@ -346,7 +544,7 @@ class _Plan:
     def _local(self, segment: str, node: fx.Node) -> str:
         """The name of a parameter in its unit: one that is shared has several names."""
         full = self._parameters[node]
-        tensor = self._tensor(node)
+        tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
             return ""  # the layer has the name of its parameter
@@ -355,9 +553,6 @@ class _Plan:
             self.borrowed[dotted(segment, full)] = names
             return full
         return inside[len(segment) + 1 :] if segment else inside
-
-    def _tensor(self, node: fx.Node) -> torch.Tensor:
-        return self.modules[""].get_parameter(self._parameters[node])
 
 
 def _exported(module: torch.nn.Module, example: Sequence[Any], output: str | int | None) -> Any:
@@ -439,10 +634,6 @@ def _owns(module: torch.nn.Module) -> bool:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_assertion(node: fx.Node) -> bool:
-    return "assert" in str(node.target)
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -1,5 +1,5 @@
 """Operations of exported modules that fsdpx's products and kernels compute: in the library that is fastest here, and
-with less kept for backward. In PyTorch's own way for other formats and devices, and under its compiler."""
+with less kept for backward. In PyTorch's own way for other formats and devices."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def _ours(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    if torch.compiler.is_compiling() or first.dtype not in EXACT or first.device.type not in ("cpu", "meta"):
+    if first.dtype not in EXACT or first.device.type not in ("cpu", "meta"):
         return False
     return first.numel() > 0 and all(a is None or (a.dtype == first.dtype and a.numel() > 0) for a in others)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,25 +17,25 @@ from fsdpx.interop.replaced import NATIVE, attention
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.nn.layer import Env
 
-__all__ = ["REPLACED", "GlobalNorm", "around", "draws", "settled"]
+__all__ = ["REPLACED", "GlobalNorm", "around", "draws"]
 
 _now = threading.local()
 aten: Any = torch.ops.aten
 
 
 @contextmanager
-def around(env: Env, samples: int, listen: bool = True) -> Iterator[None]:
+def around(env: Env, samples: int, listen: bool) -> Iterator[None]:
     """Inside, modules of this thread run in `env` on this many samples, and draw its random numbers.
 
-    listen: for operations that draw; otherwise there are none, or they ask for the numbers by themselves (`settled`).
-    ConfigError if one draws from PyTorch's generator all the same: its numbers depend on how ranks are laid out."""
-    _now.env, _now.drawn = env, _Drawn(env, samples)
+    listen: for operations that draw, where there are some. ConfigError if one draws from PyTorch's generator all the
+    same: its numbers depend on how ranks are laid out."""
+    _now.env = env
     before = torch.default_generator.get_state()
     try:
-        with _now.drawn if listen else nullcontext():
+        with _Drawn(env, samples) if listen else nullcontext():
             yield
     finally:
-        _now.env = _now.drawn = None
+        _now.env = None
     if not torch.equal(before, torch.default_generator.get_state()):
         raise ConfigError(
             "the module draws random numbers in a way that is not known here (dropout and torch.rand_like are): the "
@@ -55,10 +54,9 @@ class _Drawn(TorchDispatchMode):
         own = _OWN.get(func)
         return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
 
-    def fractions(self, like: torch.Tensor, draw: int | None = None) -> torch.Tensor:
-        """One number in [0, 1) for each element of a tensor whose elements lie sample after sample. draw: which one of
-        this forward it is; None: the next."""
-        name = f"draw{self.draws if draw is None else draw}"
+    def fractions(self, like: torch.Tensor) -> torch.Tensor:
+        """One number in [0, 1) for each element of a tensor whose elements lie sample after sample."""
+        name = f"draw{self.draws}"
         self.draws += 1
         if getattr(self.env.xp, "holds_no_data", False):
             return torch.zeros(like.shape, device=like.device)
@@ -173,83 +171,17 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 """Operations of an exported module, exported in training, and what runs in their place: some ask for the mode."""
 
 
-@torch.library.custom_op("fsdpx::kept", mutates_args=(), schema="(Tensor x, float p, int draw) -> Tensor")
-def _kept(x: Any, p: float, draw: int) -> Any:
-    """A mask, true at the elements that dropout keeps. PyTorch's compiler does not look into this function."""
-    return _now.drawn.fractions(x, draw) >= p
-
-
-@_kept.register_fake
-def _(x: Any, p: float, draw: int) -> Any:
-    return torch.empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
-
-
-def _scaled(x: torch.Tensor, p: float, draw: int | None) -> torch.Tensor:
-    if draw is None:
-        return x
-    return x * (_kept(x, p, draw).to(x.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0))
-
-
-def _settled_dropout(draw: int | None, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    return _scaled(x, p, draw)
-
-
-def _settled_native(draw: int | None, x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, None]:
-    return _scaled(x, p, draw), None
-
-
-def _settled_attention(
-    draw: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **options: Any,
-) -> torch.Tensor:  # fmt: skip
-    if draw is None:
-        return aten.scaled_dot_product_attention.default(q, k, v, mask, 0.0, is_causal, scale=scale, **options)
-    if is_causal:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    if options.get("enable_gqa"):
-        k, v = (a.repeat_interleave(q.shape[-3] // a.shape[-3], -3) for a in (k, v))
-    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return _scaled(scores.softmax(-1), dropout_p, draw) @ v
-
-
-_SETTLED: dict[Any, tuple[Callable[..., Any], int]] = {
-    _dropout: (_settled_dropout, 1),
-    _native_dropped: (_settled_native, 1),
-    _attention: (_settled_attention, 4),
-}
-"""What runs in the place of functions that ask whether this is training, and where their probability stands."""
-
-
-def _probability(node: fx.Node) -> float:
-    """With which an operation of `_SETTLED` drops."""
-    at = _SETTLED[node.target][1]
-    given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
-    return 0.0 if node.args[2:3] == (False,) else float(given)
+DROPS = {_dropout: 1, _native_dropped: 1, _attention: 4}
+"""Functions that ask whether this is training, and where their probability stands."""
 
 
 def draws(graph: fx.GraphModule) -> bool:
     """Whether an operation may draw random numbers in training."""
-    for node in (node for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes):
-        target = node.target
-        if (
-            _probability(node)
-            if target in _SETTLED
-            else torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        ):
-            return True
-    return False
+    return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
 
 
-def settled(graph: fx.GraphModule, training: bool) -> fx.GraphModule:
-    """A copy of operations for training, or for evaluation, in which every draw has its number, those of training that
-    runs them one by one: a compiler may change their order."""
-    made, count = copy.deepcopy(graph), 0
-    for node in made.graph.nodes:
-        if node.target in _SETTLED:
-            draw = count if training and _probability(node) else None
-            count += draw is not None
-            node.target, node.args = _SETTLED[node.target][0], (draw, *node.args)
-    made.recompile()
-    return made
+def _may_draw(node: fx.Node) -> bool:
+    if (at := DROPS.get(node.target)) is None:
+        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
+    return bool(given) and node.args[2:3] != (False,)

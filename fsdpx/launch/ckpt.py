@@ -7,13 +7,13 @@ from typing import Any
 
 from fsdpx.checkpoint import offline
 from fsdpx.checkpoint.commit import in_words
-from fsdpx.checkpoint.disk import STATE
+from fsdpx.checkpoint.format import STATE
 from fsdpx.checkpoint.read import Source
 from fsdpx.checkpoint.save import read_note, words
 from fsdpx.checkpoint.write import is_checkpoint
 from fsdpx.config import byte_count
 from fsdpx.errors import CheckpointError, ConfigError, printable
-from fsdpx.trainer.series import Checkpoints
+from fsdpx.trainer.saves import Checkpoints
 
 __all__ = ["add_options", "ckpt", "differences"]
 

@@ -88,7 +88,7 @@ def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         *([("GPU arrays", _gpu_way(comm))] if seats else []),
         *(("all-reduce", text) for text, _ in speed),
     ]
-    notes = warnings_of(facts, threads, devices.shared(seats) if seats else [])
+    notes = warnings_of(facts, devices.shared(seats) if seats else [])
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
     return healthy, [*rows, *(("warning", text) for text in notes)]
 
@@ -169,8 +169,8 @@ def _gpu_way(comm: Communicator) -> str:
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 
 
-def warnings_of(facts: Sequence[RankFacts], level: str | None, sharing: Sequence[Sequence[int]]) -> list[str]:
-    """Likely problems, each with its remedy. level: of threads, that MPI allows."""
+def warnings_of(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) -> list[str]:
+    """Likely problems, each with its remedy."""
     notes = []
     for host in dict.fromkeys(one.host for one in facts):
         here = [one for one in facts if one.host == host]
@@ -198,8 +198,6 @@ def warnings_of(facts: Sequence[RankFacts], level: str | None, sharing: Sequence
             )
     if facts[0].versions["numba"] == "not installed":
         notes.append("Numba is not installed: kernels are several times slower; pip install numba")
-    if level not in (None, "MULTIPLE"):
-        notes.append(f"MPI's thread level is {level}: transfers move between actions only (progress='loop')")
     notes += [
         f"{ranks_text(ranks)} share a GPU: start one rank per GPU, or name them by device_map" for ranks in sharing
     ]

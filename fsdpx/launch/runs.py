@@ -16,7 +16,7 @@ from fsdpx.observe.folder import RunFolder, as_written, choose
 from fsdpx.observe.page import write_page
 from fsdpx.observe.plots import missing
 from fsdpx.state.tuning import table
-from fsdpx.trainer.series import Checkpoints
+from fsdpx.trainer.saves import Checkpoints
 
 __all__ = ["report", "runs", "trace", "train"]
 

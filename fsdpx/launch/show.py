@@ -20,13 +20,13 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
 from fsdpx.layout.grid import Grid
-from fsdpx.layout.tree import chunks_of
 from fsdpx.observe.chrome import TraceHeader, TracePlace, write_simulated
 from fsdpx.observe.plots import StepLanes, figure, save
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, lowered, lowered_text
 from fsdpx.plan.prediction import Dry, Prediction, prepared
 from fsdpx.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
+from fsdpx.state.gradients import chunks_of
 from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
@@ -138,7 +138,7 @@ def _options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks:
         "schedule": args.schedule or "1f1b",
         "sequence": args.sequence,
         "recompute": parse_recompute(args.recompute),
-        "offload": None if args.offload is None else Offload(args.offload_folder, args.offload.split(",")),
+        "offload": None if args.offload is None else Offload("(a folder)", args.offload.split(",")),
     }
 
 
@@ -258,9 +258,7 @@ def _traffic(run: DryRun) -> str:
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
         rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), words))
-    time = run.report.disk_time
-    times = [] if time is None or time.rates is None else [str(time)]
-    return "\n".join([table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")]), *times])
+    return table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
 
 
 def _memory(run: DryRun) -> str:

@@ -18,10 +18,10 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.launch.diff import first_difference
 from fsdpx.launch.show import check_axes, mesh_text, parse_recompute
-from fsdpx.layout.tree import chunks_of
 from fsdpx.nn.plan import SEQUENCES
 from fsdpx.observe.record import RankRecord, Recorder
 from fsdpx.program import SCHEDULES
+from fsdpx.state.gradients import chunks_of
 from fsdpx.testing.compare import difference
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.trainer import Trainer

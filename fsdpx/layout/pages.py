@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -12,7 +13,11 @@ from typing import Any
 
 from fsdpx.array.sums import GRAIN
 
-__all__ = ["Field", "Page", "Piece", "Range", "ShardedPage", "cut", "overlap"]
+__all__ = ["Field", "Page", "Piece", "Range", "Run", "ShardedPage", "cut", "near", "overlap"]
+
+Run = tuple[int, int]
+"""Elements [start, stop) of a whole tensor, in C order."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -147,6 +152,22 @@ def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
         grid = page.grid()
         bounds = [0, *(_nearest(grid, b) for b in bounds[1:-1]), page.size]
     return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def near(runs: Iterable[Run], most: int, sparse: float = math.inf) -> Iterator[list[Run]]:
+    """Runs in groups that span up to `most` elements, and up to `sparse` times as many as are in them: fewer calls than
+    one for each run."""
+    group: list[Run] = []
+    inside = 0
+    for run in runs:
+        span = run[1] - (group or [run])[0][0]
+        if group and (span > most or span > sparse * (inside + run[1] - run[0])):
+            yield group
+            group, inside = [], 0
+        group.append(run)
+        inside += run[1] - run[0]
+    if group:
+        yield group
 
 
 def _nearest(grid: list[int], value: int) -> int:

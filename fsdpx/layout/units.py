@@ -383,7 +383,9 @@ def cut_stages(
             + ("ranks in the pipe, or '1f1b', which has one stage on each" if why else "stages")
         )
     if stages is None:
-        return balanced(_costs(nodes, costs), count)
+        if costs is not None:
+            _check_costs(nodes, costs)
+        return balanced([_cost(node, costs or {}) for node in nodes], count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
     starts = _by_number(nodes, stages) if _numbers(stages) else _by_name(nodes, stages)
@@ -429,12 +431,6 @@ def _numbers(stages: Sequence[str | int]) -> bool:
     if kinds not in ({int}, {str}):
         raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")
     return kinds == {int}
-
-
-def _costs(nodes: Sequence[Node], costs: Costs | None) -> list[float]:
-    if costs is not None:
-        _check_costs(nodes, costs)
-    return [_cost(node, costs or {}) for node in nodes]
 
 
 def _check_costs(nodes: Sequence[Node], costs: Costs) -> None:

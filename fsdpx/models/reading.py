@@ -12,9 +12,10 @@ import numpy as np
 
 from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.format import array_type, rounded
-from fsdpx.checkpoint.pieces import BLOCK, Block, Held, Run
+from fsdpx.checkpoint.pieces import BLOCK, Block, Held
 from fsdpx.checkpoint.read import Source, elements, read, weights
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.layout.pages import Run
 from fsdpx.models.beside import last_token, object_of
 from fsdpx.models.fields import shown
 from fsdpx.models.tables import ARCHITECTURES, Architecture, Config

@@ -13,8 +13,7 @@ from typing import Any
 
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.commit import alone, moving, place, put, replaceable, together
-from fsdpx.checkpoint.disk import INDEX, FileLayout, create, index_of, sync_folder
-from fsdpx.checkpoint.format import code_of, lay
+from fsdpx.checkpoint.format import INDEX, FileLayout, code_of, create, index_of, lay, sync_folder
 from fsdpx.checkpoint.pieces import BLOCK, Held, owned
 from fsdpx.checkpoint.read import Source
 from fsdpx.checkpoint.write import write

@@ -18,7 +18,7 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.comm.calls import Transfer
 from fsdpx.engine.engine import Engine
-from fsdpx.engine.executable import about
+from fsdpx.engine.operations import about
 from fsdpx.engine.run import GradientScale, Mean
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Range

@@ -13,6 +13,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.config import byte_count
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.messages import line
 from fsdpx.plan.found import Plan
 from fsdpx.plan.machine import Level, Machine
 from fsdpx.plan.prediction import batch_of
@@ -20,7 +21,6 @@ from fsdpx.plan.searching import search
 from fsdpx.state.footprint import memory_limits
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.choices import agree
-from fsdpx.trainer.progress import line
 from fsdpx.trainer.recipe import Recipe, demand
 
 __all__ = ["MACHINE", "planned"]

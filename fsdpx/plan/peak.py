@@ -14,7 +14,7 @@ from fsdpx.array.arena import Life
 from fsdpx.comm.calls import Transfer
 from fsdpx.comm.mesh import AXES, Mesh
 from fsdpx.config import Offload
-from fsdpx.engine.executable import about
+from fsdpx.engine.operations import about
 from fsdpx.engine.run import Activations, is_activation, lives, roots
 from fsdpx.errors import FsdpxError
 from fsdpx.program import SLOTS, Action, Program, Slot

@@ -9,8 +9,7 @@ from itertools import product
 
 from fsdpx.errors import ProgramError
 from fsdpx.program.compiler import Program
-from fsdpx.program.grid import UNIT, arrow
-from fsdpx.program.machine import Done, PipelineSchedule, Stuck, done_as, needs, run, walked
+from fsdpx.program.machine import UNIT, Done, PipelineSchedule, Stuck, arrow, done_as, needs, run, walked
 from fsdpx.program.verbs import VERBS, Action, buffer_of, marked, partner
 
 __all__ = ["check", "check_pipe", "validate"]
@@ -123,7 +122,10 @@ def validate(schedule: PipelineSchedule) -> None:
     for rank in range(len(schedule.ranks)):
         _check_rank(schedule, rank)
     _check_complete(schedule)
-    _check_progress(schedule)
+    _, stuck = walked(schedule, UNIT)
+    if stuck:
+        waits = "; ".join(line for wait in stuck for line in _explained(schedule, wait))
+        raise _wrong_order(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
 
 
 def _check_rank(schedule: PipelineSchedule, rank: int) -> None:
@@ -176,13 +178,6 @@ def _check_complete(schedule: PipelineSchedule) -> None:
             rank = schedule.home[stage]
             what = f"rank {rank} has no {missing} of stage {stage}, microbatch {mb} of {schedule.microbatches}"
             raise _wrong_order(schedule, rank, len(schedule.ranks[rank]), what)
-
-
-def _check_progress(schedule: PipelineSchedule) -> None:
-    _, stuck = walked(schedule, UNIT)
-    if stuck:
-        waits = "; ".join(line for wait in stuck for line in _explained(schedule, wait))
-        raise _wrong_order(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
 
 
 def _explained(schedule: PipelineSchedule, wait: Stuck) -> Iterator[str]:

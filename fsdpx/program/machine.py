@@ -1,4 +1,4 @@
-"""Programs run on paper: when each action of each rank begins and ends, and where ranks wait for each other.
+"""Programs run on paper: when each action of each rank begins and ends, where ranks wait for each other; also as text.
 
 A pipeline schedule says what each rank of the pipe does in which order, stage by stage, microbatch by microbatch. A
 timeline runs the tasks of several ranks to their end, or to where ranks wait for each other: a rank issues its tasks in
@@ -10,35 +10,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from string import ascii_lowercase
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.compiler import Program
-from fsdpx.program.count import filled
-from fsdpx.program.verbs import SLOTS, VERBS, Action, Slot, marked, parse, partner
+from fsdpx.program.verbs import VERBS, Action, Slot, marked, parse, partner
 
 __all__ = [
-    "ActionTimes",
-    "Costs",
-    "Event",
-    "Overlap",
-    "PipelineSchedule",
-    "Stuck",
-    "Task",
-    "Waits",
-    "bubble",
-    "by_rank",
-    "done_as",
-    "idle",
-    "memory",
-    "needs",
-    "overlap",
-    "peak_memory",
-    "run",
-    "simulate",
-    "simulate_programs",
-    "walk",
-    "walked",
+    "ActionTimes", "Costs", "Event", "PipelineSchedule", "Stuck", "Task", "Waits", "arrow", "bubble", "by_rank",
+    "done_as", "grid", "idle", "needs", "run", "simulate", "simulate_programs", "walk", "walked",
 ]  # fmt: skip
 
 
@@ -367,31 +347,6 @@ def _task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds
     return Task(action, key, waits, seconds, (rank, verb.lane) if verb.moves else None)
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Seconds in which a rank moves something, and the part of that time in which it computes as well."""
-
-    moving: float
-    hidden: float
-
-    @property
-    def share(self) -> float:
-        """The share of the moving that computing hides; 1 if nothing moves."""
-        return self.hidden / self.moving if self.moving else 1.0
-
-
-def overlap(events: Sequence[Event]) -> dict[int, Overlap]:
-    """Per rank, from events of programs, simulated or measured. Waiting for others (RECV, NORM) is not moving."""
-    found = {}
-    for rank, row in sorted(by_rank(events).items()):
-        verbs = [(VERBS[event.action.op], event) for event in row]
-        moving = _union(e for verb, e in verbs if verb.moves and not verb.meets and not verb.receives)
-        computing = _union(e for verb, e in verbs if verb.lane == "compute")
-        hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in computing)
-        found[rank] = Overlap(sum(stop - start for start, stop in moving), hidden)
-    return found
-
-
 def idle(events: Sequence[Event]) -> float:
     """The share of a step in which ranks do not compute, in the mean of all ranks; from events of programs.
 
@@ -403,43 +358,90 @@ def idle(events: Sequence[Event]) -> float:
     return 1.0 - busy / (len(rows) * max(spans)) if spans and max(spans) > 0 else 0.0
 
 
-def _union(events: Iterator[Event]) -> list[tuple[float, float]]:
-    """The times covered by events, without counting any twice."""
-    spans: list[tuple[float, float]] = []
-    for start, stop in sorted((e.start, e.end) for e in events if e.end > e.start):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
-        else:
-            spans.append((start, stop))
-    return spans
+UNIT = Costs(forward=1, backward_input=1, backward_params=1)
 
 
-Bytes = Callable[[Slot], int]
-ACTIVATIONS = tuple(kind for kind, slot in SLOTS.items() if slot.memory == "activations")
+def grid(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -> str:
+    """What each rank computes, in equal steps of time, as text.
+
+    A cell is a verb and a microbatch: "F0". Where a rank has several stages, a letter tells them apart ("F0b"), and a
+    last line says which is which. An action longer than a step goes on as "--", a step without work is ".". Only what
+    computes is drawn, no messages.
+
+    Parameters
+    ----------
+    drawn : a schedule, with forward and each half of backward as long as a step; or events, with the shortest as a step
+    width : characters; longer lines are cut and end in "..."
+
+    Raises
+    ------
+    ProgramError : ranks wait for each other
+    """
+    events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT)
+    events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
+    if not events:
+        return "(nothing is computed)"
+    letters = _letters(events)
+    cells = _cells(events, letters)
+    wide = max(len(cell) for row in cells.values() for cell in row)
+    lead = len(f"rank {max(cells)}")
+    lines = []
+    for rank, row in sorted(cells.items()):
+        steps = ("-" * wide if cell == "-" else f"{cell:<{wide}}" for cell in row)
+        line = f"{f'rank {rank}':<{lead}}  {' '.join(steps).rstrip()}"
+        lines.append(line if len(line) <= width else line[: max(width - 4, 0)].rstrip() + " ...")
+    return "\n".join([*lines, *_legend(letters)])
 
 
-def memory(
-    programs: Sequence[Program], events: Sequence[Event], nbytes: Bytes, kinds: Sequence[str] = ACTIVATIONS
-) -> list[list[tuple[float, int]]]:
-    """Per rank, the bytes in slots of the given kinds over time: (time, bytes from then on), ascending in time.
-
-    events: those of `simulate_programs(programs, ...)`. nbytes: of a slot. A slot lives from the start of the action
-    that fills it to the end of the one that takes it."""
-    rows, curves = by_rank(events), []
-    for rank, program in enumerate(programs):
-        row, changes = rows[rank], []
-        for life in filled(program):
-            if life.slot.kind in kinds:
-                changes.append((row[life.start].start if life.start >= 0 else 0.0, nbytes(life.slot)))
-                changes += [(row[life.stop].end, -nbytes(life.slot))] if life.stop < len(row) else []
-        changes.sort()  # what is freed at a moment comes before what is taken then
-        now = accumulate(change for _, change in changes)
-        curves.append(list(dict(zip((time for time, _ in changes), now, strict=True)).items()))
-    return curves
+def _letters(events: Sequence[Event]) -> dict[int | None, str]:
+    """Stage -> letter: the nth stage of its rank has the nth letter. Nothing where every rank has one stage."""
+    there: dict[int, set[int]] = defaultdict(set)
+    for event in events:
+        if event.action.unit is not None:
+            there[event.rank].add(event.action.unit)
+    if max(map(len, there.values()), default=0) < 2:
+        return {}
+    return {
+        stage: ascii_lowercase[n] if n < len(ascii_lowercase) else f":{n}"
+        for stages in there.values()
+        for n, stage in enumerate(sorted(stages))
+    }
 
 
-def peak_memory(
-    programs: Sequence[Program], events: Sequence[Event], nbytes: Bytes, kinds: Sequence[str] = ACTIVATIONS
-) -> list[int]:
-    """The most bytes per rank at any time; arguments as for `memory`."""
-    return [max((now for _, now in curve), default=0) for curve in memory(programs, events, nbytes, kinds)]
+def _legend(letters: dict[int | None, str]) -> list[str]:
+    stages: dict[str, str] = defaultdict(str)
+    for stage, letter in sorted(letters.items()):
+        stages[letter] += f" {stage}"
+    return ["; ".join(f"{letter}: stages{stages[letter]}" for letter in sorted(stages))] if letters else []
+
+
+def _cells(events: Sequence[Event], letters: dict[int | None, str]) -> dict[int, list[str]]:
+    """Per rank one text per step; what goes on from the step before is "-"."""
+    step = min(e.end - e.start for e in events)
+    zero = min(e.start for e in events)
+    rows: dict[int, list[str]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: (e.start, e.end)):
+        row, action = rows[event.rank], event.action
+        row += ["."] * (round((event.start - zero) / step) - len(row))
+        row.append(f"{action.op}{action.mb}{letters.get(action.unit, '')}")
+        row += ["-"] * (round((event.end - zero) / step) - len(row))
+    return rows
+
+
+def arrow(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
+    """The lists of all ranks around one step, with a ^ under it: "rank 1  F1.0 B1.0 F1.1", in the order of the lists,
+    whatever the time. Works for schedules that cannot run. position: may be the length of the list, for a missing end.
+    """
+    words = [[str(action) for action in row] for row in schedule.ranks]
+    wide = max((len(word) for row in words for word in row), default=1) + 1
+    lead = len(f"rank {len(words) - 1}") + 2
+    shown = max((width - lead - 8) // wide, 1)  # steps that fit beside "... " and " ..."
+    first = max(min(position - shown // 2, max(map(len, words)) - shown), 0)
+    lines = []
+    for number, row in enumerate(words):
+        text = f"{f'rank {number}':<{lead}}" + ("... " if first else "")
+        here = "".join(f"{word:<{wide}}" for word in row[first : first + shown])
+        lines.append((text + here + ("..." if len(row) > first + shown else "")).rstrip())
+        if number == rank:
+            lines.append(" " * (len(text) + (position - first) * wide) + "^")
+    return "\n".join(lines)

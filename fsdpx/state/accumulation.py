@@ -14,14 +14,17 @@ from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.layout.pages import ShardedPage
-from fsdpx.layout.tree import TreeNode, chunks_of, depth, nodes_of
 from fsdpx.state.gradients import (
     ChunkGradients,
     Gradient,
     Parcels,
     Reduction,
     Subtrees,
+    TreeNode,
     WholeGradient,
+    chunks_of,
+    depth,
+    nodes_of,
     parcel_nbytes,
     same_memory,
 )

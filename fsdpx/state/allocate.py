@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,15 @@ from fsdpx.array.arena import ALIGN, Arena, WindowMemory, address
 from fsdpx.array.namespace import from_host
 from fsdpx.comm.backend import FakeNode
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.mesh import Axes
 from fsdpx.comm.opening import node_of
 from fsdpx.errors import warn
+from fsdpx.layout.pages import Run, near
 from fsdpx.nn.layer import Spec
+from fsdpx.state.disk import Disk, open_disk
 from fsdpx.state.ledger import Ledger, LedgerRow, rows_of
-from fsdpx.state.offload import Disk, open_disk
 from fsdpx.state.placement import Placement
-from fsdpx.state.state import TrainState
-from fsdpx.state.ties import connect_ties
+from fsdpx.state.state import Tie, TrainState
 
 __all__ = ["allocate", "fill", "initialise", "lay_out_in_windows", "memory_of", "sharers_of"]
 
@@ -101,7 +102,7 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     for row in rows:
         if row.kept and not row.passing:
             ledger.arrays[row.key] = _memory(arena, ledger, row, disk)
-    state = TrainState(placement, arena, ledger, connect_ties(placement), disk)
+    state = TrainState(placement, arena, ledger, _connect_ties(placement), disk)
     if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
         _initial_statistics(placement, ledger)
         if initial:
@@ -149,8 +150,8 @@ def initialise(state: TrainState) -> None:
         spec = layout.specs[name]
         if spec.cut is None or spread.width == 1:
             return spec.init(seed, name, start, stop, spec.shape)
-        runs = list(spec.cut.runs(spec.shape, spread.rank, spread.width, start, stop))
-        return np.concatenate([part for some in _near(runs) for part in _of_runs(spec, seed, name, some)])
+        runs = spec.cut.runs(spec.shape, spread.rank, spread.width, start, stop)
+        return np.concatenate([part for some in near(runs, BLOCK) for part in _of_runs(spec, seed, name, some)])
 
     def read(name: str, start: int, target: Any) -> bool:
         """Whether what is in a file is there now: it goes to its place without a copy in between."""
@@ -179,22 +180,31 @@ def fill(
                 target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
 
 
-Runs = list[tuple[int, int]]
-
-
-def _near(runs: Runs) -> Iterator[Runs]:
-    """Runs in groups that lie within BLOCK elements: fewer calls than one per row."""
-    group: Runs = []
-    for run in runs:
-        if group and run[1] - group[0][0] > BLOCK:
-            yield group
-            group = []
-        group.append(run)
-    if group:
-        yield group
-
-
-def _of_runs(spec: Spec, seed: int, name: str, runs: Runs) -> list[Any]:
+def _of_runs(spec: Spec, seed: int, name: str, runs: Sequence[Run]) -> list[Any]:
     first, last = runs[0][0], runs[-1][1]
     made = spec.init(seed, name, first, last, spec.shape)
     return [made[a - first : b - first] for a, b in runs]
+
+
+def _connect_ties(placement: Placement) -> dict[int, Tie]:
+    """The ties of this rank by their first page. Collective."""
+    layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
+    home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
+    ties: dict[int, Tie] = {}
+    for pages in layout.twins:
+        ranks = tuple(home[p] for p in pages)
+        comm = _peers(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
+        if pages[0] in placement.stage.ties:
+            ties[pages[0]] = Tie(pages, ranks, comm, layout.pages[pages[0]].partial)
+        elif comm is not None:
+            comm.close()
+    for p in placement.stage.ties.keys() - ties.keys():
+        ties[p] = Tie((p,), (place.pipe,), None, True)
+    return ties
+
+
+def _peers(axes: Axes, ranks: Sequence[int]) -> Communicator:
+    """The ranks of this line of the pipe that stand at `ranks`; alone, where this one does not. Collective."""
+    place = axes.coordinates
+    line = [axes.mesh.rank(place._replace(pipe=rank)) for rank in ranks]
+    return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
 from fsdpx.comm.calls import Transfer
+from fsdpx.comm.communicator import Communicator
 from fsdpx.config import Precision
 from fsdpx.errors import NumericsError
 from fsdpx.program import Slot
+from fsdpx.state.disk import Disk
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
-from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
-from fsdpx.state.ties import Tie
 
-__all__ = ["BATCHES", "PROGRESS", "Clock", "Scaler", "Spent", "TrainState"]
+__all__ = ["BATCHES", "PROGRESS", "Clock", "Scaler", "Spent", "Tie", "TrainState"]
 
 SMALLEST = 2.0**-40
 
@@ -77,6 +77,34 @@ class Spent(NamedTuple):
     nbytes: int = 0
     flown: float = 0.0
     busy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Gradients of one parameter that several ranks found apart: copies of a tied parameter on other ranks of the pipe,
+    and parts that the ranks of the tensor axis found.
+
+    pages: with copies of one parameter, its first user's first; or a lone page. ranks: of the pipe, of each page.
+    comm: the ranks of the pipe that have one, if several. partial: the tensor axis is summed over, too."""
+
+    pages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    comm: Communicator | None
+    partial: bool
+
+    @property
+    def order(self) -> list[int]:
+        """Positions in `pages` by rank: how they lie when all ranks' are gathered."""
+        return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
+
+    @property
+    def held(self) -> list[int]:
+        """How many of the pages each rank has, in rank order."""
+        return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
+
+    def elements(self, one: int) -> int:
+        """Elements of all ranks' gradients, when a page has `one` here."""
+        return one * len(self.pages) if self.comm is not None else 0
 
 
 @dataclass

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from fsdpx import environment, files
 from fsdpx.array import blas, cores, parallel
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
-from fsdpx.comm.communicator import Communicator, even_pieces
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.errors import printable, warn
 from fsdpx.files import typed
@@ -159,15 +158,8 @@ T = TypeVar("T")
 
 CLEARLY = 1.25
 """A BLAS library must be this much faster than the usual one to be taken."""
-SMALL, LARGE = 4 << 10, 4 << 20
-"""Bytes of the collectives that are timed."""
-SHARE = 0.1
-"""What does not grow with a collective's bytes may take this share of its time: latency, and ACTION."""
-ACTION = 25e-6
-"""Seconds of Python that a program adds to each collective: a unit costs 60 to 110 us of a step of `many`, which holds
-two to four of them (one core of 2023). What a transport answers in 2 us would else be asked too often."""
-LEAST, MOST = 256 << 10, 4 << 20
-"""Bounds of `group_bytes`: smaller units only add Python, larger ones memory, and leave less to overlap."""
+SEVERAL = 4 << 20
+"""Bytes of a unit of several ranks: as many as were measured to be best, or more (docs/decisions/0010)."""
 
 
 @dataclass(frozen=True)
@@ -234,56 +226,16 @@ def stored() -> list[tuple[dict[str, Any], Tuning, Measurement]]:
 
 def _measure(world: Communicator) -> Tuning:
     rates = blas.measure()
-    library = _fastest(rates, blas.chosen())
     measured = {"GFLOP/s per thread": ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())}
-    if world.size == 1:
-        return Tuning(library, parallel.threads(), measured=measured)
-    # ranks measure different times, and what follows is collective: rank 0's decide for all
-    latency, seconds = _of_rank_0(world, _reduced(world))
-    rate = LARGE / max(seconds - latency, 1e-9)
-    measured |= {"latency": f"{1e6 * latency:.0f} us", "reduce-scatter of 4 MiB": f"{1e3 * seconds:.2f} ms"}
-    size = _group_bytes(latency, rate)
-    return _of_rank_0(world, Tuning(library, parallel.threads(), size, measured))
+    size = GROUP_BYTES if world.size == 1 else SEVERAL
+    found = Tuning(_fastest(rates, blas.chosen()), parallel.threads(), size, measured)
+    return _of_rank_0(world, found)  # ranks measure different times
 
 
 def _fastest(rates: dict[str, float], usual: str) -> str:
     """The usual library, unless another is clearly faster."""
     best = max(rates, key=lambda name: rates[name])
     return best if rates[best] > CLEARLY * rates.get(usual, 0.0) else usual
-
-
-def _group_bytes(latency: float, rate: float) -> int:
-    """The power of two from which on latency and ACTION are at most SHARE of a collective."""
-    wanted = (latency + ACTION) * rate / SHARE
-    return int(min(max(2 ** round(np.log2(max(wanted, 1.0))), LEAST), MOST))
-
-
-def _reduced(world: Communicator) -> tuple[float, float]:
-    """Seconds of a small and of a large reduce-scatter, of memory that ranks share where they can."""
-    node = node_of(world)
-    shared = node.share(LARGE) if node is not None and node.shares else None
-    large = np.zeros(LARGE // 4, np.float32) if shared is None else shared.view(np.float32)
-    small = large[: SMALL // 4]
-    own, few = (even_pieces(a.size, world.size).part(a, world.rank) for a in (large, small))
-    found = (
-        _least(world, lambda: world.reduce_scatter(small, few, what="tuning").wait(), 20),
-        _least(world, lambda: world.reduce_scatter(large, own, what="tuning").wait(), 5),
-    )
-    if node is not None and shared is not None:
-        node.release(shared)
-    return found
-
-
-def _least(world: Communicator, call: Callable[[], None], times: int) -> float:
-    """Seconds of the fastest of several calls: what else runs on the machine only makes them slower."""
-    call()
-    best = float("inf")
-    for _ in range(times):
-        world.barrier(what="tuning").wait()
-        begin = perf_counter()
-        call()
-        best = min(best, perf_counter() - begin)
-    return best
 
 
 def _of_rank_0(world: Communicator, own: T) -> T:
@@ -308,7 +260,6 @@ def _key(world: Communicator) -> dict[str, Any]:
         "ranks": world.size,
         "ranks here": here,
         "threads": cores.threads_of(here) if imagined else parallel.threads(),
-        "seconds per action": ACTION,
         "choices": CHOICES,
     }
 

@@ -17,9 +17,8 @@ from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Coordinates, Mesh
 from fsdpx.config import PRESETS, Sharding, python_fields
-from fsdpx.engine.operations import OPERATIONS
+from fsdpx.engine.operations import OPERATIONS, left_alone
 from fsdpx.engine.run import ProgramRun, Values, demand_alike, number_of, words
-from fsdpx.engine.updating import left_alone
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.layout.pages import Range, ShardedPage
 from fsdpx.optim import Segments, rate

@@ -15,9 +15,8 @@ from fsdpx.array.kernels import store
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.windows import LINE, Window
 from fsdpx.config import Sharding, python_fields
-from fsdpx.engine.operations import OPERATIONS, alone
+from fsdpx.engine.operations import OPERATIONS, alone, move
 from fsdpx.engine.run import ProgramRun, Values, number_of
-from fsdpx.engine.updating import move
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.layout.pages import Range, ShardedPage
 from fsdpx.optim import Segments

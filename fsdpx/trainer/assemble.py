@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,18 +16,17 @@ from fsdpx.array.namespace import namespace
 from fsdpx.codecs import Choice, Codec, Codecs
 from fsdpx.codecs import codec as codec_of
 from fsdpx.comm.backend import FakeCommunicator
-from fsdpx.comm.calls import Poker
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.gpu import devices
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, FieldRanks, Mesh, connect
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
-from fsdpx.cuda.devices import current, take
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError, warn
 from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
+from fsdpx.messages import say, slow
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, over_parts, parallelise
 from fsdpx.nn.sort import Sorted, sort, with_numbers
@@ -45,7 +40,7 @@ from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
 from fsdpx.state.pace import TOGETHER, PaceChoice
-from fsdpx.state.placement import FieldParts, Formats, Options, Pipe, Placement, Recompute, recompute, statistics_of
+from fsdpx.state.placement import FieldParts, Formats, Options, Pipe, Placement, recompute, statistics_of
 from fsdpx.state.tuning import Tuning, kept, tune_for
 from fsdpx.trainer.choices import (
     CHUNKS,
@@ -56,9 +51,7 @@ from fsdpx.trainer.choices import (
     check_packed,
     check_whole,
     demand_together,
-    is_collective,
 )  # fmt: skip
-from fsdpx.trainer.progress import SILENCE, say
 from fsdpx.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
 from fsdpx.words import demand_match
@@ -84,12 +77,11 @@ def session_of(
     caller fills them in. commit: see `Feed`."""
     place, model, microbatches = placement_of(recipe, world, tuning)
     training = recipe.training
-    poker = _poker(recipe.machinery.progress, place)
     if place.xp is np:
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
-    with slow(world, "compiling kernels"):
+    with slow(_speaks(world), "compiling kernels"):
         warm(place.xp, model, place.loss, place.optimizer, dtypes, norm)
         if place.xp is np:
             for codec in place.codecs:
@@ -98,9 +90,14 @@ def session_of(
     recorder = None if watch is None else watch(place.axes)
     _remark(place)
     ordered = sort(with_numbers(training.model, place.formats.compute))
-    session = Session(Engine(state, poker, recorder), ordered, training.loss, microbatches, commit)
+    session = Session(Engine(state, recorder), ordered, training.loss, microbatches, commit)
     session.placed()
     return session
+
+
+def _speaks(world: Communicator) -> bool:
+    """Whether this is rank 0, and exists."""
+    return world.rank == 0 and not isinstance(world, FakeCommunicator)
 
 
 class TrainingRanks(NamedTuple):
@@ -175,7 +172,7 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
     distribution, machinery, settings = recipe.distribution, recipe.machinery, environment.read()
     xp = _namespace(machinery, world)
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
-    with slow(world, "measuring", kept):
+    with slow(_speaks(world), "measuring", kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
@@ -221,7 +218,9 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
     """What a step is asked for beside; ConfigError for options that exclude each other."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
     recomputing, schedule = recompute(training.recompute), distribution.schedule
-    _check_recompute(recomputing, pages.layout)
+    every, count = recomputing.every, len(pages.layout.units)
+    if every > count:
+        raise ConfigError(f"recompute={every}: every {every}th unit of {count} is none; take a smaller number")
     check_offload(distribution.offload, training.optimizer, training.average)
     chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
@@ -359,14 +358,6 @@ def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: 
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _check_recompute(recomputing: Recompute, layout: Layout) -> None:
-    if recomputing.every > len(layout.units):
-        raise ConfigError(
-            f"recompute={recomputing.every}: every {recomputing.every}th unit of {len(layout.units)} is none; "
-            "take a smaller number"
-        )
-
-
 def _codecs(choice: Choice, formats: Precision, outer: Codec | None) -> Codecs:
     """outer: between replicas that train by themselves."""
     found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients))
@@ -430,14 +421,6 @@ def _field_ranks(distribution: Distribution, mesh: Mesh, world: Communicator) ->
     return FieldRanks.of(mesh, world.rank, grid.dims, grids)
 
 
-def _poker(progress: str | None, place: Placement) -> Poker | None:
-    """Layers that call collectives themselves leave no action to a thread."""
-    busy = place.axes.tensor.size > 1 or any(is_collective(node.layer) for node in place.model.nodes)
-    if progress != "thread" or busy:
-        return None
-    return Poker(partial(take, current())) if place.xp.__name__ == "cupy" else Poker()
-
-
 def _stages(
     layout: Layout, reducing: Reducing, axes: Axes, optimizer: Any, offload: Offload | None
 ) -> tuple[Stage, ...]:
@@ -466,29 +449,3 @@ def _stages(
             *(Slot(kind, unit) for kind in ("saved", "held") for unit in spilled),
         ),
     )
-
-
-@contextmanager
-def slow(who: Any, what: str, outcome: Callable[[], str] = str) -> Iterator[None]:
-    """If the block takes longer than a second, rank 0 says what it does, and at its end how long it took.
-
-    Ranks that do not exist say nothing, and start no thread, for which there may be no memory. outcome: what is added
-    to the end."""
-    if isinstance(who, FakeCommunicator):
-        yield
-        return
-    begin, named = perf_counter(), threading.Event()
-
-    def name() -> None:
-        named.set()
-        say(who, f"{what} ...")
-
-    timer = threading.Timer(SILENCE, name)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if named.is_set():
-            say(who, f"{what} took {perf_counter() - begin:.0f} s{outcome()}")

@@ -272,7 +272,7 @@ def agree(
     table = exchange(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
     alone = comm.size < axes.world.size
     ranks = axes.mesh.line(axes.coordinates, REPLICA) if alone else range(comm.size)
-    lines = [_data_rank(axes, rank) for rank in ranks]
+    lines = [place.replica * axes.shard.size + place.shard for place in map(axes.mesh.coordinates, ranks)]
     first = [lines.index(line) for line in sorted(set(lines))]
     same = (table == table[[lines.index(line) for line in lines]]).all()
     if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:
@@ -280,11 +280,6 @@ def agree(
         return known * (axes.data.size // len(known)), bool((table[first] == table[0]).all())
     mine = CallRecord(call, kind) if error is None else CallRecord(call, kind, type(error), str(error))
     raise _disagreement([one.features for one in call_records(comm, mine)], lines)
-
-
-def _data_rank(axes: Axes, rank: int) -> int:
-    place = axes.mesh.coordinates(rank)
-    return place.replica * axes.shard.size + place.shard
 
 
 def _disagreement(features: list[str], lines: list[int]) -> DataError:

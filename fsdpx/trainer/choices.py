@@ -237,8 +237,8 @@ def _whole(least: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _one_of(*known: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in known)
+def _flag(value: Any) -> bool:
+    return value is True or value is False
 
 
 def _positive(value: Any) -> bool:
@@ -250,10 +250,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip_norm": (_positive, "a positive number, or None"),
     "seed": (_whole(0), "a whole number, 0 or more"),
     "ahead": (_whole(0), "a number of pages, 0 or more"),
-    "check": (_one_of(True, False), "True, False, or None for what FSDPX_CHECK says"),
-    "tune": (_one_of(True, False), "True, False, or None for what FSDPX_TUNE says"),
-    "check_finite": (_one_of(True, False), "True or False"),
-    "progress": (_one_of("loop", "thread"), "'loop', 'thread', or None for 'loop'"),
+    "check": (_flag, "True, False, or None for what FSDPX_CHECK says"),
+    "tune": (_flag, "True, False, or None for what FSDPX_TUNE says"),
+    "check_finite": (_flag, "True or False"),
 }
 """Option -> what it may be, and that in words. None is a choice of those whose default it is."""
 

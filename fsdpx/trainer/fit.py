@@ -24,6 +24,7 @@ from fsdpx.config import python_number
 from fsdpx.data.dataset import digest_of_first
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory, warn
+from fsdpx.messages import say
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.feed import Feed
@@ -31,13 +32,11 @@ from fsdpx.state.footprint import memory_limits
 from fsdpx.state.state import TrainState
 from fsdpx.state.tuning import Tuning, bytes_text, table
 from fsdpx.trainer.assemble import session_of
-from fsdpx.trainer.callbacks import Events, Log, Metric, Metrics
+from fsdpx.trainer.callbacks import EPOCHS, Events, Limits, Log, Metric, Metrics, ProgressBar
 from fsdpx.trainer.host import TrainerHost
-from fsdpx.trainer.progress import EPOCHS, Limits, ProgressBar, say
 from fsdpx.trainer.recipe import NoOptimizer, Recipe, demand
 from fsdpx.trainer.report import METRICS, Watched, routes
-from fsdpx.trainer.saves import Saves
-from fsdpx.trainer.series import Checkpoints, History
+from fsdpx.trainer.saves import Checkpoints, History, Saves
 from fsdpx.trainer.session import Session
 from fsdpx.watch.preempt import Preemption
 from fsdpx.words import refusing

@@ -12,10 +12,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from fsdpx.checkpoint.background import Background
 from fsdpx.checkpoint.commit import alone
 from fsdpx.checkpoint.load import load
-from fsdpx.checkpoint.save import Choices, prepare, save
+from fsdpx.checkpoint.save import Background, Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.run import GradientScale

@@ -151,9 +151,9 @@ class Machinery:
     device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs/gpu.md)
     device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
     backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
-    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: measured)
+    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: 4 MiB, of one
+        rank and without `tune` 1)
     ahead : pages gathered ahead of use
-    progress : transfers move on between actions, "loop" (the default), or during them as well, "thread"
     costs : path pattern -> cost of a layer, for the automatic cut of a pipe
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : look for NaN and Inf in every unit
@@ -166,7 +166,6 @@ class Machinery:
     backend: str | None = None
     group_bytes: int | str | None = None
     ahead: int | None = None
-    progress: str | None = None
     costs: Mapping[str, float] | None = None
     check: bool | None = None
     check_finite: bool = False

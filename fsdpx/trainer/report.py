@@ -19,12 +19,9 @@ from fsdpx.engine.recording import LayerTime
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.plan import paths
 from fsdpx.program import Moves, Program, Sizes, Traffic, traffic
-from fsdpx.state.disk import Rates
 from fsdpx.state.footprint import Footprint, peak_rss, reading
-from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
-from fsdpx.state.state import Spent
-from fsdpx.state.ties import Tie
+from fsdpx.state.state import Spent, Tie
 from fsdpx.state.tuning import bytes_text, table
 
 __all__ = [
@@ -271,28 +268,6 @@ class Reduced(NamedTuple):
     error: float
 
 
-class DiskTime(NamedTuple):
-    """How long a disk takes, in seconds, at the rate that was measured on it. rates: None if there is none. step:
-    expected of one step, or of a round. expected, measured: of all that was moved so far; measured is 0 where nothing
-    is (dry runs)."""
-
-    rates: Rates | None
-    step: float
-    expected: float
-    measured: float
-
-    def __str__(self) -> str:
-        took = f"{self.measured:.3f} s at work" if self.measured else ""
-        if self.rates is None:
-            return ", ".join(filter(None, ("disk: its rate was not measured", took)))
-        speed = " and ".join(f"{rate / 1e6:,.0f} MB/s {how}" for rate, how in zip(self.rates, HOW, strict=True))
-        so_far = f"; so far {took}, {self.expected:.3f} s expected" if took else ""
-        return f"disk: {self.step:.3f} s per step expected at {speed}{so_far}"
-
-
-HOW = ("read", "written")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Moved:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
@@ -330,9 +305,10 @@ class Moved:
 @dataclass(frozen=True, kw_only=True)
 class Report(Moved):
     """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
-    of the time transfers were under way in which this rank computed. disk_time: if something lies on disk. high_water:
-    by kind of memory, the bytes that were planned, None where there is no plan, and the most at any time; activations
-    are among them if the trainer keeps a trace. layers: of such a trainer, by path."""
+    of the time transfers were under way in which this rank computed. disk_seconds: in which reads or writes were under
+    way, if something lies on disk. high_water: by kind of memory, the bytes that were planned, None where there is no
+    plan, and the most at any time; activations are among them if the trainer keeps a trace. layers: of such a trainer,
+    by path."""
 
     rank: int
     ranks: int
@@ -345,7 +321,7 @@ class Report(Moved):
     times: dict[str, Spent]
     overlap: dict[str, float]
     seconds: float
-    disk_time: DiskTime | None = None
+    disk_seconds: float | None = None
     high_water: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     layers: dict[str, LayerTime] = field(default_factory=dict)
     read_footprint: Callable[[], Footprint | None] | Footprint | None = field(default=None, repr=False, compare=False)
@@ -394,7 +370,7 @@ class Report(Moved):
             rows.append((verb, f"{one.calls:,}", f"{one.seconds:.3f}", f"{one.waited:.3f}", share))
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
         hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
-        disk = [] if self.disk_time is None else [str(self.disk_time)]
+        disk = [f"disk: {self.disk_seconds:.3f} s at work"] if self.disk_seconds else []
         transfers = [f"transfers hidden behind computing: {hidden}"] if hidden else []
         return "\n".join([table(rows), OUTSIDE, *transfers, *disk])
 
@@ -426,7 +402,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
     """programs: of a step, or of the steps of a round, with how often each runs."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
-    predicted = _predicted(engine, programs)
+    predicted, traced = _predicted(engine, programs), engine.recording
     return Report(
         rank=place.axes.world.rank,
         ranks=place.axes.world.size,
@@ -444,18 +420,12 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
         reduces=list(_reduces(engine)),
-        layers={} if engine.recording is None else dict(engine.recording.layers),
-        disk_time=None if state.disk is None else _disk_time(state.disk, predicted, counted),
-        high_water=_high_water(engine),
+        layers={} if traced is None else dict(traced.layers),
+        disk_seconds=None if state.disk is None else state.disk.seconds,
+        high_water={**state.high_water(), **({"activations": (None, traced.activations.most)} if traced else {})},
         planned=place.options.planned,
         read_footprint=None if place.imaginary else reading(state),
     )
-
-
-def _high_water(engine: Engine) -> dict[str, tuple[int | None, int]]:
-    traced = engine.recording
-    activations = {} if traced is None else {"activations": (None, traced.activations.most)}
-    return {**engine.state.high_water(), **activations}
 
 
 def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:
@@ -465,16 +435,6 @@ def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[
             have = total.get(key, Traffic())
             total[key] = Traffic(have.calls + times * one.calls, have.bytes + times * one.bytes)
     return total
-
-
-def _disk_time(disk: Disk, step: Mapping[Moving, Traffic], so_far: Mapping[Moving, Traffic]) -> DiskTime:
-    if (rates := disk.rates) is None:
-        return DiskTime(None, nan, nan, disk.seconds)
-
-    def expected(moved: Mapping[Moving, Traffic]) -> float:
-        return rates.seconds(*(moved.get(("disk", call), Traffic()).bytes for call in ("read", "write")))
-
-    return DiskTime(rates, expected(step), expected(so_far), disk.seconds)
 
 
 def _saved(sent: int, plain: int) -> str:

@@ -14,9 +14,8 @@ import numpy as np
 
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import alone
-from fsdpx.engine.direct import Direct
-from fsdpx.engine.engine import Engine
-from fsdpx.engine.executable import Executable
+from fsdpx.engine.engine import Direct, Engine
+from fsdpx.engine.operations import Executable
 from fsdpx.engine.run import GradientScale, Mean, demand_finite
 from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.nn.cache import Cache

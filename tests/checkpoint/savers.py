@@ -8,7 +8,7 @@ import pytest
 from models import KNOWN, make, part
 
 from fsdpx import Mesh, Trainer, data, spawn
-from fsdpx.checkpoint.disk import WRITTEN
+from fsdpx.checkpoint.format import WRITTEN
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError
 

@@ -22,8 +22,10 @@ from savers import build, refused, steps
 from threads import on_ranks
 
 from fsdpx import optim, spawn
-from fsdpx.checkpoint import background, commit, disk, write
-from fsdpx.checkpoint.weights import REMEDY
+from fsdpx.checkpoint import commit, write
+from fsdpx.checkpoint import format as layout
+from fsdpx.checkpoint import save as saving
+from fsdpx.checkpoint.load import REMEDY
 from fsdpx.checkpoint.write import Manifest
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
@@ -80,7 +82,7 @@ def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monk
         with lock:
             if next(count) >= after:
                 raise FULL
-        disk.write_at(fd, data, offset)
+        layout.write_at(fd, data, offset)
 
     monkeypatch.setattr(write, "write_at", full)
     text = refused(3, lambda comm: trained(comm, path, background=in_background))
@@ -105,7 +107,7 @@ def test_a_full_disk_in_the_background_of_one_rank(old: Any, monkeypatch: pytest
     def full(*args: Any) -> None:
         raise FULL
 
-    monkeypatch.setattr(background, "_leave", full)
+    monkeypatch.setattr(saving, "_leave", full)
     text = refused(3, lambda comm: trained(comm, old[0], background=True))
     assert text == f"save to {old[0]}: rank 1: No space left on device (ENOSPC)"
 
@@ -144,7 +146,7 @@ def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: 
         assert trained_on.wait(60)
         return write.write(*args)
 
-    monkeypatch.setattr(background, "write", late)
+    monkeypatch.setattr(saving, "write", late)
 
     def body(comm: Communicator) -> list[str]:
         trainer = make(comm, "wide")

@@ -15,7 +15,8 @@ from models import make
 from savers import contents, steps
 
 from fsdpx import Mesh, Trainer, nn, optim, spawn
-from fsdpx.checkpoint import disk, write
+from fsdpx.checkpoint import format as layout
+from fsdpx.checkpoint import write
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError
 
@@ -87,7 +88,7 @@ def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: p
             monkeypatch.setattr(write, "write_at", full)
         with pytest.raises(CheckpointError, match=rf"save to {common}/a: .*No space left on device \(ENOSPC\)"):
             save(trainer, common / "a", in_background)
-        monkeypatch.setattr(write, "write_at", disk.write_at)
+        monkeypatch.setattr(write, "write_at", layout.write_at)
     trainer.load(common / "a")
     assert trainer.inspect.fingerprint() == before
     trainer.close()

@@ -10,7 +10,7 @@ import savers
 from threads import on_ranks
 
 from fsdpx import Mesh, Trainer, WeightsReport, nn, optim, spawn
-from fsdpx.checkpoint.weights import LEFT_OUT, REMEDY
+from fsdpx.checkpoint.load import LEFT_OUT, REMEDY
 from fsdpx.comm import Communicator
 
 MESHES = {

@@ -15,7 +15,7 @@ import pytest
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.data import DataLoader, FieldDataset, stored
+from fsdpx.data import DataLoader, FieldDataset, fields
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.cut import Parts
 
@@ -215,7 +215,7 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
             counted.append(found)
             return found
 
-    monkeypatch.setattr(stored, "open_file", lambda path, **_: Counting(path))
+    monkeypatch.setattr(fields, "open_file", lambda path, **_: Counting(path))
     dataset = FieldDataset(tmp_path / "u.h5", quarter())
     counted.clear()
     dataset[5]
@@ -235,7 +235,7 @@ def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest
             blocks.append(found.shape)
             return np.asarray(found)
 
-    monkeypatch.setattr(stored, "mapped", lambda path, _: np.load(path).view(Counting))
+    monkeypatch.setattr(fields, "mapped", lambda path, _: np.load(path).view(Counting))
     FieldDataset(tmp_path / "u.npy", quarter())[5]
     FieldDataset(tmp_path / "u.npy", quarter(), stride=3)[5]
     assert blocks == [(2, PART, SIDE), (1, PART, SIDE), (1, PART, SIDE)]

@@ -326,10 +326,10 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
 
 @in_full
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.checkpoint import background
+    from fsdpx.checkpoint import save as saving
 
-    write = background.write
-    monkeypatch.setattr(background, "write", lambda *args: (time.sleep(0.5), write(*args))[1])
+    write = saving.write
+    monkeypatch.setattr(saving, "write", lambda *args: (time.sleep(0.5), write(*args))[1])
 
     def body(comm: Any, dies: bool) -> str:
         trainer = make(comm)

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx import Trainer, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import FsdpxError
-from fsdpx.layout.tree import chunks_of
+from fsdpx.state.gradients import chunks_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """Each another program on two ranks or more; test_parity.py says why that is all. On one rank all are one program."""

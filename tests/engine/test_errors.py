@@ -300,7 +300,7 @@ def test_shape_error_is_a_value_error() -> None:
         ({"check_finite": None}, "check_finite=None: True or False"),
         ({"check": 1}, "check=1: True, False, or None"),
         ({"tune": "no"}, "tune='no': True, False, or None"),
-        ({"progress": "Thread"}, "progress='Thread': 'loop', 'thread', or None"),
+        ({"progress": "thread"}, "distribute(progress=...): no such option"),
         ({"frozen": 5}, "frozen=5: a list of name patterns is needed"),
         ({"frozen": None}, "frozen=None: a list of name patterns is needed"),
         ({"frozen": ["0.*", 5]}, "frozen=['0.*', 5]: a list of name patterns is needed"),

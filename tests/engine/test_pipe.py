@@ -12,7 +12,7 @@ from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, alike, make, part
 
 import fsdpx
-from fsdpx import Mesh, nn, optim
+from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.testing import demand_close
@@ -286,36 +286,20 @@ def test_measured_steps_are_what_ran() -> None:
             assert min(some) > 0
 
 
-def test_layers_are_measured() -> None:
-    model = nn.Graph(
-        {
-            "small": (nn.Linear(64, 64), "x"),
-            "large": (nn.Chain(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64)), "small"),
-            "sum": (nn.Add(), "small", "large"),
-        },
-        outputs=("sum",),
-    )
-    costs = fsdpx.layer_costs(model, np.ones((64, 64), np.float32))
-    assert list(costs) == ["small", "large.0", "large.1", "large.2", "sum"]
-    assert min(costs.values()) > 0
-    assert costs["large.0"] > costs["small"]
-    tied = nn.GPT(31, 16, 2, 2, 8, tie=True, dropout=0.1)
-    assert list(fsdpx.layer_costs(tied, np.zeros((2, 8), np.int64))) == [
-        "embed", "dropout", "blocks.0", "blocks.1", "norm", "head"
-    ]  # fmt: skip
+def test_a_pipe_is_cut_by_measured_layers() -> None:
+    def run(comm: Communicator) -> list[tuple[str, ...]]:
+        model = nn.Chain(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
+        options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "tune": False}
+        x = np.ones((4, 8), np.float32)
+        with model.as_distributed(comm=comm, trace="traced", **options) as first:
+            first.step(x, x)
+            layers = first.report().layers
+        costs = {path: one.forward + one.backward for path, one in layers.items()}
+        assert list(costs) == ["0", "1", "2", "3"]
+        assert min(costs.values()) > 0
+        cut = costs | {"0": 9.0, "1": 1.0, "2": 1.0, "3": 1.0}  # as if the first were slow, so that nothing is chance
+        with model.as_distributed(comm=comm, mesh=Mesh(pipe=2), costs=cut, **options) as trainer:
+            units = trainer.inspect.placement.layout.units
+            return [tuple(node.path for unit in units if unit.stage == s for node in unit.nodes) for s in range(2)]
 
-
-def test_layers_are_measured_in_their_format() -> None:
-    """Products that write float64 into gradients of float32 would write beyond them."""
-    seen = set()
-
-    class Seen(nn.Layer):
-        def forward(self, env, p, x):
-            seen.add(x.dtype.name)
-            return x, ()
-
-        def backward_input(self, env, p, saved, dy):
-            return dy, ()
-
-    fsdpx.layer_costs(nn.Chain(Seen(), nn.Linear(4, 4)), np.ones((8, 4)))
-    assert seen == {"float32"}
+    assert spawn(run, 2) == [[("0",), ("1", "2", "3")]] * 2

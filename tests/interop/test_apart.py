@@ -16,16 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fsdpx.errors import ConfigError  # noqa: E402
-from fsdpx.interop import described as apart_module  # noqa: E402
-from fsdpx.interop.cut import _layout  # noqa: E402
-from fsdpx.interop.described import (  # noqa: E402
-    ModuleLayout,
-    Shapes,
-    TensorValue,
-    apart,
-    dumped,
-    loaded,
-)
+from fsdpx.interop import cut as apart_module  # noqa: E402
+from fsdpx.interop.cut import ModuleLayout, Shapes, TensorValue, _layout, apart, dumped, loaded  # noqa: E402
 from fsdpx.interop.surroundings import draws  # noqa: E402
 
 tnn = torch.nn

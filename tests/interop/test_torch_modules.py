@@ -250,52 +250,6 @@ def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut: 
     np.testing.assert_array_equal(frozen, net.inner.gate.weight.numpy())
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it, and hides this
-def test_compiled_units_do_what_operations_one_by_one_do() -> None:
-    torch.manual_seed(3)
-    net, (x, y) = Language(3, drop=0.3).double(), text()
-    example = [a[:4] for a in x]
-    wanted, end, predicted = train(from_torch(net, *example), x, y, 2, recompute="all")
-    compiled = from_torch(net, *example, compile="aot_eager")
-    found, parameters, still = train(compiled, x, y, 2, recompute="all")
-    np.testing.assert_allclose(found, wanted, rtol=1e-12)
-    np.testing.assert_allclose(still, predicted, rtol=1e-9)
-    for name, value in parameters.items():
-        np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_units_that_do_the_same_are_compiled_once() -> None:
-    graphs = []
-
-    @torch._dynamo.register_backend(name="counted")
-    def counted(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    net, (x, y) = Shared(), text()
-    train(from_torch(net, *(a[:4] for a in x), compile="counted"), x, y, precision="float32")
-    done = len(graphs)
-    for _ in range(2):
-        net.blocks.append(Block(8, 0.0))
-    graphs.clear()
-    train(from_torch(net, *(a[:4] for a in x), compile="counted"), x, y, precision="float32")
-    assert len(graphs) == done > 0
-
-
-def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as config
-
-    x = np.ones((3, 4), np.float32)
-    with pytest.raises(ConfigError, match=r"compile='nvcc': PyTorch has no such backend; there are aot_eager, "):
-        from_torch(tnn.Sequential(tnn.Linear(4, 4)), x, compile="nvcc")
-    with pytest.raises(ConfigError, match=r"from_torch\(compile=\.\.\.\) needs an example of the inputs"):
-        from_torch(tnn.Linear(4, 4), compile=True)
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(ConfigError, match=r"compile=True needs a C\+\+ compiler, and PyTorch finds none: "):
-        from_torch(tnn.Sequential(tnn.Linear(4, 4)), x, compile=True)
-
-
 def test_units_are_the_elements_of_module_lists_and_modules_with_parameters() -> None:
     (x, _) = text()
     cut = from_torch(Language(), *(a[:4] for a in x))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,18 +73,12 @@ def prepared(make: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any,
     return net, *r.integers(0, VOCAB, (2, SAMPLES, 8)), None
 
 
-@cache
-def cut_and_trained(make: Any) -> tuple[Any, ...]:
-    """A model, itself in units, its batch, and what PyTorch gives: once, for the exporter takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        net, x, y, units = prepared(make, patch)
-        net = net.double()
-        return net, from_torch(net, x[:4], units=units), x, y, *plain(net, x, y)
-
-
 @pytest.mark.parametrize(("make", "way"), CASES, ids=lambda case: getattr(case, "__name__", case))
-def test_steps_are_those_of_plain_pytorch(make: Any, way: str) -> None:
-    _, model, x, y, losses, end = cut_and_trained(make)
+def test_steps_are_those_of_plain_pytorch(make: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, y, units = prepared(make, monkeypatch)
+    net = net.double()
+    losses, end = plain(net, x, y)
+    model = from_torch(net, x[:4], units=units)
     ranks, options = WAYS[way]
     if make is resnet18 and way == "pipe":  # a batch norm sees one microbatch at a time
         options = options | {"microbatches": 1}

@@ -33,8 +33,8 @@ def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_times_of_a_busy_machine_are_not_to_be_trusted() -> None:
     said = "n1: 4.2 processes per core want to run: what was timed here is not to be trusted"
-    assert warnings_of([GOOD, GOOD._replace(load=4.2)], None, []) == [said]
-    assert warnings_of([GOOD._replace(load=0.4)], None, []) == []
+    assert warnings_of([GOOD, GOOD._replace(load=4.2)], []) == [said]
+    assert warnings_of([GOOD._replace(load=0.4)], []) == []
 
 
 def test_two_ranks_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +87,12 @@ def test_sums_that_are_wrong_are_seen() -> None:
     ],
 )  # fmt: skip
 def test_warnings_have_remedies(ranks: list[RankFacts], words: str) -> None:
-    (said,) = warnings_of(ranks, None, [])
+    (said,) = warnings_of(ranks, [])
     assert said.startswith(words)
 
 
 def test_no_warning_without_a_reason() -> None:
-    assert warnings_of([GOOD, GOOD], "MULTIPLE", []) == []
-    (said,) = warnings_of([GOOD], "FUNNELED", [])
-    assert said == "MPI's thread level is FUNNELED: transfers move between actions only (progress='loop')"
+    assert warnings_of([GOOD, GOOD], []) == []
 
 
 @pytest.mark.jobs

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsdpx.array.sums import GRAIN
 from fsdpx.layout.pages import Page, Range, cut, overlap
-from fsdpx.layout.tree import Stack, TreeNode, chunks_of, nodes_of, root
+from fsdpx.state.gradients import Stack, TreeNode, chunks_of, nodes_of, root
 
 CHECK = settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 

@@ -12,8 +12,8 @@ import pytest
 
 import fsdpx
 from fsdpx import models, nn, optim
-from fsdpx.checkpoint import disk
-from fsdpx.checkpoint.disk import lay_out
+from fsdpx.checkpoint import format as layout
+from fsdpx.checkpoint.format import lay_out
 from fsdpx.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.beside import ends_of, last_token
@@ -88,14 +88,14 @@ def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
 def test_every_byte_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, config = KINDS[kind]
     arrays, read = folder(tmp_path / "a", shapes, config=config), []
-    plain = disk._read
+    plain = layout._read
 
     def counted(fd: int, view: memoryview, offset: int) -> int:
         read.append(done := plain(fd, view, offset))
         return done
 
     model = models.from_pretrained(tmp_path / "a")
-    monkeypatch.setattr(disk, "_read", counted)
+    monkeypatch.setattr(layout, "_read", counted)
 
     def run(comm: Communicator) -> Any:
         loss, optimizer = nn.CrossEntropy(), optim.SGD(lr=0.1)

@@ -13,7 +13,7 @@ import pytest
 from amount import in_full
 from models import CASES, make
 
-from fsdpx import Mesh, data, spawn
+from fsdpx import Mesh, data, messages, spawn
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
@@ -25,7 +25,6 @@ from fsdpx.observe.plots import DARKER, THEMES, StepLanes, draw, figure
 from fsdpx.program.machine import Costs, Event, simulate
 from fsdpx.program.schedules import schedule
 from fsdpx.program.verbs import parse
-from fsdpx.trainer import progress
 
 
 def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
@@ -223,11 +222,11 @@ def test_who_comes_last_is_waited_for() -> None:
 
 def test_what_is_said_goes_through_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler = logging.FileHandler(tmp_path / "own.txt")
-    progress.LOGGER.addHandler(handler)
+    messages.LOGGER.addHandler(handler)
     try:
-        progress.line("100 % done")
+        messages.line("100 % done")
     finally:
-        progress.LOGGER.removeHandler(handler)
+        messages.LOGGER.removeHandler(handler)
         handler.close()
     assert (tmp_path / "own.txt").read_text() == "100 % done\n"
     assert capsys.readouterr().err == "100 % done\n"

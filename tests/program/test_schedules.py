@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.check import validate
-from fsdpx.program.grid import arrow, grid
-from fsdpx.program.machine import Costs, Event, PipelineSchedule, simulate
+from fsdpx.program.machine import Costs, Event, PipelineSchedule, arrow, grid, simulate
 from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, schedule
 from fsdpx.program.verbs import Action, parse
 from fsdpx.testing import ScheduleContract

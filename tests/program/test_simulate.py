@@ -9,25 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
-from fsdpx.program import Action, Program, Request, compile, parse, pipeline
+from fsdpx.program import Action, Program, Request, compile, pipeline
 from fsdpx.program.machine import (
     ActionTimes,
     Costs,
     Event,
-    Overlap,
     PipelineSchedule,
     Stuck,
     Task,
     bubble,
     by_rank,
-    memory,
-    overlap,
-    peak_memory,
     simulate,
     simulate_programs,
     walk,
 )
-from fsdpx.program.schedules import in_flight, schedule
+from fsdpx.program.schedules import schedule
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 EQUAL = Costs(1, 1, 1)
@@ -199,38 +195,6 @@ def test_programs_take_the_time_of_their_schedule(name: str, ranks: int, m: int,
     assert [e for e in events if e.action.op in ("F", "B", "I", "W")] == simulate(plan, costs)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
-def test_saved_activations_peak_at_what_is_in_flight(name: str) -> None:
-    plan = schedule(name, 3, 7)
-    programs = compiled(plan)
-    events = simulate_programs(programs, speeds(EQUAL))
-    assert peak_memory(programs, events, lambda slot: 10, ("saved",)) == [10 * n for n in in_flight(plan, until="I")]
-    most = max(in_flight(plan))  # while I runs, what it reads and what it leaves are both there
-    assert 10 * most <= max(peak_memory(programs, events, lambda slot: 10, ("saved", "kept"))) <= 10 * (most + 1)
-
-
-def test_memory_over_time_begins_and_ends_empty() -> None:
-    program = compile(requests("step", CHAIN, 1, "fsdp"))
-    (curve,) = memory(
-        [program], simulate_programs([program], ActionTimes({("F", None): 1, ("B", None): 2})), lambda slot: 1
-    )
-    times = [time for time, _ in curve]
-    assert times == sorted(set(times))
-    assert curve[-1][1] == 0
-    assert max(now for _, now in curve) == 1 + len(CHAIN.units) + 1  # all saved, and a gradient on each side of B3
-
-
-def test_memory_that_goes_from_program_to_program() -> None:
-    """A forward leaves what it saved; a backward begins with it."""
-    ends = []
-    for kind in ("forward", "backward"):
-        program = compile(requests(kind, CHAIN, 1, "fsdp"))
-        events = simulate_programs([program], ActionTimes({("F", None): 1, ("B", None): 1}))
-        (curve,) = memory([program], events, lambda slot: 1, ("saved",))
-        ends.append((curve[0], curve[-1]))
-    assert ends == [((0, 1), (3, 4)), ((0, 4), (4, 0))]
-
-
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("placement", ["ddp", "fsdp"])
 def test_one_program_without_moves_takes_the_sum(name: str, placement: str) -> None:
@@ -247,10 +211,8 @@ def test_gathers_run_beside_the_computing() -> None:
     assert [a.op + str(a.unit) for a in program.actions if a.op in "GATHER E"][:3] == ["GATHER0", "GATHER1", "E0"]
     events = simulate_programs([program], ActionTimes({("GATHER", None): 1, ("E", None): 1}))
     assert max(e.end for e in events) == 5
-    assert overlap(events) == {0: Overlap(4, 3)}
     slow = simulate_programs([program], ActionTimes({("GATHER", None): 2, ("E", None): 1}))
     assert max(e.end for e in slow) == 9  # one at a time on their lane
-    assert overlap(slow)[0].share == 3 / 8
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
@@ -287,21 +249,6 @@ def test_programs_that_wait_for_each_other_are_named() -> None:
         ProgramError, match=r"wait for each other\nrank 0 of .*, at B0\.0, waits for SEND1\.0 of rank 1\n"
     ):
         simulate_programs([silent, second], ActionTimes({}))
-
-
-def test_overlap_counts_no_second_twice() -> None:
-    def event(text: str, start: float, end: float) -> Event:
-        return Event(0, parse(text)[0], start, end)
-
-    measured = [
-        event("GATHER0", 0, 4),
-        event("REDUCE1", 2, 6),
-        event("F0.0", 1, 3),
-        event("B0.0", 3, 5),
-        event("NORM", 0, 9),
-    ]
-    assert overlap(measured) == {0: Overlap(6, 4)}
-    assert overlap([event("F0.0", 0, 1)])[0].share == 1
 
 
 def test_pages_that_are_one_parameter_wait_for_each_other() -> None:

@@ -246,14 +246,6 @@ def test_other_machines_files_do_not_show(cache, monkeypatch):
     assert stored() == []
 
 
-@pytest.mark.parametrize(
-    ("latency", "rate", "wanted"),
-    [(1e-9, 1e9, 256 << 10), (2e-6, 8e9, 2 << 20), (20e-6, 10e9, 4 << 20), (75e-6, 1e9, 1 << 20), (1.0, 1e9, 4 << 20)],
-)
-def test_units_are_as_large_as_makes_latency_and_python_small(latency, rate, wanted):
-    assert tuning._group_bytes(latency, rate) == wanted
-
-
 @pytest.mark.jobs
 def test_run_retune_measures_anew_at_the_first_start_only(tmp_path):
     script = tmp_path / "job.py"

@@ -18,13 +18,13 @@ from amount import in_full
 from bits import bits
 from models import CASES, make, part
 
-from fsdpx import Checkpoints, Elastic, Mesh, data, environment, nn, optim, spawn
+from fsdpx import Checkpoints, Elastic, Mesh, data, environment, messages, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.state.tuning import Tuning
-from fsdpx.trainer import assemble, progress
+from fsdpx.trainer import assemble
 from fsdpx.trainer import callbacks as logs
-from fsdpx.trainer.series import History
+from fsdpx.trainer.saves import History
 
 
 def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
@@ -204,7 +204,7 @@ def test_callbacks_that_would_never_be_called() -> None:
 
 
 def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpx.trainer.progress.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.trainer.callbacks.SECONDS", 0.0)
 
     def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp", clip_norm=1.0)
@@ -230,11 +230,11 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
             writes.append(text)
             return len(text)
 
-    monkeypatch.setattr("fsdpx.trainer.progress.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.trainer.callbacks.SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr", Unbuffered())
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
-    progress.say(trainer.host, "done")
+    messages.say(trainer.host, "done")
     found = [text for text in writes if "compiling" not in text]
     assert len(found) == 5
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in found)
@@ -258,7 +258,7 @@ def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys:
     """A clock that only validation moves: then steps take no time, and the rate is not of this world."""
     clock = [0.0]
     monkeypatch.setattr("fsdpx.trainer.fit.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("fsdpx.trainer.progress.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.trainer.callbacks.SECONDS", 0.0)
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
 
     def batches(steps: int = 3) -> Any:
@@ -283,7 +283,7 @@ def test_what_takes_more_than_a_second_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By rank 0, while it lasts; here less, and until the line itself is there."""
-    monkeypatch.setattr(assemble, "SILENCE", 0.05)
+    monkeypatch.setattr(messages, "SILENCE", 0.05)
     spoken = threading.Event()
 
     def slowly(*given: Any) -> Tuning:
@@ -291,18 +291,18 @@ def test_what_takes_more_than_a_second_is_said(
         spoken.wait(60)
         return Tuning("numpy")
 
-    monkeypatch.setattr(assemble, "say", lambda who, text: (print(who.rank, text), spoken.set()))
+    monkeypatch.setattr(messages, "line", lambda text: (print(text), spoken.set()))
     monkeypatch.setattr(assemble, "warm", slowly)
     monkeypatch.setattr(assemble, "tune_for", slowly)
     make(spawn(lambda comm: comm, 1)[0], "mlp")
     lines = [re.sub(r"\d+ s", "some s", line) for line in capsys.readouterr().out.splitlines()]
     kept = f"took some s; what came of it is kept in {environment.read().cache}"
-    compiled = ["0 compiling kernels ...", "0 compiling kernels took some s"]
-    assert lines == ["0 measuring ...", f"0 measuring {kept}", *compiled]
+    compiled = ["fsdpx: compiling kernels ...", "fsdpx: compiling kernels took some s"]
+    assert lines == ["fsdpx: measuring ...", f"fsdpx: measuring {kept}", *compiled]
 
 
 def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with assemble.slow(type("R", (), {"rank": 0}), "thinking"):
+    with messages.slow(True, "thinking"):
         pass
     assert capsys.readouterr().err == ""
 
