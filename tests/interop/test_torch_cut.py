@@ -160,7 +160,7 @@ def test_an_export_that_takes_long_is_named_by_the_first_rank(
         def __init__(self, seconds: float, function: Any) -> None:
             self.start, self.cancel = function, lambda: made.append(self)
 
-    monkeypatch.setattr(cut, "Timer", AtOnce)
+    monkeypatch.setattr("threading.Timer", AtOnce)
     monkeypatch.setenv("PMI_RANK", str(rank))
     monkeypatch.setenv("PMI_SIZE", "2")
     from_torch(tnn.Sequential(tnn.Linear(4, 4)), np.ones((2, 4), np.float32))
