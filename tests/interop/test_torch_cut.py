@@ -14,7 +14,6 @@ import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
-from fsdpx.interop import cut  # noqa: E402
 from fsdpx.interop.torch import from_torch  # noqa: E402
 
 tnn = torch.nn
