@@ -131,6 +131,9 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--nproc-per-node", dest="per_node", type=int, help="ranks per host, at most")
     p.add_argument("--hostfile", type=Path, help="hosts and their slots, in the form of any launcher")
     p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs/backends.md)")
+    p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")
+    p.add_argument("--master-addr", help="the same: name or address of host 0, where ranks meet")
+    p.add_argument("--master-port", type=int, help="the same: a port that is free there (default: 29500)")
     p.add_argument(
         "--mpiexec", default=None, help='the launcher, as in "srun --mpi=pmi2 -K" (default: srun or mpiexec)'
     )

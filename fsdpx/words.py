@@ -139,7 +139,6 @@ LEFT: dict[str, str] = {
     "ImageFolder": "torchvision.datasets.ImageFolder, or a dataset of your own with len() and [i]",
     "ElasticTrainer": "Trainer: what an elastic one has more is in trainer.host",
     "--plot": "bench comm --json FILE, whose rows any program draws",
-    "--node-rank": "torchrun, which comes with PyTorch, on each host (docs/launching.md)",
 }
 """Name of an earlier version -> what to use instead."""
 CALLS: dict[str, str] = {

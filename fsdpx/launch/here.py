@@ -1,6 +1,7 @@
-"""Starts ranks on this host without any MPI: python -m fsdpx.launch.here -n 4 python -m fsdpx.launch.rank script.py
+"""Starts the ranks of one host without any MPI: python -m fsdpx.launch.here -n 4 python -m fsdpx.launch.rank script.py
 
-They meet at a new file."""
+They meet at a new file; or, where `fsdpx run` is started on each of several hosts, where the variable FSDPX_STORE says:
+then --first is the number of the first rank here, and --of that of all ranks."""
 
 from __future__ import annotations
 
@@ -36,6 +37,8 @@ def starter() -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Start the ranks; the status of the first that fails, which ends the others."""
     p = argparse.ArgumentParser()
+    p.add_argument("--first", type=int, default=0)
+    p.add_argument("--of", type=int)
     p.add_argument("-n", dest="ranks", type=int)
     p.add_argument("command", nargs=argparse.REMAINDER)
     args = p.parse_args(words)
@@ -49,12 +52,19 @@ def main(words: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
         signal.signal(number, forward)
     with tempfile.TemporaryDirectory(prefix="fsdpx-meet-") as folder:
-        size, store = str(args.ranks), os.path.join(folder, "store")
-        common = {"FSDPX_SECRET": secrets.token_hex(32), **os.environ, "FSDPX_STORE": store}
-        common |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        for rank in map(str, range(args.ranks)):
-            started.append(subprocess.Popen(args.command, env={**common, "RANK": rank, "LOCAL_RANK": rank}))
+        common = dict(os.environ)
+        if args.of is None:
+            common = {"FSDPX_SECRET": secrets.token_hex(32), **common, "FSDPX_STORE": os.path.join(folder, "store")}
+        for rank in range(args.ranks):
+            numbers = _numbers(rank, args.ranks, args.first, args.of or args.ranks)
+            started.append(subprocess.Popen(args.command, env=common | numbers))
         return _wait(started)
+
+
+def _numbers(rank: int, here: int, first: int, size: int) -> dict[str, str]:
+    """The variables that tell a rank of this host which one it is."""
+    numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": here}
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:

@@ -15,7 +15,9 @@ from fsdpx import environment, files
 from fsdpx.errors import LaunchError
 from fsdpx.words import knowing
 
-__all__ = ["HostSlots", "LaunchConfig", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts"]
+__all__ = [
+    "HostSlots", "LaunchConfig", "NodeRank", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts",
+]  # fmt: skip
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -33,7 +35,7 @@ class LaunchConfig:
     ranks : number of ranks
     nodes : number of hosts: the first of the hostfile, or any of the allocation
     per_node : ranks per host, at most
-    backend : "mpi", or "gloo": on this host, without any MPI (docs/backends.md; on several: torchrun)
+    backend : "mpi", or "gloo": on this host, without any MPI (docs/backends.md; on several: `fsdpx run --node-rank`)
     hostfile : names of hosts and how many ranks each takes, in the form of any launcher (docs/launching.md)
     mpiexec : the launcher's words, as in "srun --mpi=pmi2" (None: one that is found)
     elastic : deaths do not end the job (Open MPI's --with-ft ulfm)
@@ -118,6 +120,85 @@ class LaunchConfig:
         elif self.nodes and self.per_node and not self.hostfile and self.ranks <= (self.nodes - 1) * self.per_node:
             asked = f"nodes={self.nodes} with per_node={self.per_node} are {self.nodes * self.per_node}"
             yield f"ranks={self.ranks}: {asked}, and a host would have none; leave one of the three out"
+
+
+@dataclass(frozen=True)
+class NodeRank:
+    """This host among several on each of which a user starts the same `fsdpx run --backend gloo`, but for the number.
+
+    Parameters
+    ----------
+    nodes : number of hosts
+    number : of this one, from 0
+    address : name or address of host 0 that the others reach
+    port : free on host 0; each further start of the job takes the next one, so that it never meets the last start
+    """
+
+    nodes: int
+    number: int
+    address: str
+    port: int = 29500
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.nodes:
+            raise LaunchError(f"--node-rank {self.number}: hosts are numbered from 0, those of --nodes {self.nodes}")
+        if not self.address or any(char.isspace() for char in self.address):
+            raise LaunchError(f"--master-addr {self.address!r} is no name or address of a host")
+        if not 0 < self.port < 1 << 16:
+            raise LaunchError(f"--master-port {self.port}: ports are from 1 to 65535")
+        if not environment.secret():
+            raise LaunchError(
+                "FSDPX_SECRET is not set, by which ranks of several hosts prove that they belong together: make one "
+                "(openssl rand -hex 32), and export the same on all hosts before fsdpx run"
+            )
+
+    @classmethod
+    def of(
+        cls, backend: str, nodes: int | None, number: int | None, address: str | None, port: int | None
+    ) -> NodeRank | None:
+        """What the options of `fsdpx run` say; None where all ranks are started from one host."""
+        given = {"--nodes": nodes, "--node-rank": number, "--master-addr": address}
+        missing = [option for option, value in given.items() if value is None]
+        asked = port is not None or any(value is not None for value in (number, address))
+        if backend != "gloo":
+            if asked:
+                raise LaunchError(
+                    "--node-rank, --master-addr and --master-port are for --backend gloo: MPI's launcher starts the "
+                    "ranks of all hosts itself, see --hostfile"
+                )
+            return None
+        if not asked and nodes is None:
+            return None
+        if nodes is None or number is None or address is None:
+            raise LaunchError(
+                f"--backend gloo on several hosts: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
+                "missing. Start the same line on each host, with its own --node-rank from 0: fsdpx run --backend gloo "
+                "--nodes 2 --node-rank 0 --master-addr HOST-0 --nproc-per-node 4 train.py"
+            )
+        return cls(nodes, number, address) if port is None else cls(nodes, number, address, port)
+
+    def ranks_here(self, ranks: int, per_node: int | None) -> int:
+        """How many of the `ranks` of the job this host has. LaunchError if hosts would have different numbers of
+        them."""
+        here, left = divmod(ranks, self.nodes)
+        if left or (per_node is not None and per_node != here):
+            each = "" if per_node is None else f" with --nproc-per-node {per_node}"
+            raise LaunchError(
+                f"-n {ranks} on --nodes {self.nodes}{each}: each host has the same number of ranks; -n is of the job"
+            )
+        return here
+
+    def words(self, ranks: int) -> list[str]:
+        """For what starts the ranks of this host. ranks: how many those are."""
+        return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
+
+    def variables(self, start: int, ranks: int) -> dict[str, str]:
+        """For the ranks of a start."""
+        port = self.port + start
+        if port >= 1 << 16:
+            raise LaunchError(f"--master-port {self.port}: restart {start} would meet at port {port}; take a lower one")
+        where = f"{environment.TCP}{self.address}:{port}"
+        return {"FSDPX_STORE": where, "FSDPX_EXPECT_SIZE": str(self.nodes * ranks)}
 
 
 LARGEST = 10_000_000

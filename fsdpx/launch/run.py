@@ -27,7 +27,7 @@ from fsdpx.launch.endings import Deaths, Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find
 from fsdpx.launch.notes import Follower, Note, ask, read_notes
-from fsdpx.launch.options import LaunchConfig, look_up, ranks_there, read_hosts, slots_of, write_hosts
+from fsdpx.launch.options import LaunchConfig, NodeRank, look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.rank import end_with_parent
 from fsdpx.watch.flight import FlightRecord, log, read_all
 
@@ -41,7 +41,16 @@ _PREFIX, _OWNER = "fsdpx-run-", "owner"
 def main(args: argparse.Namespace) -> int:
     """The job of a command line, or what it would be (--dry-run, --print-batch); its exit status."""
     given = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
-    config = LaunchConfig(**given | {"ranks": _ranks(args)})
+    node = NodeRank.of(args.backend, args.nodes, args.node_rank, args.master_addr, args.master_port)
+    ranks = _ranks(args)
+    if node is not None:
+        unfit = [word for word in ("min_ranks", "print_batch", "join") if getattr(args, word) is not None]
+        if unfit:
+            option = unfit[0].replace("_", "-")
+            raise LaunchError(f"--{option} with --node-rank: each host starts the same ranks again; leave it out")
+        given |= {"nodes": None, "per_node": None}
+        ranks = node.ranks_here(ranks, args.per_node)
+    config = LaunchConfig(**given | {"ranks": ranks})
     if args.join is not None:
         print(f"fsdpx run: {args.join}: {join(args.join, config.ranks, config.timeout or _SECONDS_TO_JOIN)}")
         return 0
@@ -54,13 +63,13 @@ def main(args: argparse.Namespace) -> int:
         print(batch(args.print_batch, config, program, node_cores(), variables), end="")
     elif args.dry_run:
         folder = config.folder or Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
-        job = Job(find(config), config, program, variables)
+        job = Job(find(config), config, program, variables, node)
         named = [
             f"{name}={shlex.quote(value)}" for name, value in job.variables(folder / "start-0", 0, config.ranks).items()
         ]
         print(*named, shlex.join(job.command(config.ranks)))
     else:
-        return run(config, program, variables).status
+        return run(config, program, variables, node).status
     return 0
 
 
@@ -77,12 +86,16 @@ def _ranks(args: argparse.Namespace) -> int:
     return ranks
 
 
-def run(config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None) -> Ending:
+def run(
+    config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None,
+    node: NodeRank | None = None,
+) -> Ending:  # fmt: skip
     """Start a job until it is done or must not be restarted; how it ended.
 
-    program: words for Python, as in ["train.py", "--fast"] or ["-m", "train"]. variables: for the ranks."""
+    program: words for Python, as in ["train.py", "--fast"] or ["-m", "train"]. variables: for the ranks. node: this
+    host, where other launchers start the ranks of the others; `config` is then of the ranks here."""
     plan = RestartPlan(config.ranks, config.least, config.max_restarts, config.backoff)
-    job = Job(find(config), config, program, variables or {})
+    job = Job(find(config), config, program, variables or {}, node)
     _look_for(program)
     job.command(config.ranks)  # what is wrong with it is said before anything is written
     if config.hostfile is not None:
@@ -143,13 +156,20 @@ class Job:
     config: LaunchConfig
     program: Sequence[str]
     more: Mapping[str, str]
+    node: NodeRank | None = None
 
     def variables(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
         """The environment for the ranks of a start. folder: theirs."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
-        return {**own, **self.config.variables(), **self.more}
+        meet = {} if self.node is None else self.node.variables(start, ranks)
+        return {**own, **self.config.variables(), **self.more, **meet}
 
     def command(self, ranks: int) -> list[str]:
+        if self.node is not None:
+            if ranks != self.config.ranks:
+                raise LaunchError("ranks of hosts that were started one by one can be neither more nor fewer")
+            words = (*self.found.words, *self.node.words(ranks))
+            return command(replace(self.found, words=words), self.config, ranks, self.program, ())
         names = {*self.variables(Path(), 0, ranks), *environment.alike()}
         return command(self.found, self.config, ranks, self.program, names)
 

@@ -146,10 +146,10 @@ def test_ranks_at_their_own_speed_on_two_hosts_finish(lab: Lab, python: str, str
 
 
 def test_hosts_without_mpi_that_are_started_one_by_one(lab: Lab, undisturbed: str) -> None:
-    """The same line of torchrun on each, over Gloo."""
+    """The same line on each, over Gloo."""
     pytest.importorskip("torch")
-    of = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "n1"]
-    words = [sys.executable, "-m", "torch.distributed.run", *of, "--node-rank"]
+    of = ["--backend", "gloo", "--nodes", "2", "--master-addr", "n1"]
+    words = [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--max-restarts", "0", *of, "--node-rank"]
     given, rest = environment(lab, FSDPX_SECRET="one secret of many, for tests"), [*GPT, "--no-save"]
     other = subprocess.Popen(
         lab.words("n2", *words, "1", *rest), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

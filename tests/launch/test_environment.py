@@ -23,6 +23,7 @@ from fsdpx.comm.mesh import AXES
 from fsdpx.config import PRESETS
 from fsdpx.environment import Environment, StartedBy, Store, alone, check_alone, check_size, number, read
 from fsdpx.errors import ConfigError, FsdpxError, LaunchError, MeshError
+from fsdpx.launch.options import NodeRank
 from fsdpx.launch.show import check_axes, mesh_text, parse_recompute
 from fsdpx.launch.verify import lay
 
@@ -185,14 +186,60 @@ def test_a_process_that_is_asked_something_is_no_rank_of_this_job():
 ROOT = Path(__file__).parents[2]
 SECRET = "one secret of many, for tests"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-TORCHRUN = ("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
+GLOO = ("--backend", "gloo", "--nodes", "2", "--master-addr", "127.0.0.1")
 
 
-def test_hosts_one_by_one_are_torchruns(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["run", "-n", "4", "--backend", "gloo", "--node-rank", "0", "train.py"])
-    said = "--node-rank is no longer in fsdpx: use torchrun, which comes with PyTorch, on each host"
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPX_SECRET", SECRET)
+
+
+@pytest.mark.usefixtures("secret")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-n 4 --node-rank 0", "--node-rank, --master-addr and --master-port are for --backend gloo: MPI's launcher"),
+        ("-n 4 --master-port 1", "are for --backend gloo"),
+        ("-n 4 --backend gloo --nodes 2", "--node-rank and --master-addr are missing. Start the same line on each"),
+        ("-n 4 --backend gloo --node-rank 0 --master-addr a", "several hosts: --nodes is missing"),
+        ("-n 4 --backend gloo --nodes 2 --master-port 1", "--node-rank and --master-addr are missing"),
+        ("-n 4 --backend gloo --nodes 2 --node-rank 2 --master-addr a", "--node-rank 2: hosts are numbered from 0"),
+        ("-n 4 --backend gloo --nodes 2 --node-rank -1 --master-addr a", "--node-rank -1: hosts are numbered from 0"),
+        ("-n 4 --backend gloo --nodes 2 --node-rank 0 --master-addr a --master-port 70000", "from 1 to 65535"),
+        ("-n 5 --backend gloo --nodes 2 --node-rank 0 --master-addr a", "-n 5 on --nodes 2: each host has the same"),
+        (
+            "-n 4 --nproc-per-node 1 --backend gloo --nodes 2 --node-rank 0 --master-addr a",
+            "-n 4 on --nodes 2 with --nproc-per-node 1: each host has the same",
+        ),
+        ("--backend gloo --nodes 2 --node-rank 0 --master-addr a", "how many ranks on 2 hosts"),
+        ("-n 4 --min-ranks 2 --backend gloo --nodes 2 --node-rank 0 --master-addr a", "--min-ranks with --node-rank"),
+        ("-n 4 --print-batch slurm --backend gloo --nodes 2 --node-rank 0 --master-addr a", "--print-batch with"),
+        ("-n 4 --hostfile h --backend gloo --nodes 2 --node-rank 0 --master-addr a", "leave hostfile out"),
+        ("-n 4 --elastic --backend gloo --nodes 2 --node-rank 0 --master-addr a", "leave elastic out"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words.split(), "train.py"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_secret_must_be_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host would make another one."""
+    monkeypatch.delenv("FSDPX_SECRET", raising=False)
+    with pytest.raises(LaunchError, match=r"FSDPX_SECRET is not set.*openssl rand -hex 32.*the same on all hosts"):
+        NodeRank(2, 0, "n1")
+    monkeypatch.setenv("FSDPX_SECRET", "short")
+    with pytest.raises(LaunchError, match=r"FSDPX_SECRET has 5 characters"):
+        NodeRank(2, 0, "n1")
+
+
+@pytest.mark.usefixtures("secret")
+def test_where_ranks_meet_is_a_port_of_its_own_for_each_start() -> None:
+    node = NodeRank(3, 1, "n1", 65534)
+    assert node.words(4) == ["--first", "4", "--of", "12"]
+    assert node.variables(1, 4) == {"FSDPX_STORE": "tcp://n1:65535", "FSDPX_EXPECT_SIZE": "12"}
+    with pytest.raises(LaunchError, match=r"restart 2 would meet at port 65536; take a lower one"):
+        node.variables(2, 4)
 
 
 def test_a_port_of_a_host_is_a_place_to_meet() -> None:
@@ -219,7 +266,7 @@ from fsdpx.nn import models
 comm = fsdpx.init()
 trainer = models.mlp(1, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
 for step in range(3):
-    if sys.argv[1] == "dies" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == 1 and comm.rank == 3:
+    if sys.argv[1] == "dies" and os.environ["FSDPX_RESTART"] == "0" and step == 1 and comm.rank == 3:
         os.kill(os.getpid(), 9)
     trainer.step(np.ones((4, 8), np.float32), np.zeros(4, np.int64))
 digest = trainer.inspect.fingerprint()
@@ -231,10 +278,10 @@ def two_hosts(folder: Path, *words: str, restarts: int = 0, **variables: str) ->
     """The status of each of two launchers with two ranks each, and what it has printed."""
     (folder / "train.py").write_text(TRAINS)
     own = {"PYTHONPATH": str(ROOT), "FSDPX_SECRET": SECRET, "FSDPX_TUNE": "0", "OPENBLAS_NUM_THREADS": "1", **variables}
-    line = [*TORCHRUN, "--master-port", str(free_port()), "--max-restarts", str(restarts)]
+    line = [*GLOO, "--master-port", str(free_port()), "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", *line, "--node-rank", str(number), "train.py", *words],
+            [sys.executable, "-m", "fsdpx", "run", *line, "--node-rank", str(number), "train.py", *words],
             env=alone() | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             cwd=folder,
         )
@@ -258,7 +305,8 @@ def test_two_launchers_train_one_model_and_start_again_after_a_death(tmp_path: P
     """Two launchers train one model; ranks of the other host end by what they are told of a death, not by timeout."""
     (status, first), (other, second) = two_hosts(tmp_path, "dies", restarts=1, FSDPX_TIMEOUT="250")
     assert (status, other) == (0, 0), first + second
-    assert re.search(r"rank 3( on \S+)? (is gone|has ended|died|was killed)", first), first
+    assert "restart 1 of 1" in first
+    assert re.search(r"fsdpx run: rank 3 on .*; restart 1 of 1", second), second
     assert len(prints(first, second)) == 1
     assert places(first) == [("0", "4", "0"), ("1", "4", "1")]
     assert places(second) == [("2", "4", "0"), ("3", "4", "1")]

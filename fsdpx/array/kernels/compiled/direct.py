@@ -280,17 +280,18 @@ def _put(typingctx: Any, value: Any, at: Any) -> Any:
 
 
 @register_jitable
-def _line(like, wide, long, x, x_step, y, y_step, start, add, partial, scratch, w, counts, x_steps, w_steps, run):
-    """The strips of a line of outputs. partial: so many lanes of the last channels, which go through `scratch`; or
-    0."""
+def _line(like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run):
+    """The strips of a line of outputs. valid: lanes; fewer than a row has, of the last channels, go through
+    `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
+    partial = valid * word < (WIDE if wide else NARROW)
     while at < long:
         rows = _rows(long - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         to, to_step = ys, y_step
         if partial:
-            _lanes(scratch, rows, partial, begin, step)
+            _lanes(scratch, rows, valid, begin, step)
             begin = to = scratch.ctypes.data
             step = to_step = WIDE
         if wide:
@@ -299,7 +300,7 @@ def _line(like, wide, long, x, x_step, y, y_step, start, add, partial, scratch, 
             _narrow_strip(like, rows, to, to_step, begin, step, xs, x_step, w, counts, x_steps, w_steps, run)
         if partial:
             for r in range(rows):
-                for v in range(partial):
+                for v in range(valid):
                     _put(scratch[r, v], ys + r * y_step + v * word)
         at += rows
 
@@ -323,6 +324,19 @@ def _short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step
         at += rows
 
 
+@register_jitable
+def _line_of(line, runs):
+    """A line's sample, its run of outputs with the same places, and its output of the first dim."""
+    lines, a = 0, 0
+    for run in range(runs.shape[0]):
+        lines += runs[run, 1] - runs[run, 0]
+    n, left = line // lines, line % lines
+    while left >= runs[a, 1] - runs[a, 0]:
+        left -= runs[a, 1] - runs[a, 0]
+        a += 1
+    return n, a, runs[a, 0] + left
+
+
 @jit
 def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
     """Outputs of some lines of all samples' first dim, strip by strip.
@@ -336,16 +350,8 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
     places = sizes[0] * sizes[1] * sizes[2]
     merged = moves[2, 1] == channels * word
     scratch = np.zeros((NARROW_ROWS, WIDE // word), packed.dtype)
-    lines_of_sample = 0
-    for a in range(bounds[0]):
-        lines_of_sample += runs[0, a, 1] - runs[0, a, 0]
     for line in range(from_line, to_line):
-        n, left = line // lines_of_sample, line % lines_of_sample
-        a = 0
-        while left >= runs[0, a, 1] - runs[0, a, 0]:
-            left -= runs[0, a, 1] - runs[0, a, 0]
-            a += 1
-        i = runs[0, a, 0] + left
+        n, a, i = _line_of(line, runs[0, : bounds[0]])
         lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
         x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
         y_line = y + n * y_steps[0] + i * y_steps[1]
@@ -354,7 +360,7 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
             wide = start.size - first > NARROW // word
             nbytes = WIDE if wide else NARROW
             valid = min(nbytes // word, start.size - first)
-            few = _few(start.size - first, channels * word)
+            few = _few(valid, channels * word)
             cell = channels * (word if few else nbytes)
             steps = (sizes[1] * sizes[2] * cell, sizes[2] * cell, cell)
             for b in range(bounds[1]):
@@ -372,16 +378,15 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
                     x_out, x_in, y_out, y_in = moves[1, 0], moves[2, 0], y_steps[2], y_steps[3]
                     if high > long:
                         high, long, x_out, x_in, y_out, y_in = long, high, x_in, x_out, y_in, y_out
-                    start_at = start.ctypes.data + first * word
-                    partial = valid if valid * word < nbytes else 0
+                    start_at, x_moves = start.ctypes.data + first * word, (moves[0, 1], moves[1, 1], moves[2, 1])
                     for h in range(high):
                         xs, ys = x_at + h * x_out, y_at + h * y_out
                         if few:
                             _short_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
-                                        counts, (moves[0, 1], moves[1, 1], moves[2, 1]), steps, run * word)  # fmt: skip
-                            continue
-                        _line(like, wide, long, xs, x_in, ys, y_in, start_at, add, partial, scratch, w_at, counts,
-                              (moves[0, 1], moves[1, 1], moves[2, 1]), steps, run)  # fmt: skip
+                                        counts, x_moves, steps, run * word)  # fmt: skip
+                        else:
+                            _line(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch, w_at, counts,
+                                  x_moves, steps, run)  # fmt: skip
             first += nbytes // word
             block += places * channels * nbytes
 
