@@ -46,6 +46,8 @@ MOST = 4096
 _KNOWN: dict[Any, _Made | None] = {}
 _ALIKE: dict[Any, tuple[Layer, list[Any]]] = {}
 """By what tells a layer from others: the first such layer, and objects that must live as long as it is known."""
+_FIRST: dict[int, tuple[Layer, Layer]] = {}
+"""By identity: a layer, and the first one like it."""
 
 
 class Costing(Recording):
@@ -57,15 +59,16 @@ class Costing(Recording):
         self.costs: list[tuple[Action, ActionCost]] = []
         self.alive: list[tuple[int, int]] = []
         self.work, self.meter, self.counters = Work(), Meter(), Counters()
-        self._calls = Counters()
+        self._calls, self._here = Counters(), frozenset[int]()
         self._known = _KNOWN
         if len(_KNOWN) > MOST:
-            _KNOWN.clear()
-            _ALIKE.clear()
+            for known in (_KNOWN, _ALIKE, _FIRST):
+                known.clear()
 
     def watch(self, trainer: Trainer, meter: Meter) -> None:
         """From now on note what this trainer does. meter: of its arrays."""
-        self.meter, self.counters = meter, trainer.inspect.placement.axes.counters
+        place = trainer.inspect.placement
+        self.meter, self.counters, self._here = meter, place.axes.counters, frozenset(place.stage.here)
         trainer.inspect.engine.recording = self
 
     def begin(self, program: Program, steps: int, arena: Any) -> None:
@@ -79,8 +82,10 @@ class Costing(Recording):
         """The same units, with layers that remember."""
         if len(self._units) < len(units):
             for unit in units:
-                nodes = (replace(n, layer=cast(Layer, _KnownLayer(n.layer, self))) for n in unit.nodes)
-                self._units.append(replace(unit, nodes=tuple(nodes)))
+                nodes = unit.nodes if unit.index not in self._here else tuple(
+                    replace(n, layer=cast(Layer, _KnownLayer(n.layer, self))) for n in unit.nodes
+                )
+                self._units.append(replace(unit, nodes=nodes))
         return self._units
 
     def acted(self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]) -> None:
@@ -195,8 +200,10 @@ class _KnownLayer:
 
 def _first_alike(layer: Layer) -> Layer:
     """The first layer that computes the same: what a container saved is known by the container."""
-    kept: list[Any] = [layer]
-    return _ALIKE.setdefault(_signature(layer, kept), (layer, kept))[0]
+    if id(layer) not in _FIRST:
+        kept: list[Any] = [layer]
+        _FIRST[id(layer)] = layer, _ALIKE.setdefault(_signature(layer, kept), (layer, kept))[0]
+    return _FIRST[id(layer)][1]
 
 
 def _signature(value: Any, kept: list[Any]) -> Any:

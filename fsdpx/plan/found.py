@@ -58,6 +58,8 @@ class Plan:
     longest : positions of the longest sequences, or cells of the largest fields, at which it fits, found by doubling;
         () where the model takes no others
     scaling : the quickest one on other numbers of ranks, with the same global batch, fewest first
+    slow : options of those of which one rank alone is busy for longer than any that is shown takes in all, and for how
+        many seconds: no more is known of them
     """
 
     found: tuple[Candidate, ...]
@@ -72,6 +74,7 @@ class Plan:
     cells: tuple[int, ...] = ()
     longest: tuple[int, ...] = ()
     scaling: tuple[Prediction, ...] = ()
+    slow: tuple[tuple[str, float], ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -113,11 +116,13 @@ class Plan:
         for words, why in self.refused:
             reasons.setdefault(why.splitlines()[0], []).append(words)
         refused = [f"  {len(words)}: {why}; such as {words[0]}" for why, words in reasons.items()]
+        slow = [f"  {words}: at least {seconds:.4g} s" for words, seconds in sorted(self.slow, key=lambda one: one[1])]
         parts = [
             head,
             "the quickest\n" + table([HEAD, *(one.row() for one in self.found[:SHOWN])]),
             "the quickest of each kind\n" + table([HEAD, *(one.row() for one in kinds)]),
             *(["refused\n" + "\n".join(refused[:SHOWN])] if refused else []),
+            *([f"ruled out, since one rank alone is busy for longer: {len(slow)}, such as\n{slow[0]}"] if slow else []),
             f"where the time goes: {self.best.prediction}",
             self._limits(),
             f"on other numbers of ranks, with the same global batch\n{self._scaling()}",
@@ -157,6 +162,7 @@ class Plan:
             "toml": self.toml,
             "found": [_row(one) for one in self.found],
             "refused": [list(one) for one in self.refused],
+            "slow": [list(one) for one in self.slow],
         }
 
 

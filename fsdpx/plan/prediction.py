@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate
@@ -138,7 +138,7 @@ class Prediction:
             found = self
             if changes:
                 other = WorldStep.of(step.model, step.batch, step.mesh.size, step.options | changes)
-                found = Dry.of(other).on(self.machine, self.stragglers)
+                found = cast(Dry, Dry.of(other, other.few())).on(self.machine, self.stragglers)
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
@@ -216,17 +216,35 @@ def predict(
     ------
     ConfigError : what `fsdpx.distribute` would refuse; a mesh that the machine has no level for
     """
-    where, steps = Machine.load(machine), {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
-    options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
-    return prepared(model, batch, ranks, where.compute.gpu, **options).on(where, stragglers)
+    steps = {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
+    options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision, "stragglers": stragglers}
+    return cast(Prediction, within(inf, model, batch, ranks, Machine.load(machine), options))
+
+
+def within(
+    most: float, model: nn.Layer, batch: tuple[Any, Any], ranks: int, machine: Machine, options: Mapping[str, Any]
+) -> Prediction | float:
+    """The prediction; or, if a rank alone is busy for more than `most` seconds, how long it is: a step takes no less.
+
+    options: those of `predict`."""
+    chosen = dict(options)
+    stragglers = chosen.pop("stragglers", None)
+    step = _step(model, batch, ranks, machine.compute.gpu, chosen)
+    found = Dry.of(step, step.few(), machine, most)
+    return found.on(machine, stragglers) if isinstance(found, Dry) else found
 
 
 def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **options: Any) -> Dry:
-    """The dry runs of a step, for `Dry.on`. gpu: of machines that are GPUs. options: those of `predict`."""
+    """The dry runs of a step, for `Dry.on` and `Dry.held`. gpu: of machines that are GPUs. options: those of
+    `predict`."""
+    step = _step(model, batch, ranks, gpu, options)
+    return cast(Dry, Dry.of(step, step.simulated()[0]))
+
+
+def _step(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, options: dict[str, Any]) -> WorldStep:
     batch = batch_of(batch)
     model, options["loss"] = native(model, options.get("loss"))
-    chosen = _options(batch, gpu, options)
-    return Dry.of(WorldStep.of(model, batch, ranks, chosen))
+    return WorldStep.of(model, batch, ranks, _options(batch, gpu, options))
 
 
 def _grid(space: Any, batch: tuple[Any, Any], mesh: Mesh) -> Grid | None:
@@ -356,34 +374,52 @@ class WorldStep:
         """Samples of a data rank, or of a grid of them."""
         return self.samples * (member + 1) // self.members - self.samples * member // self.members
 
-    def simulated(self) -> tuple[int, int]:
-        """How many microbatches run, and how many more take the same time once more: as many as the pipe has ranks, the
-        longest way around which a rank waits for itself. All of them, and 0, where they differ or are few."""
-        m, pipe, data, schedule = (
-            self.microbatches,
-            self.mesh.width("pipe"),
-            self.members,
-            self.options["schedule"],
-        )
-        equal = self.samples % data == 0 and self.samples // data % m == 0 and self.options.get("chunks") is None
-        known = pipe == 1 or (isinstance(schedule, str) and schedule in ENOUGH)
-        enough = ENOUGH[schedule] * pipe + 1 if pipe > 1 and known else 2
-        if not equal or not known or m <= enough + pipe:
-            return m, 0
-        return enough + (m - enough) % pipe, pipe
+    @property
+    def alike(self) -> bool:
+        """Whether all microbatches take the same, but for those at the beginning and the end."""
+        known = self.mesh.width("pipe") == 1 or self.options["schedule"] in (*ENOUGH,)
+        equal = self.samples % self.members == 0 and self.samples // self.members % self.microbatches == 0
+        return known and equal and self.options.get("chunks") is None
 
-    def runs(self, member: int, microbatches: int, at: int = 0) -> list[_Run]:
+    def simulated(self) -> tuple[int, int]:
+        """How many microbatches are simulated, and how many more take the same time once more: as many as the pipe has
+        ranks, the longest way around which a rank waits for itself. All of them, and 0, where they differ or are few.
+        """
+        m, pipe = self.microbatches, self.mesh.width("pipe")
+        enough = ENOUGH[self.options["schedule"]] * pipe + 1 if pipe > 1 and self.alike else 2
+        return (enough + (m - enough) % pipe, pipe) if self.alike and m > enough + pipe else (m, 0)
+
+    def few(self) -> int:
+        """How many microbatches show memory and costs of all: a few more than a rank of the pipe begins before it ends
+        one, of an interleaved schedule a multiple of its ranks. All that are simulated where records lie on disk."""
+        most, pipe = self.simulated()[0], self.mesh.width("pipe")
+        if not self.alike or pipe == 1 or self.options.get("offload") is not None:
+            return most
+        return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
+
+    def runs(self, member: int, microbatches: int, at: int = 0) -> Iterator[_Run]:
         """The dry runs of one data rank, by rank of the pipe. at: which of the busiest ranks of a grid."""
         shard, mesh = self.mesh.width("shard"), self.mesh
         rows, data_rank = self.rows(member), member * prod(mesh.space)
         data_rank += 0 if self.grid is None else self.grid.busiest[at]
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
-        found = []
         for pipe in range(mesh.width("pipe")):
             place = Coordinates(pipe, data_rank // shard, data_rank % shard, 0)
-            found.append(self._run(mesh.rank(place), place, rows, microbatches, at))
-        return found
+            found = self._run(mesh.rank(place), place, rows, microbatches, at)
+            self._tell_more(found.costs, self.simulated()[0] - microbatches)
+            yield found
+
+    def times(self, machine: Machine) -> StepTimes:
+        """What actions and calls take there."""
+        return StepTimes(Lines(self.mesh, machine, self.faces), half_name(_compute(self.options["precision"])))
+
+    def _tell_more(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
+        """Ranks tell all others two numbers of each microbatch at the end of a step: also of so many more."""
+        more = microbatches * 2 * 8 * (self.mesh.size - 1)
+        for action in [a for a in costs if "loss:all" in VERBS[a.op].takes] if more else ():
+            calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
+            costs[action] = replace(costs[action], calls=tuple(calls))
 
     def _run(self, rank: int, place: Coordinates, rows: int, microbatches: int, at: int) -> _Run:
         options = self.options | {"microbatches": microbatches, "device": "shape"}
@@ -395,11 +431,10 @@ class WorldStep:
             costing.watch(trainer, meter)
             watch = PeakWatch(trainer, meter)
             trainer.step(*(ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self._part(at)))
-        report = trainer.report()
-        state = trainer.inspect.engine.state
+        state, counters = trainer.inspect.engine.state, costing.counters
         meter.peak = max(meter.peak, *(most for most, _ in costing.alive))
         arena = meter.peak - passing(state, meter)
-        traffic = {key: (one.calls, one.bytes) for key, one in report.traffic.items() if key[0] != CONTROL}
+        traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
         program = trainer.inspect.engine.ran
         assert program is not None
         alive = [(most - arena, after - arena) for most, after in costing.alive]
@@ -417,41 +452,48 @@ def _saved(state: TrainState) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Dry:
     """The dry runs of a step, which any machine can be asked about. runs: of the data rank with most samples, by rank
-    of the pipe; others: of the one with fewest, and of another busy rank of a grid. few, each: see
-    `WorldStep.simulated`."""
+    of the pipe; others: of the one with fewest, and of another busy rank of a grid. ran: their microbatches. few, each:
+    see `WorldStep.simulated`."""
 
     step: WorldStep
     runs: list[_Run]
     others: list[_Run]
+    ran: int
     few: int
     each: int
 
     @classmethod
-    def of(cls, step: WorldStep) -> Dry:
-        few, each = step.simulated()
-        last = step.members - 1
-        others = step.runs(0, few) if last and step.samples % (last + 1) else []
+    def of(cls, step: WorldStep, ran: int, machine: Machine | None = None, most: float = inf) -> Dry | float:
+        """Runs with so many microbatches, at least `step.few()`. machine, most: see `within`."""
+        last, runs, others, way = step.members - 1, list[_Run](), list[_Run](), 0.0
+        if last and step.samples % (last + 1):
+            others += step.runs(0, ran)
+        for one in step.runs(last, ran):
+            runs.append(one)
+            if machine is not None and most < inf:
+                busy = _busy(one, step, ran, machine)
+                least, way = max(busy.whole, busy.passes + way), way + busy.way
+                if least > most:
+                    return least
         if step.grid is not None and len(step.grid.busiest) > 1:
-            others += step.runs(last, few, 1)
-        return cls(step, step.runs(last, few), others, few, each)
+            others += step.runs(last, ran, 1)
+        return cls(step, runs, others, ran, *step.simulated())
 
     def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
         """The same step on a machine."""
         step, few, each, runs = self.step, self.few, self.each, self.runs
-        timing = StepTimes(Lines(step.mesh, machine, step.faces), half_name(_compute(step.options["precision"])))
-        price, stage = _prices(runs, timing), runs[0].program(few).stage
+        price, stage = _prices(runs, step.times(machine)), runs[0].program(few).stage
         seconds, rows_few = _timed(runs, price, few)
         parts = _mean_parts(rows_few, seconds, price, stage)
-        classes = [run.found for run in (*self.others, *runs)]
+        times = (step.microbatches - few) // each if each else 0
+        rows = step.samples // step.members // step.microbatches * (step.microbatches - self.ran)
+        busy = (self.others, step.sample_bytes(1)), (runs, step.sample_bytes(0))
+        classes = [self._grown(run, times, rows * nbytes) for some, nbytes in busy for run in some]
         if each:
-            times = (step.microbatches - few) // each
             more, rows_more = _timed(runs, price, few + each)
             bigger = _mean_parts(rows_more, more, price, stage)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
-            rows = step.samples // step.members // step.microbatches * (step.microbatches - few)
-            busy = (self.others, step.sample_bytes(1)), (runs, step.sample_bytes(0))
-            classes = [_grown(run, few, each, times, rows * nbytes) for some, nbytes in busy for run in some]
         overhead, events = machine.compute.overhead, tuple(event for row in rows_few for event in row)
         parts = {"overhead": overhead, **parts}
         slow = None if stragglers is None else Stragglers.of(stragglers)
@@ -469,11 +511,58 @@ class Dry:
         more = _timed(self.runs, price, few + each, slow)[0] if each else end
         return float(np.mean(end + (more - end) * times))
 
+    def _grown(self, run: _Run, times: int, nbytes: int) -> RankClass:
+        """The class of a run with all microbatches: `few`, and `times` more of `each`. nbytes: of the batch that is
+        added."""
+        if self.ran == self.step.microbatches:
+            return run.found
+        traffic = {key: list(both) for key, both in run.found.traffic.items()}
+        ran, few, more = (_actions(run.program(n), self.ran) for n in (self.ran, self.few, self.few + self.each))
+        for action, count in more.items():
+            least = few.get(action, 0)
+            added = least - ran.get(action, 0) + (count - least) * times
+            for axis, call, calls, moved in run.costs[action].calls if added else ():
+                if axis != CONTROL:
+                    traffic[axis, call][0] += calls * added
+                    traffic[axis, call][1] += moved * added
+        counted = {key: (both[0], both[1]) for key, both in traffic.items()}
+        return replace(run.found, peak=run.found.peak.larger(nbytes), traffic=counted)
+
     def held(self, prediction: Prediction) -> list[dict[str, list[tuple[float, int]]]]:
         """What lies in memory while `prediction.events` run, by rank of the pipe: kind -> (seconds, bytes from then
-        on). Buffers that programs lend count while they are filled, activations as they are at most in each action."""
+        on). Buffers that programs lend count while they are filled, activations as they are at most in each action.
+        Of dry runs that made all of these events."""
         rows = by_rank(prediction.events)
         return [_held(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
+
+
+class _Busy(NamedTuple):
+    """Seconds in which a rank computes, or waits inside of layers. whole: in a step. passes: forward and backward of
+    all microbatches. way: of the first one forward, and of the last one back, through the first of its stages."""
+
+    whole: float
+    passes: float
+    way: float
+
+
+def _busy(run: _Run, step: WorldStep, ran: int, machine: Machine) -> _Busy:
+    """Of a rank. A step takes at least `whole`; and `passes` with `way` of all ranks of the pipe that are before this
+    one, since what these do then comes before its first action and after its last."""
+    times, (few, each) = step.times(machine), step.simulated()
+    prices = {a: times.price(cost) for a, cost in run.costs.items() if not VERBS[a.op].moves}
+    seconds = {a: own + sum(moving.values()) for a, (own, moving) in prices.items()}
+
+    def busy(passes: bool) -> float:
+        begin, more = (
+            sum(n * seconds.get(a, 0.0) for a, n in counts.items() if a.mb is not None or not passes)
+            for counts in (_actions(run.program(n), ran) for n in (few, few + each))
+        )
+        return begin + ((more - begin) * (step.microbatches - few) / each if each else 0.0)
+
+    units = run.program(few).stage.parts[0][1]
+    ends = {("F", 0), ("C", 0)} | ({("B", ran - 1)} if all(a.op != "W" for a in seconds) else set())
+    way = sum(s for a, s in seconds.items() if (a.op, a.mb) in ends and a.unit in units)
+    return _Busy(busy(False), busy(True), way)
 
 
 def _held(run: _Run, microbatches: int, row: list[Event]) -> dict[str, list[tuple[float, int]]]:
@@ -503,20 +592,6 @@ def _curve(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)
     return list(dict(zip((time for time, _ in changes), now, strict=True)).items())
-
-
-def _grown(run: _Run, few: int, each: int, times: int, nbytes: int) -> RankClass:
-    """The class of a run with more microbatches, each of which moves the same. nbytes: of the batch that is added."""
-    traffic = {key: list(both) for key, both in run.found.traffic.items()}
-    least, most = (_actions(run.program(n), few) for n in (few, few + each))
-    for action, count in most.items():
-        more = count - least.get(action, 0)
-        for axis, call, calls, moved in run.costs[action].calls if more else ():
-            if axis != CONTROL:
-                traffic[axis, call][0] += calls * more * times
-                traffic[axis, call][1] += moved * more * times
-    counted = {key: (both[0], both[1]) for key, both in traffic.items()}
-    return replace(run.found, peak=run.found.peak.larger(nbytes), traffic=counted)
 
 
 def _actions(program: Program, few: int) -> dict[Action, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf, prod
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 from fsdpx import nn
 from fsdpx.comm.mesh import Mesh
@@ -15,7 +15,7 @@ from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides, text_of
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.prediction import Prediction, batch_of, predict
+from fsdpx.plan.prediction import Prediction, batch_of, within
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import native
 
@@ -108,6 +108,7 @@ class _Search:
     found: list[Candidate] = field(default_factory=list)
     large: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
 
     @property
@@ -201,9 +202,9 @@ class _Search:
         rows = -(-self.samples // data)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._choices("microbatches", *_doubled(first, rows)):
-            before = len(self.large)
-            if self.attempt(chosen | {"microbatches": microbatches}) is not None:
-                return True
+            before, slow = len(self.large), len(self.slow)
+            if self.attempt(chosen | {"microbatches": microbatches}) is not None or len(self.slow) > slow:
+                return True  # of what is too slow, more microbatches and recomputing are no quicker
             if len(self.large) == before or _floor(self.large[-1].prediction) > (self.limit or 0):
                 return False  # refused for another reason, or more microbatches would not help
         return False
@@ -229,9 +230,12 @@ class _Search:
         if self.say is not None and len(self.seen) % 20 == 0:
             self.say(f"{len(self.seen)} configurations, {len(self.found)} fit")
         try:
-            made = self._predicted(self.batch, self.ranks, options)
+            made = self._within(self._most_seconds(options), self.batch, self.ranks, options)
         except FsdpxError as error:
             self.refused[words] = str(error)
+            return None
+        if isinstance(made, float):
+            self.slow[words] = made
             return None
         one = Candidate(_kind(made.mesh, options), shown, made)
         if self.limit is not None and made.memory > self.limit:
@@ -240,6 +244,14 @@ class _Search:
             return None
         self.found.append(one)
         return one
+
+    def _most_seconds(self, options: Mapping[str, Any]) -> float:
+        """A configuration that takes longer is not shown, and nothing like it is tried further."""
+        mesh = (options.get("mesh") or Mesh()).filled(options["strategy"], self.ranks)
+        kind = _kind(replace(mesh, space=_dims(options.get("space"))), options)
+        seconds = sorted(one.prediction.seconds for one in self.found)
+        own = [one.prediction.seconds for one in self.found if one.kind == kind]
+        return max(CLOSE * seconds[0], seconds[SHOWN - 1], min(own)) if own and len(seconds) >= SHOWN else inf
 
     def plan(self) -> Plan:
         """What was found; ConfigError if that is nothing."""
@@ -252,12 +264,14 @@ class _Search:
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
         fixed = ", ".join(f"{name}={text_of(value)}" for name, value in self.fixed.items() if value is not None)
         given = f", with {fixed}" * bool(fixed)
-        searched = f"{len(self.seen)} configurations: {what}{given}; {len(self.refused)} refused"
+        bound = f", {len(self.slow)} ruled out by a bound" * bool(self.slow)
+        searched = f"{len(self.seen)} configurations: {what}{given}; {len(self.refused)} refused{bound}"
         loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[1][1]) else nn.MSE())
         cells, best = self.batch[0][0][2:], found[0]
         rest = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
         largest, longest, scaling = self._largest(best), self._longest(best), self._scaling(best)
-        return Plan(found, tuple(self.refused.items()), searched, largest, *rest, longest, scaling)
+        slow = tuple(self.slow.items())
+        return Plan(found, tuple(self.refused.items()), searched, largest, *rest, longest, scaling, slow)
 
     def _largest(self, one: Candidate) -> int:
         """Samples of the largest global batch."""
@@ -288,7 +302,10 @@ class _Search:
         return times
 
     def _predicted(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
-        return predict(self.model, batch, ranks=ranks, machine=self.machine, **{**self.fixed, **options})
+        return cast(Prediction, self._within(inf, batch, ranks, options))
+
+    def _within(self, most: float, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction | float:
+        return within(most, self.model, batch, ranks, self.machine, {**self.fixed, **options})
 
     def _scaling(self, one: Candidate) -> tuple[Prediction, ...]:
         """The same on other numbers of ranks: its data axis is narrower and wider."""

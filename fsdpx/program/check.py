@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
 from fsdpx.errors import ProgramError
-from fsdpx.program.compiler import Program
-from fsdpx.program.machine import UNIT, Done, PipelineSchedule, Stuck, arrow, done_as, needs, run, walked
+from fsdpx.program.compiler import Program, Request, compile
+from fsdpx.program.grid import UNIT, arrow
+from fsdpx.program.machine import Done, PipelineSchedule, Stuck, done_as, needs, run, walked
 from fsdpx.program.verbs import VERBS, Action, buffer_of, marked, partner
 
-__all__ = ["check", "check_pipe", "validate"]
+__all__ = ["check", "check_pipe", "prove", "validate"]
 
 
 def check(*programs: Program) -> None:
@@ -69,6 +70,12 @@ def check_pipe(programs: Sequence[Program]) -> None:
     _check_pairs(programs)
 
 
+@lru_cache(maxsize=128)  # each rank of a pipe asks for the same, where ranks are threads or run on paper
+def prove(requests: tuple[Request, ...]) -> None:
+    """`check_pipe` of what is compiled from the requests of all ranks of a pipe."""
+    check_pipe([compile(request) for request in requests])
+
+
 def _check_meetings(programs: Sequence[Program]) -> None:
     """Every rank takes part in what the whole world does together."""
     first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
@@ -91,7 +98,7 @@ def _check_pairs(programs: Sequence[Program]) -> None:
                 raise _error(program.actions, at, f"stands on rank {rank} of the pipe, where it does not belong")
             if counts[action] > 1:
                 raise _error(program.actions, at, f"stands there {counts[action]} times")
-            if counts[replace(action, op=partner(action.op))] != 1:
+            if counts[Action(partner(action.op), action.unit, action.mb)] != 1:
                 other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
                 raise _error(program.actions, at, f"is not {other} of the pipe")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from string import ascii_lowercase
+from dataclasses import dataclass
+from itertools import accumulate, islice
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.compiler import Program
@@ -106,28 +106,34 @@ class Stuck:
 def walk(rows: Sequence[Sequence[Task]], latest: Latest = max) -> tuple[list[list[Event]], list[Stuck]]:
     """The events of each rank's tasks as far as they get, and the ranks that do not finish. latest: of several times,
     which may be arrays: many steps at once, since the order does not depend on times."""
-    left = Counter(task.key for row in rows for task in row)
-    ends, lanes, free = dict[Hashable, float](), defaultdict[Hashable, float](float), [0.0] * len(rows)
+    left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # tasks that complete a key
+    ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def missing(task: Task) -> list[Hashable]:
-        return [key for key, _ in task.waits if key not in ends or left[key]]
+        return [key for key, _ in task.waits if left.get(key, 1)]  # 1: nobody completes it
 
     def issue(rank: int, task: Task) -> None:
-        issued = latest([free[rank], *[ends[key] + way for key, way in task.waits]])
-        start = issued if task.lane is None else latest((issued, lanes[task.lane]))
-        end = start + task.seconds
-        free[rank] = end if task.lane is None else issued
-        lanes[task.lane] = end
-        ends[task.key] = latest((end, ends.get(task.key, 0.0)))
-        left[task.key] -= 1
+        key, lane, start = task.key, task.lane, free[rank]
+        if task.waits:
+            start = latest([start, *[ends[key] + way for key, way in task.waits]])
+        if lane is None:
+            free[rank] = end = start + task.seconds
+        else:
+            free[rank], start = start, latest((start, lanes.get(lane, 0.0)))
+            lanes[lane] = end = start + task.seconds
+        ends[key] = latest((end, ends[key])) if key in ends else end
+        left[key] -= 1
         spans[rank].append((start, end))
 
     def advance(rank: int) -> bool:
-        row, done = rows[rank], spans[rank]
+        done = spans[rank]
         before = len(done)
-        while len(done) < len(row) and not missing(row[len(done)]):
-            issue(rank, row[len(done)])
+        for task in islice(rows[rank], before, None):
+            for key, _ in task.waits:
+                if left.get(key, 1):
+                    return len(done) > before
+            issue(rank, task)
         return len(done) > before
 
     while [rank for rank in range(len(rows)) if advance(rank)]:
@@ -340,7 +346,8 @@ def _task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds
     if verb.meets:
         return Task(action, (action, time), waits, seconds, (rank, verb.lane), (action, time))
     if verb.receives:
-        return Task(action, key, waits, lane=(rank, verb.lane), until=replace(action, op=partner(action.op)))
+        sent = Action(partner(action.op), action.unit, action.mb)
+        return Task(action, key, waits, lane=(rank, verb.lane), until=sent)
     if verb.sends:
         edge = program.stage.edge(action)
         return Task(action, action, waits, seconds, ("link", edge.sender, edge.receiver))

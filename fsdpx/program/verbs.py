@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from fsdpx.errors import ProgramError
@@ -233,6 +233,7 @@ VERBS: dict[str, Verb] = {
 """By name; the strategies of `fsdpx.strategies` add theirs."""
 
 
+@cache
 def partner(op: str) -> str:
     """The verb at the other end of a message: the receive of a send, and the send of a receive."""
     sends = VERBS[op].sends

@@ -31,9 +31,8 @@ from fsdpx.program import (
     PipelineSchedule,
     Request,
     Stage,
-    check_pipe,
-    compile,
     placed,
+    prove,
     schedule,
 )
 from fsdpx.state.accumulation import Accumulation, accumulation
@@ -89,12 +88,12 @@ class Pipe:
         if self.width == 1 or bare in self._proved:
             return
         self._proved.add(bare)
-        programs = []
+        requests = []
         for rank, stage in enumerate(stages):
             order = None if request.order is None else self.order(request.microbatches, rank)
             seen = replace(stage, trainable=request.stage.trainable, constant=request.stage.constant)
-            programs.append(compile(replace(bare, stage=seen, order=order)))
-        check_pipe(programs)
+            requests.append(replace(bare, stage=seen, order=order))
+        prove(tuple(requests))
         last = request.microbatches - 1
         if any(tag(stages[0], e, last, request.microbatches) >= TAGS for e in stages[0].edges):
             raise ConfigError(

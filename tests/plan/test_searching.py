@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import fsdpx
 from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError
-from fsdpx.plan import Machine, Plan, predict
+from fsdpx.plan import Machine, Plan, predict, searching
 from fsdpx.plan.fit import FITTED, MeasuredStep, _get, _put, errors, fitted, rows_of
+from fsdpx.plan.found import SHOWN
 from fsdpx.plan.machine import Storage
 from fsdpx.plan.measuring import machine_text
+from fsdpx.plan.prediction import within
 
 ROWS = Path(__file__).with_name("a100-one-node.csv")
 X = ((16, 8), "int64")
@@ -97,6 +100,41 @@ def test_time_and_memory_against_ranks(found: Plan) -> None:
     assert row.split()[1:3] == [f"{eight.seconds:.4g}", "s"]
     assert f"{share:.0%}" in row
     assert [one["ranks"] for one in found.as_json()["scaling"]] == ranks
+
+
+def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown is that of a search without bounds, and none takes less than its bound."""
+    x, options = ((64, 8), "int64"), {"ranks": 8, "machine": "ethernet-10g"}
+    made = fsdpx.plan(nn.GPT(64, 32, 8, 2, 8), batch=(x, x), **options)
+    monkeypatch.setattr(searching._Search, "_most_seconds", lambda *_: inf)
+    whole = fsdpx.plan(nn.GPT(64, 32, 8, 2, 8), batch=(x, x), **options)
+
+    def shown(plan: Plan) -> dict[Any, tuple[str, float, int, Any]]:
+        some = {**dict(enumerate(plan.found[:SHOWN])), **plan.kinds}
+        return {at: (one.words, (of := one.prediction).seconds, of.memory, of.bytes) for at, one in some.items()}
+
+    assert shown(made) == shown(whole)
+    assert not whole.slow
+    seconds = {one.words: one.prediction.seconds for one in whole.found}
+    assert all(least <= seconds.get(words, inf) for words, least in made.slow)
+    assert {words.partition("mesh=")[2][:17] for words, _ in made.slow} >= {"fsdpx.Mesh(pipe=4", ""}
+    assert f", {len(made.slow)} ruled out by a bound\n" in str(made)
+    assert f"ruled out, since one rank alone is busy for longer: {len(made.slow)}, such as\n  strategy=" in str(made)
+    assert made.as_json()["slow"] == [list(one) for one in made.slow]
+
+
+def test_a_bound_of_a_pipe_counts_the_way_through_it() -> None:
+    """The last rank of a pipe waits for the others: more than any of them computes, less than a step takes."""
+    x, machine = ((32, 128), "int64"), Machine.load("laptop")
+    options = {"mesh": Mesh(pipe=4), "microbatches": 8, "strategy": "ddp"}
+    found = predict(nn.GPT(64, 64, 8, 2, 128), (x, x), ranks=4, machine=machine, **options)
+    least = within(1e-9, nn.GPT(64, 64, 8, 2, 128), (x, x), 4, machine, options)
+    assert isinstance(least, float)
+    assert least < found.seconds
+    every = within(0.99 * found.seconds, nn.GPT(64, 64, 8, 2, 128), (x, x), 4, machine, options)
+    busy = (1 - found.bubble) * found.seconds
+    assert isinstance(every, float)
+    assert busy * 1.1 < every <= found.seconds
 
 
 def test_group_bytes_and_the_codecs_that_are_allowed_are_tried() -> None:
