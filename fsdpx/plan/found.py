@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpx.comm.mesh import AXES, Mesh
-from fsdpx.config import Offload
-from fsdpx.layout.grid import LETTERS, Grid
+from fsdpx.comm.mesh import Mesh
+from fsdpx.layout.grid import LETTERS
 from fsdpx.plan.machine import Machine
+from fsdpx.plan.peak import mesh_text, options_text, text_of
 from fsdpx.plan.prediction import Prediction
 from fsdpx.state.tuning import bytes_text, table
 
-__all__ = ["SHOWN", "Candidate", "Plan", "divides", "text_of"]
+__all__ = ["SHOWN", "Candidate", "Plan", "divides"]
 
 SHOWN = 5
 
@@ -30,7 +30,7 @@ class Candidate:
     @property
     def words(self) -> str:
         """The options as they are written in Python."""
-        return ", ".join(f"{name}={text_of(value)}" for name, value in self.options.items())
+        return options_text(self.options)
 
     def row(self) -> tuple[str, ...]:
         """For a table: kind, time, samples per second, bubble, memory, bytes, options."""
@@ -104,7 +104,7 @@ class Plan:
         """The same for a run file, with a comment for what only Python can say."""
         lines = ["[distribute]"]
         for name, value in self.best.options.items():
-            plain = _mesh_text(value) if isinstance(value, Mesh) else value
+            plain = mesh_text(value).replace(", ", ",") if isinstance(value, Mesh) else value
             lines.append(f"{name} = {json.dumps(plain)}" if isinstance(plain, str | int) else f"# {name}={value!r}")
         return "\n".join(lines)
 
@@ -173,19 +173,6 @@ def _row(one: Candidate) -> dict[str, Any]:
         "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "bytes": found.bytes,
         "bubble": found.bubble,
     }  # fmt: skip
-
-
-def text_of(value: Any) -> str:
-    """An option as it is written in Python."""
-    if isinstance(value, Grid):
-        return "grid"
-    if isinstance(value, Offload):
-        return f"fsdpx.Offload({value.folder!r}, what={value.what!r})"
-    return f"fsdpx.Mesh({_mesh_text(value).replace(',', ', ')})" if isinstance(value, Mesh) else repr(value)
-
-
-def _mesh_text(mesh: Mesh) -> str:
-    return ",".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(Mesh(), axis))
 
 
 def divides(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:

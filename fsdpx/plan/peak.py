@@ -17,6 +17,7 @@ from fsdpx.config import Offload
 from fsdpx.engine.operations import about
 from fsdpx.engine.run import Activations, is_activation, lives, roots
 from fsdpx.errors import FsdpxError
+from fsdpx.layout.grid import Grid
 from fsdpx.program import SLOTS, Action, Program, Slot
 from fsdpx.shapes.array import Meter
 from fsdpx.state.ledger import KINDS, LedgerRow
@@ -25,7 +26,7 @@ from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import ENOUGH, cheaper, passing
 from fsdpx.trainer.trainer import Trainer
 
-__all__ = ["Change", "Holding", "Peak", "PeakWatch", "lowered", "lowered_text"]
+__all__ = ["Change", "Holding", "Peak", "PeakWatch", "lowered", "lowered_text", "mesh_text", "options_text", "text_of"]
 
 WORDS = {
     "master": "that the optimiser updates", "full": "that layers compute with", "grad": "as backward adds them up",
@@ -224,15 +225,24 @@ def _lent(state: TrainState, alive: Iterable[Life]) -> Iterator[Holding]:
 # -- what would lower it -----------------------------------------------------------------------------------------------
 
 
-def text(value: Any) -> str:
-    """The value of an option as it is written in Python."""
-    if isinstance(value, Mesh):
-        default = Mesh()
-        widths = (f"{a}={getattr(value, a)}" for a in AXES if getattr(value, a) != getattr(default, a))
-        return f"fsdpx.Mesh({', '.join(widths)})"
+def mesh_text(mesh: Mesh) -> str:
+    """The widths of a mesh that are not those of the smallest."""
+    default = Mesh()
+    return ", ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(default, axis))
+
+
+def text_of(value: Any) -> str:
+    """An option as it is written in Python."""
+    if isinstance(value, Grid):
+        return "grid"
     if isinstance(value, Offload):
-        return f"fsdpx.Offload({value.folder!r}, {', '.join(map(repr, value.what))})"
-    return repr(value)
+        return f"fsdpx.Offload({value.folder!r}, {value.what if len(value.what) > 1 else value.what[0]!r})"
+    return f"fsdpx.Mesh({mesh_text(value)})" if isinstance(value, Mesh) else repr(value)
+
+
+def options_text(options: Mapping[str, Any]) -> str:
+    """Options as they are written in Python."""
+    return ", ".join(f"{name}={text_of(value)}" for name, value in options.items())
 
 
 class Change(NamedTuple):
@@ -246,11 +256,11 @@ class Change(NamedTuple):
     @property
     def words(self) -> str:
         """The options as they are written in Python."""
-        return ", ".join(f"{name}={text(value)}" for name, value in self.options.items())
+        return options_text(self.options)
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
-        return self._asdict() | {"options": {name: text(value) for name, value in self.options.items()}}
+        return self._asdict() | {"options": {name: text_of(value) for name, value in self.options.items()}}
 
 
 Counted = tuple[int, float | None]

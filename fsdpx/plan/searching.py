@@ -13,8 +13,9 @@ from fsdpx import nn
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.plan.found import SHOWN, Candidate, Plan, divides, text_of
+from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
 from fsdpx.plan.machine import Machine
+from fsdpx.plan.peak import options_text
 from fsdpx.plan.prediction import Prediction, batch_of, within
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import native
@@ -223,7 +224,7 @@ class _Search:
     def attempt(self, options: dict[str, Any]) -> Candidate | None:
         """The candidate, if it can run and fits."""
         shown = {name: value for name, value in options.items() if value is not None}
-        words = ", ".join(f"{name}={text_of(value)}" for name, value in shown.items())
+        words = options_text(shown)
         if words in self.seen or len(self.seen) >= self.most:
             return None
         self.seen.add(words)
@@ -262,7 +263,7 @@ class _Search:
         disk = ", offload" * any("offload" in words for words in self.seen)
         codecs = "".join(f", codec {codec!r}" for codec in self.codecs)
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
-        fixed = ", ".join(f"{name}={text_of(value)}" for name, value in self.fixed.items() if value is not None)
+        fixed = options_text({name: value for name, value in self.fixed.items() if value is not None})
         given = f", with {fixed}" * bool(fixed)
         bound = f", {len(self.slow)} ruled out by a bound" * bool(self.slow)
         searched = f"{len(self.seen)} configurations: {what}{given}; {len(self.refused)} refused{bound}"

@@ -16,6 +16,7 @@ from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Level, Machine, predict
 from fsdpx.plan.prediction import prepared
+from fsdpx.program import prove
 from fsdpx.shapes.work import counting
 
 TOKENS = "int64"
@@ -245,3 +246,28 @@ def test_a_million_ranks() -> None:
     found = predict(gpt(4), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
     assert [one.rank for one in found.classes] == [(1 << 19) - 2, (1 << 20) - 2]
     assert found.bytes["replica"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> None:
+    """Dry runs of few are equal to those of all that are simulated, and to the last digit where a few more are."""
+    options = {"strategy": strategy, "schedule": schedule, "mesh": fsdpx.Mesh(pipe=2), "recompute": "attention"}
+    for microbatches in (8, 24):
+        options |= {"microbatches": microbatches}
+        whole = prepared(gpt(), batch(microbatches * 4), 4, False, **options).on(FLAT)
+        few = predict(gpt(), batch(microbatches * 4), ranks=4, machine=FLAT, **options)
+        assert (few.seconds, few.parts, few.bytes) == (whole.seconds, whole.parts, whole.bytes)
+        assert few.events == whole.events
+        for one, other in zip(few.classes, whole.classes, strict=True):
+            assert (one.memory, one.traffic, one.saved) == (other.memory, other.traffic, other.saved)
+        ran = [int(event.action.mb) for event in whole.events if event.action.mb is not None]
+        assert max(ran) + 1 > 6  # more than dry runs make
+
+
+def test_a_pipe_is_proved_once() -> None:
+    """Not by each of its ranks."""
+    before = prove.cache_info()
+    predict(gpt(), batch(12), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=6, group_bytes=7)
+    after = prove.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)
