@@ -58,8 +58,8 @@ class Plan:
     longest : positions of the longest sequences, or cells of the largest fields, at which it fits, found by doubling;
         () where the model takes no others
     scaling : the quickest one on other numbers of ranks, with the same global batch, fewest first
-    slow : options of those of which one rank alone is busy for longer than any that is shown takes in all, and for how
-        many seconds: no more is known of them
+    slow : options that were ruled out because a single rank is busy for longer than configurations that are shown take
+        in all, and the seconds for which it is busy
     """
 
     found: tuple[Candidate, ...]

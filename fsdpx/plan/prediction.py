@@ -546,8 +546,8 @@ class _Busy(NamedTuple):
 
 
 def _busy(run: _Run, step: WorldStep, ran: int, machine: Machine) -> _Busy:
-    """Of a rank. A step takes at least `whole`; and `passes` with `way` of all ranks of the pipe that are before this
-    one, since what these do then comes before its first action and after its last."""
+    """How long a rank is busy. A step takes at least `whole`. It also takes at least `passes` and the `way` of all
+    ranks that are before this rank in the pipe: they work before its first action and after its last."""
     times, (few, each) = step.times(machine), step.simulated()
     prices = {a: times.price(cost) for a, cost in run.costs.items() if not VERBS[a.op].moves}
     seconds = {a: own + sum(moving.values()) for a, (own, moving) in prices.items()}

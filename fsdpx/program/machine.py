@@ -111,7 +111,7 @@ def walk(rows: Sequence[Sequence[Task]], latest: Latest = max) -> tuple[list[lis
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def missing(task: Task) -> list[Hashable]:
-        return [key for key, _ in task.waits if left.get(key, 1)]  # 1: nobody completes it
+        return [key for key, _ in task.waits if left.get(key, 1)]  # 1: no task completes it
 
     def issue(rank: int, task: Task) -> None:
         key, lane, start = task.key, task.lane, free[rank]
