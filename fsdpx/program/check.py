@@ -9,8 +9,7 @@ from itertools import product
 
 from fsdpx.errors import ProgramError
 from fsdpx.program.compiler import Program, Request, compile
-from fsdpx.program.grid import UNIT, arrow
-from fsdpx.program.machine import Done, PipelineSchedule, Stuck, done_as, needs, run, walked
+from fsdpx.program.machine import UNIT, Done, PipelineSchedule, Stuck, arrow, done_as, needs, run, walked
 from fsdpx.program.verbs import VERBS, Action, buffer_of, marked, partner
 
 __all__ = ["check", "check_pipe", "prove", "validate"]

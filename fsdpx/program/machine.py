@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
+from string import ascii_lowercase
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.compiler import Program
