@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "CALLS", "LEFT", "OTHERS", "absent", "demand_known", "demand_match", "knowing", "left", "meant", "patterns_of",
-    "refusing",
+    "CALLS", "GONE", "LEFT", "MOVED", "OTHERS", "absent", "demand_known", "demand_match", "knowing", "left", "meant",
+    "moved", "patterns_of",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -141,6 +141,21 @@ LEFT: dict[str, str] = {
     "--plot": "bench comm --json FILE, whose rows any program draws",
 }
 """Name of an earlier version -> what to use instead."""
+MOVED: dict[str, str] = dict.fromkeys((
+    "engine", "placement", "last", "weight", "lr", "settings", "fingerprint", "summary", "routing", "measure",
+    "save_trace", "reset",
+), "inspect") | dict.fromkeys((
+    "world", "rank", "alone", "most", "no_batch", "met", "apart", "finish", "remember", "checkpoint", "resume",
+    "wait_saved", "trains", "training_ranks", "recoveries", "resize",
+), "host")  # fmt: skip
+"""What an earlier version's trainer had by itself -> the part of a trainer that has it now. The old name still works,
+with a warning."""
+GONE: dict[str, str] = {
+    "unfreeze": "trainer.freeze(..., undo=True)",
+    "save_pretrained": "fsdpx.models.save_pretrained(trainer, folder)",
+    "routes": "nothing: trainer.inspect.routing() is empty without experts",
+}
+"""What an earlier version's trainer had -> what to use instead. The old name is an error."""
 CALLS: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_weights(values), or trainer.load(folder)",
@@ -260,6 +275,14 @@ def demand_match(
             shown = ", ".join(map(repr, near[:6])) + (" ..." if len(near) > 6 else "")
             there = f"{'there are' if near is known else 'the nearest are'} {shown}" if known else "there is none"
             raise kind(f"{argument}: {pattern!r} matches no {what}; {there}")
+
+
+def moved(name: str) -> str:
+    """What to say of a name that the trainer of an earlier version, or of another library, had; "" of any other."""
+    if name in CALLS:
+        return f"a trainer has no {name}: use {CALLS[name]}"
+    instead = f"trainer.{MOVED[name]}.{name}" if name in MOVED else GONE.get(name)
+    return "" if instead is None else f"a trainer has no {name} any more: use {instead}"
 
 
 def left(word: str) -> str:

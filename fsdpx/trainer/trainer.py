@@ -34,7 +34,7 @@ from fsdpx.trainer.whole import (
     whole_parameters,
     whole_state,
 )
-from fsdpx.words import CALLS, demand_match, patterns_of
+from fsdpx.words import MOVED, demand_match, moved, patterns_of
 
 __all__ = ["Trainer"]
 
@@ -434,11 +434,12 @@ class Trainer:
     if not TYPE_CHECKING:  # a type checker would take any name for one of a trainer
 
         def __getattr__(self, name: str) -> Any:
-            """What other libraries call on a model or an engine is an error that says what to write here."""
-            here = CALLS.get(name)
-            raise AttributeError(
-                f"a trainer has no {name}: use {here}" if here else f"'Trainer' object has no attribute {name!r}"
-            )
+            """What an earlier version's trainer had by itself and now lies on `inspect` or `host`, with a warning."""
+            if name not in MOVED:
+                raise AttributeError(moved(name) or f"'Trainer' object has no attribute {name!r}")
+            found = getattr(getattr(self, MOVED[name]), name)
+            warn(moved(name), DeprecationWarning)
+            return found
 
     def _demand(self, call: str) -> None:
         """ConfigError where a loss or an optimiser is missing that this call needs."""
