@@ -53,7 +53,7 @@ class GradientContract:
 
     def _close(self, got: float, want: float, what: str) -> None:
         limit = self.tolerance * max(1.0, abs(want))
-        assert abs(got - want) <= limit, f"{what}: {got!r} instead of {want!r}"
+        assert abs(got - want) <= limit, f"{what}: backward gives {got!r}, the central difference {want!r}"
 
 
 class LayerContract(GradientContract):
