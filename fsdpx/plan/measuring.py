@@ -51,11 +51,12 @@ def _disk(comm: Communicator) -> Storage | None:
 
 class Processors:
     """What is measured of cores. large, small: rows of square matrices, of products that are as quick as any, and of
-    such that are not. block: elements of float32 that no cache holds."""
+    such that are not. basis: the format whose small products say how much longer these take. block: elements of
+    float32 that no cache holds."""
 
     gpu, xp = False, np
     capacity: float | None = None
-    formats: tuple[str, ...] = ("float32", "float64")
+    formats, basis = ("float32", "float64", "bf16", "float16"), "float32"
     large, small, block = 768, 96, 1 << 24
 
     def finish(self) -> None:
@@ -65,8 +66,7 @@ class Processors:
 class Gpus(Processors):
     """The same of the GPU that is current; what is called runs beside the host until it is waited for."""
 
-    gpu = True
-    formats = ("float32", "float64", "bf16", "float16")
+    gpu, basis = True, "bf16"
     large, small, block = 8192, 512, 1 << 28
 
     def __init__(self) -> None:
@@ -98,16 +98,16 @@ def _slowest(comm: Communicator, seconds: float) -> float:
 
 
 def _compute(comm: Communicator, of: Processors) -> Compute:
-    flops, halves, calls = {}, {}, 20 if of.gpu else 1
+    flops, beside, calls = {}, {}, 20 if of.gpu else 1
     for name in of.formats:
         each = (_seconds(_product(of, n, name), of, calls=calls) for n in (of.large, of.small))
         large, small = (_slowest(comm, seconds) for seconds in each)
         rate = 2 * (of.large**3 - of.small**3) / max(large - small, 1e-9)
-        flops[name], halves[name] = rate, max(small * rate - 2 * of.small**3, 0.0)
+        flops[name], beside[name] = rate, max(small - 2 * of.small**3 / rate, 0.0)
     a, b = of.xp.ones(of.block, np.float32), of.xp.empty(of.block, np.float32)
     memory = 2 * a.nbytes / _slowest(comm, _seconds(lambda: of.xp.copyto(b, a), of))
-    fastest = max(flops, key=lambda name: flops[name])
-    known = {"flops": flops, "memory": memory, "half": halves[fastest], "gpu": of.gpu, "capacity": of.capacity}
+    half = beside[of.basis] * max(flops.values())
+    known = {"flops": flops, "memory": memory, "half": half, "gpu": of.gpu, "capacity": of.capacity}
     launch, overhead = _beside(comm, of, Compute(**known))
     return Compute(**known, launch=launch, overhead=overhead)
 
