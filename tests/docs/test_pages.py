@@ -5,16 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+from measures import FENCE, note, sentences
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md"]
 PAGES += [page for at in ("", "tutorial", "reference") for page in sorted((ROOT / "docs" / at).glob("*.md"))]
 WIDTH = 88
 LONGEST, MEAN = 40, 20  # words of a sentence, and of a page's sentences in the mean
-FENCE = re.compile(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1`*\s*$", re.S | re.M)
 INCLUDED = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```", re.S | re.M)
-WORD = re.compile(r"[\w'./-]+")
-END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`\"(X])|(?<=[.!?])\s+")
 WIDE = {
     "docs/benchmarks.md": "tables that `make bench` writes, and some of them on other machines",
     "docs/launching.md": "tables and one long error, as commands print them",
@@ -55,19 +53,6 @@ def included(page: Path) -> list[str]:
     return found
 
 
-def sentences(page: Path) -> list[tuple[int, str]]:
-    """Words and beginning of each sentence outside of code, tables and headings; a span of code is one word."""
-    found = []
-    for paragraph in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())):
-        if paragraph.lstrip().startswith(("|", "<", "#")):
-            continue
-        for item in re.split(r"^\s*(?:[-*]|\d+\.)\s+", paragraph, flags=re.M):
-            plain = re.sub(r"`[^`]*`", "X", re.sub(r"^#.*$", "", item, flags=re.M))
-            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-            found += [(len(WORD.findall(one)), one[:60]) for one in END.split(" ".join(plain.split())) if one]
-    return [(words, begin) for words, begin in found if words]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_code_fits_the_page(page: Path) -> None:
     assert wide(page) + included(page) == []
@@ -81,11 +66,17 @@ def test_pages_that_may_be_wide_are() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_no_sentence_is_too_long(page: Path) -> None:
-    assert sorted((one for one in sentences(page) if one[0] > LONGEST), reverse=True) == []
+    assert sorted((one for one in sentences(page.read_text()) if one[0] > LONGEST), reverse=True) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_sentences_are_short_in_the_mean(page: Path) -> None:
-    counts = [words for words, _ in sentences(page)]
-    worst = sorted(sentences(page), reverse=True)[:5]
+    counts = [words for words, _ in sentences(page.read_text())]
+    worst = sorted(sentences(page.read_text()), reverse=True)[:5]
     assert sum(counts) <= MEAN * len(counts), worst
+
+
+def test_the_end_note_of_a_page_has_its_measures() -> None:
+    text = "# Head\n\nOne two three `four five`. Five six seven eight nine: ten.\n\n```python\nnot = counted\n```\n"
+    assert note(text) == "Sentences of this page: 5 words in the mean, 6 at most."
+    assert note("# Head\n\n| a | table |\n") == ""

@@ -1,6 +1,5 @@
 """Terms of the glossary are links where they first stand on a page."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -9,21 +8,13 @@ from typing import Any
 
 import pytest
 from amount import in_full
+from measures import note
 
 DOCS = Path(__file__).parents[2] / "docs"
 core = pytest.importorskip("docutils.core")
 
 
-def hook() -> Any:
-    spec = importlib.util.spec_from_file_location("terms", DOCS / "terms.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TERMS = hook()
+TERMS: Any = pytest.importorskip("terms")
 PLACES = TERMS.terms((DOCS / "glossary.md").read_text())
 
 
@@ -70,5 +61,7 @@ def test_the_built_pages_have_them(tmp_path: Path) -> None:
         links = re.findall(r'class="term[^>]*href="[^"#]*glossary.html#(term-[\w-]+)"', page.read_text())
         assert len(links) == len(set(links)), page
         assert set(links) <= places, page
+        source = DOCS / page.relative_to(tmp_path).with_suffix(".md")
+        assert not source.exists() or note(source.read_text()) in page.read_text(), page
         counted += len(links)
     assert counted > 300
