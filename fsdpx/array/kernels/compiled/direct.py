@@ -96,8 +96,7 @@ def dots_of(outputs: int, most: int) -> Any:
                     for b in range(many):
                         cell = read(builder, vector, cells, x_step, b)
                         for total, weight in zip(sums[b], weights, strict=True):
-                            term = builder.fmul(cell, weight, flags=["contract"])
-                            builder.store(builder.fadd(builder.load(total), term, flags=["contract"]), total)
+                            add_product(builder, total, cell, weight)
                 for b, o in product(range(many), range(outputs)):
                     begin, to = (builder.add(base, base.type(o * word)) for base in (start, y))
                     number = read(builder, like.type, begin, start_step, b)
@@ -180,11 +179,12 @@ def read(builder: Any, kind: Any, base: Any, step: Any, n: int) -> Any:
 
 
 def add_product(builder: Any, into: Any, number: Any, row: Any) -> None:
-    """into += number row."""
-    none, lanes = ir.Constant(row.type, ir.Undefined), row.type.count
-    first = builder.insert_element(none, number, ir.IntType(32)(0))
-    all_lanes = builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
-    term = builder.fmul(all_lanes, row, flags=["contract"])
+    """into += number row, with one number for all lanes or a row of them."""
+    if number.type != row.type:
+        none, index = ir.Constant(row.type, ir.Undefined), ir.IntType(32)
+        zeros = ir.Constant(ir.VectorType(index, row.type.count), [0] * row.type.count)
+        number = builder.shuffle_vector(builder.insert_element(none, number, index(0)), none, zeros)
+    term = builder.fmul(number, row, flags=["contract"])
     builder.store(builder.fadd(builder.load(into), term, flags=["contract"]), into)
 
 
