@@ -10,7 +10,7 @@ from typing import Any
 from fsdpx.comm.mesh import Mesh
 from fsdpx.layout.grid import LETTERS
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import mesh_text, options_text, text_of
+from fsdpx.plan.peak import mesh_args, options_text, text_of
 from fsdpx.plan.prediction import Prediction
 from fsdpx.state.tuning import bytes_text, table
 
@@ -104,7 +104,7 @@ class Plan:
         """The same for a run file, with a comment for what only Python can say."""
         lines = ["[distribute]"]
         for name, value in self.best.options.items():
-            plain = mesh_text(value).replace(", ", ",") if isinstance(value, Mesh) else value
+            plain = mesh_args(value).replace(", ", ",") if isinstance(value, Mesh) else value
             lines.append(f"{name} = {json.dumps(plain)}" if isinstance(plain, str | int) else f"# {name}={value!r}")
         return "\n".join(lines)
 

@@ -26,7 +26,7 @@ from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import ENOUGH, cheaper, passing
 from fsdpx.trainer.trainer import Trainer
 
-__all__ = ["Change", "Holding", "Peak", "PeakWatch", "lowered", "lowered_text", "mesh_text", "options_text", "text_of"]
+__all__ = ["Change", "Holding", "Peak", "PeakWatch", "lowered", "lowered_text", "mesh_args", "options_text", "text_of"]
 
 WORDS = {
     "master": "that the optimiser updates", "full": "that layers compute with", "grad": "as backward adds them up",
@@ -225,7 +225,7 @@ def _lent(state: TrainState, alive: Iterable[Life]) -> Iterator[Holding]:
 # -- what would lower it -----------------------------------------------------------------------------------------------
 
 
-def mesh_text(mesh: Mesh) -> str:
+def mesh_args(mesh: Mesh) -> str:
     """The widths of a mesh that are not those of the smallest."""
     default = Mesh()
     return ", ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(default, axis))
@@ -237,7 +237,7 @@ def text_of(value: Any) -> str:
         return "grid"
     if isinstance(value, Offload):
         return f"fsdpx.Offload({value.folder!r}, {value.what if len(value.what) > 1 else value.what[0]!r})"
-    return f"fsdpx.Mesh({mesh_text(value)})" if isinstance(value, Mesh) else repr(value)
+    return f"fsdpx.Mesh({mesh_args(value)})" if isinstance(value, Mesh) else repr(value)
 
 
 def options_text(options: Mapping[str, Any]) -> str:
