@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ class Compute:
         several kernels; 0 where all of it stays in registers and caches
     overhead : seconds of each step beside
     gpu : whether it is a GPU: 16-bit formats are then computed in 16 bits
-    cores : of one rank that is no GPU
+    cores : of one rank that is no GPU; less than 1 where ranks share cores, whose figures are those of all ranks of a
+        host at work
     watts : of one rank with its share of the host
     mtbf : mean seconds between failures of one rank with its share of the host
     capacity : bytes of memory of one rank
@@ -147,6 +148,14 @@ class Machine:
     def host(self) -> float:
         """Ranks of one host."""
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
+
+    def turns(self, ranks: int) -> float:
+        """How many times as long each of so many ranks computes as the file says. Where ranks share cores, those of one
+        core take turns, and all wait for the core with most."""
+        if self.compute.cores >= 1 or self.host == inf:
+            return 1.0
+        cores = max(round(self.compute.cores * self.host), 1)
+        return ceil(min(ranks, self.host) / cores) / ceil(self.host / cores)
 
 
 class _File:

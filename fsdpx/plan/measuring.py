@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from math import ceil, inf, log2
 from pathlib import Path
 from statistics import median
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx import nn, optim
+from fsdpx.array.cores import cores, threads_of
 from fsdpx.array.namespace import dtype
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.local import single
@@ -27,7 +29,8 @@ from fsdpx.state.disk import rates_of
 
 __all__ = ["machine_text", "measured"]
 
-TIMES = 5
+TIMES, ROUND = 5, 0.1
+"""Rounds of what is timed, and seconds that one takes at least."""
 SIZES = (8, 1 << 20)
 """Elements of float32 of a short and of a long all-reduce."""
 LAYERS = (4, 16)
@@ -78,36 +81,43 @@ class Gpus(Processors):
         self.xp.cuda.Device().synchronize()
 
 
-def _seconds(call: Callable[[], Any], of: Processors, times: int = TIMES, calls: int = 1) -> float:
-    """The median seconds of one call, where `calls` of them follow each other."""
+def _seconds(comm: Communicator, call: Callable[[], Any], of: Processors) -> float:
+    """Seconds of one call, alike on all ranks, of rounds that all ranks end together: where ranks share cores, and each
+    core a number of its own, all wait for the slowest, as they do in a step. A round takes from the end of the one
+    before it, since a rank may be asleep when others begin."""
     call()
+    calls = ceil(ROUND / min(comm.all_gather_plain(_elapsed(call, of, 1))))
+    comm.barrier().wait()
+    ends = [perf_counter()]
+    for _ in range(TIMES):
+        _elapsed(call, of, calls)
+        comm.barrier().wait()
+        ends.append(perf_counter())
+    own = median(after - before for before, after in pairwise(ends))
+    return float(np.mean(comm.all_gather_plain(own))) / calls
+
+
+def _elapsed(call: Callable[[], Any], of: Processors, calls: int) -> float:
     of.finish()
-    found = []
-    for _ in range(times):
-        begin = perf_counter()
-        for _ in range(calls):
-            call()
-        of.finish()
-        found.append((perf_counter() - begin) / calls)
-    return median(found)
-
-
-def _slowest(comm: Communicator, seconds: float) -> float:
-    """The mean over ranks, which compute at the same time and share the memory of their host."""
-    return float(np.mean(comm.all_gather_plain(seconds)))
+    begin = perf_counter()
+    for _ in range(calls):
+        call()
+    of.finish()
+    return perf_counter() - begin
 
 
 def _compute(comm: Communicator, of: Processors) -> Compute:
-    flops, beside, calls = {}, {}, 20 if of.gpu else 1
+    flops, beside = {}, {}
     for name in of.formats:
-        each = (_seconds(_product(of, n, name), of, calls=calls) for n in (of.large, of.small))
-        large, small = (_slowest(comm, seconds) for seconds in each)
+        large, small = (_seconds(comm, _product(of, n, name), of) for n in (of.large, of.small))
         rate = 2 * (of.large**3 - of.small**3) / max(large - small, 1e-9)
         flops[name], beside[name] = rate, max(small - 2 * of.small**3 / rate, 0.0)
     a, b = of.xp.ones(of.block, np.float32), of.xp.empty(of.block, np.float32)
-    memory = 2 * a.nbytes / _slowest(comm, _seconds(lambda: of.xp.copyto(b, a), of))
+    memory = 2 * a.nbytes / _seconds(comm, lambda: of.xp.copyto(b, a), of)
     half = beside[of.basis] * max(flops.values())
     known = {"flops": flops, "memory": memory, "half": half, "gpu": of.gpu, "capacity": of.capacity}
+    here = comm.all_gather_plain(platform.node()).count(platform.node())
+    known["cores"] = 1.0 if of.gpu else min(threads_of(here), cores() / here)
     launch, overhead = _beside(comm, of, Compute(**known))
     return Compute(**known, launch=launch, overhead=overhead)
 
@@ -131,7 +141,7 @@ def _beside(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, f
         dry = prepared(model, (shape, shape), 1, of.gpu, group_bytes=0)
         one = Machine("one", (Level("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=of.gpu))
         kernels = round(dry.on(one).seconds)
-        found.append((kernels, _slowest(comm, _seconds(partial(trainer.step, x, x), of, 4 * TIMES))))
+        found.append((kernels, _seconds(comm, partial(trainer.step, x, x), of)))
         trainer.close()
     (few, quick), (many, slow) = found
     launch = max((slow - quick) / (many - few), 1e-7)
@@ -155,9 +165,7 @@ def _link(comm: Communicator, of: Processors) -> tuple[float, float]:
     seconds = []
     for elements in SIZES:
         array = of.xp.zeros(elements, np.float32)
-        comm.barrier()
-        own = _seconds(partial(_reduce, comm, array), of, 4 * TIMES)
-        seconds.append(max(comm.all_gather_plain(own)))
+        seconds.append(_seconds(comm, partial(_reduce, comm, array), of))
     short, long = seconds
     sent = 2 * 4 * SIZES[1] * (comm.size - 1) / comm.size
     return short / (2 * ceil(log2(comm.size))), sent / max(long - short, 1e-9)

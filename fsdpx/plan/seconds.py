@@ -193,7 +193,9 @@ class StepTimes:
             launches += calls
         compute = self.lines.machine.compute
         seconds, host = work_seconds(cost.work, compute, self.half), launches * compute.launch
-        return (max(seconds, host - sum(moving.values())) if compute.gpu else seconds + host), moving
+        if compute.gpu:
+            return max(seconds, host - sum(moving.values())), moving
+        return (seconds + host) * self.lines.machine.turns(self.ranks), moving
 
 
 def _own(reach: Crossing) -> float:

@@ -7,6 +7,7 @@ import pytest
 from stand_in import Cupy, Device
 
 from fsdpx.comm.local import single
+from fsdpx.plan import measuring
 from fsdpx.plan.measuring import Gpus, machine_text, measured
 
 
@@ -16,6 +17,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
+    monkeypatch.setattr(measuring, "ROUND", 0.001)
     for name, value in (("large", 64), ("small", 16), ("block", 1 << 12)):
         monkeypatch.setattr(Gpus, name, value)
     found = measured("card", single(), "cuda")

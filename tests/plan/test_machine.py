@@ -1,12 +1,16 @@
 """Machines: those that come with fsdpx, and files with mistakes."""
 
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdpx import nn
+from fsdpx.comm import DONE, Communicator, Handle, Wrapper, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.plan import Machine
+from fsdpx.plan import Machine, measuring, predict
 
 GOOD = """\
 name = "mine"
@@ -95,3 +99,39 @@ def test_no_machine(tmp_path: Path) -> None:
     path.write_text("[compute]\nflops = {float32 = 1}\nmemory = 1\n")
     with pytest.raises(ConfigError, match=r"line 1, \[\[levels\]\]: no level; say at least one"):
         Machine.load(path)
+
+
+def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = threading.local()  # the clock of a rank
+    monkeypatch.setattr(measuring, "perf_counter", lambda: now.seconds)
+
+    class Meeting(Wrapper):
+        def barrier(self, *, what: str = "") -> Handle:
+            now.seconds = max(self.comm.all_gather_plain(now.seconds))
+            return DONE
+
+    def body(comm: Communicator) -> float:
+        now.seconds = 0.0
+
+        def call() -> None:
+            now.seconds += 0.01 if comm.rank else 0.02  # as if rank 0 had half a core
+
+        return measuring._seconds(Meeting(comm), call, measuring.Processors())
+
+    assert spawn(body, 3) == [pytest.approx(0.02)] * 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "times"), [(0.5, 4, 1), (0.5, 3, 1), (0.5, 2, 2), (0.6667, 2, 2), (1, 2, 1)]
+)
+def test_ranks_with_a_core_of_their_own_are_as_much_quicker(
+    cores: float, ranks: int, times: int, tmp_path: Path
+) -> None:
+    path, here = tmp_path / "machine.toml", 3 if cores == 0.6667 else 4
+    text = GOOD.replace("ranks = 4", f"ranks = {here}").replace("memory = 1e11", "memory = 1e11\nlaunch = 1e-5")
+    batch: Any = (((12, 64), "float32"),) * 2
+    whole = []
+    for line in ("", f"cores = {cores}\n"):
+        path.write_text(text.replace("[compute]\n", f"[compute]\n{line}"))
+        whole.append(predict(nn.Linear(64, 64), batch, ranks=ranks, machine=path).parts["compute"])
+    assert whole[0] / whole[1] == pytest.approx(times)
