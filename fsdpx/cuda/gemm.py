@@ -37,6 +37,7 @@ class Gemm(NamedTuple):
     ld_out: int
 
 
+@functools.lru_cache(1 << 12)
 def plan(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> Gemm | None:
     """The call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None: an array
     has unit stride in neither dim, or rows that overlap."""
@@ -108,10 +109,10 @@ def _of_one(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
     first, second = (a, b) if wanted.turned else (b, a)
-    number = np.float64 if a.dtype.name == "float64" else np.float32
+    number = np.float64 if a.dtype == np.float64 else np.float32
     alpha, beta = _factor(scale, number), _factor(float(accumulate), number)
     matrices = [
-        [x.data.ptr, TYPES[x.dtype.name], ld]
+        [x.data.ptr, _type(x.dtype), ld]
         for x, ld in ((first, wanted.ld_first), (second, wanted.ld_second), (out, wanted.ld_out))
     ]
     count = out.shape[0]
@@ -123,7 +124,7 @@ def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool)
     shape = int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k
     rest = (*([count] if count > 1 else []), DOUBLE if number is np.float64 else WHOLE, DEFAULT)
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
-    call(handle, *shape, alpha.ctypes.data, *one, *two, beta.ctypes.data, *three, *rest)
+    call(handle, *shape, alpha, *one, *two, beta, *three, *rest)
 
 
 @functools.cache
@@ -133,7 +134,15 @@ def _cublas() -> Any:
     return cublas
 
 
+@functools.cache
+def _type(dtype: np.dtype[Any]) -> int:
+    return TYPES[dtype.name]
+
+
+FACTORS: dict[tuple[float, type], np.ndarray] = {}
+
+
 @functools.lru_cache(1 << 10)
-def _factor(value: float, number: type) -> np.ndarray:
-    """A number as cuBLAS reads it, from the host."""
-    return np.array(value, number)
+def _factor(value: float, number: type) -> int:
+    """The address of a number on the host, from which cuBLAS reads it."""
+    return FACTORS.setdefault((value, number), np.array(value, number)).ctypes.data

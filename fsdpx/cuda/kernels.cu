@@ -600,6 +600,30 @@ KERNEL(add_doubles)(const double* parts, double* out, number count, number n) {
     }
 }
 
+// Of each channel, of n: rstd = 1 / sqrt(squares / count + eps), and rstd weight; running numbers move by momentum.
+KERNEL(channel_scales)(const double* squares, const double* mean, const real* weight, wide* running_mean, wide* running_var, double* rstd, double* scale, number n, double count, double eps, double momentum) {
+    EACH(i, n) {
+        double var = squares[i] / (count > 1 ? count : 1), one = 1 / sqrt(var + eps);
+        rstd[i] = one;
+        scale[i] = weight ? one * (double)get(weight, i) : one;
+        if (!running_mean || count == 0) continue;
+        var *= count / (count > 2 ? count - 1 : 1);
+        wide rest = (wide)(1 - momentum);
+        running_mean[i] = running_mean[i] * rest + (wide)(momentum * mean[i]);
+        running_var[i] = running_var[i] * rest + (wide)(momentum * var);
+    }
+}
+
+// Of each channel, of n: rstd weight, and the sums of dy, and of dy (x - mean) rstd, that stand in `sums`, over count.
+KERNEL(channel_slopes)(const double* sums, const double* rstd, const real* weight, double* scale, double* along, double* across, number n, double count) {
+    double whole = count > 1 ? count : 1;
+    EACH(i, n) {
+        scale[i] = weight ? rstd[i] * (double)get(weight, i) : rstd[i];
+        along[i] = sums[i] / whole;
+        across[i] = sums[n + i] / whole * rstd[i];
+    }
+}
+
 KERNEL(channel_affine)(const real* x, real* y, const double* mean, const double* scale, const double* shift, number n, number channels, number cells) {
     EACH(i, n) {
         number c = channel_of(i, cells, channels);

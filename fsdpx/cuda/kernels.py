@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -137,40 +137,49 @@ def form(roles: str) -> Callable[[Body], Body]:
 def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
     """The form of kernel `name` for these arguments of it, called with the namespace before them. None: there is none
     for arrays of these formats, or the arrays are not contiguous, or empty."""
-    roles, body = FORMS.get(name, ((), None))
-    if body is None:
-        return None
-    arrays = [a for a in arguments if is_on_gpu(a)]
-    kind = _kind(arrays)
+    return _on_gpu(name, tuple(map(_sign, arguments))) if name in FORMS else None
+
+
+Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
+"""What a choice of kernels knows of an argument: of an array its dtype, whether it is contiguous, and whether it is
+empty; of what is none, whether it is None, or a number that is 0."""
+
+
+def _sign(value: Any) -> Sign:
+    if is_on_gpu(value):
+        return value.dtype, bool(value.flags.c_contiguous), not value.size
+    return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
+
+
+@functools.lru_cache(1 << 12)  # a step asks for the same ones each time, and the host is what a GPU waits for
+def _on_gpu(name: str, signs: tuple[Sign, ...]) -> Body | None:
+    roles, body = FORMS[name]
+    arrays = [sign for sign in signs if not isinstance(sign, str)]
+    # the narrowest format among those of floating-point numbers; 0: one that no kernel takes
+    kind = min((kind_of(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
-    if kind == 0 or not all(a.size for a in arrays):
+    if kind == 0 or any(empty for _, _, empty in arrays):
         return None
-    for role, value in zip(roles, arguments, strict=False):
-        if not _plays(role, value, kind, wide):
-            return None
-    return lambda xp, *given, **options: body(Launch(kind), *given, **options)
+    if not all(_plays(role, sign, kind, wide) for role, sign in zip(roles, signs, strict=False)):
+        return None
+    launch = Launch(kind)
+    return lambda xp, *given, **options: body(launch, *given, **options)
 
 
-def _kind(arrays: list[Any]) -> int:
-    """The narrowest format among the floating-point arrays; 0: one that no kernel takes."""
-    return min((kind_of(a.dtype) for a in arrays if a.dtype.kind not in "biu"), default=0)
-
-
-def _plays(role: str, value: Any, kind: int, wide: int) -> bool:
-    if value is None or role == "0":
-        return role.endswith("?") or (role == "0" and not is_on_gpu(value) and not value)
+def _plays(role: str, sign: Sign, kind: int, wide: int) -> bool:
+    if role == "0":
+        return sign in ("0", "None")
+    if sign == "None":
+        return role.endswith("?")
     role = role.removesuffix("?")
-    if role == "any":
-        return not is_on_gpu(value)
-    if not is_on_gpu(value):
-        return False
+    if isinstance(sign, str):
+        return role == "any"
+    dtype, contiguous, _ = sign
     if role in ("mask", "index"):
-        formed = value.dtype.kind == ("b" if role == "mask" else "i")
+        formed = dtype.kind == ("b" if role == "mask" else "i")
     else:
-        own = kind_of(value.dtype)
-        allowed = {"double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(role, (kind,))
-        formed = own in allowed
-    return formed and (role == "view" or bool(value.flags.c_contiguous))
+        formed = kind_of(dtype) in {"any": (), "double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(role, (kind,))
+    return formed and (role == "view" or contiguous)
 
 
 # -- norms ---------------------------------------------------------------------------------------------------------
@@ -555,7 +564,7 @@ def correlate_backward_params(launch: Launch, x: Any, dy: Any, strides: Any, wei
             parts.append(_sum_of_products(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
         _put(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
     if bias is not None:
-        _put(bias, dy.sum(axis=(0, *range(2, dy.ndim)), dtype=launch.wide))
+        _put(bias, _sums_of_channels(launch, 1, launch.xp.ascontiguousarray(dy)))
 
 
 def _sum_of_products(launch: Launch, a: Any, b: Any) -> Any:
@@ -715,6 +724,24 @@ def _sums_of_channels(
     out = xp.empty(sums * channels, dtype=np.float64)
     launch.each("add_doubles", out.size, parts, out, len(parts), out.size)
     return out
+
+
+@form("double double? real? wide? wide? any any any")
+def channel_scales(
+    launch: Launch, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float,
+    eps: float, momentum: float,
+) -> tuple[Any, Any]:  # fmt: skip
+    rstd, scale = launch.xp.empty_like(squares), launch.xp.empty_like(squares)
+    given, n = (squares, mean, weight, running_mean, running_var, rstd, scale), rstd.size
+    launch.each("channel_scales", n, *given, n, float(count), float(eps), float(momentum))
+    return rstd, scale
+
+
+@form("double double real? any")
+def channel_slopes(launch: Launch, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
+    scale, along, across = (launch.xp.empty_like(rstd) for _ in range(3))
+    launch.each("channel_slopes", rstd.size, sums, rstd, weight, scale, along, across, rstd.size, float(count))
+    return scale, along, across
 
 
 @form("real double double double")

@@ -172,7 +172,10 @@ class BatchNorm(Layer):
     collective = True
     fields = True
     aliases: ClassVar = {"num_batches_tracked": None}
-    runs = ("channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with")
+    runs = (
+        "channel_affine", "channel_norm_backward", "channel_scales", "channel_slopes", "channel_squares",
+        "channel_sums", "channel_sums_with",
+    )  # fmt: skip
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
         positive(self, num_features=num_features)
@@ -192,28 +195,27 @@ class BatchNorm(Layer):
         if x.ndim < 2 or x.shape[1] != self.num_features:
             wanted = f"(samples, {self.num_features}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
+        weight = p.get("weight")
         if env.training:
-            mean, var, count = self._statistics(env, x)
-            if not env.recomputing:
-                self._move(p, mean, var, count)
+            mean, squares, count = self._statistics(env, x)
+            running = (None, None) if env.recomputing else (p["running_mean"], p["running_var"])
+            numbers = count, self.eps, self.momentum
+            rstd, scale = kernels.channel_scales(env.xp, squares, mean, weight, *running, *numbers)
         else:
-            mean, var, count = p["running_mean"], p["running_var"], 0.0
-        rstd = 1.0 / env.xp.sqrt(var.astype(np.float64) + self.eps)
-        scale, shift = (rstd * p["weight"], p["bias"]) if self.affine else (rstd, env.xp.zeros_like(rstd))
+            mean, var, count = p["running_mean"], p["running_var"].astype(np.float64), 0.0
+            rstd, scale = kernels.channel_scales(env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0)
+        shift = p["bias"] if self.affine else env.xp.zeros_like(rstd)
         return kernels.channel_affine(env.xp, x, *_beside(x, mean, scale, shift)), (x, mean, rstd, count)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
         sums = kernels.channel_sums_with(env.xp, dy, x, *_beside(x, mean, rstd))
-        if env.training:
+        whole, ranks = sums if env.training else env.xp.zeros_like(sums), env.mesh.data
+        if env.training and ranks.size > 1:
             whole = sums.copy()
-            env.mesh.data.all_reduce(whole, what="BatchNorm backward").wait()
-            whole /= max(count, 1.0)
-        else:
-            whole = env.xp.zeros_like(sums)
-        along, across = whole[: self.num_features], whole[self.num_features :] * rstd
-        scale = rstd * p["weight"] if self.affine else rstd
-        channels = _beside(x, mean, scale, along, across)
+            ranks.all_reduce(whole, what="BatchNorm backward").wait()
+        slopes = kernels.channel_slopes(env.xp, whole, rstd, p.get("weight"), count)
+        channels = _beside(x, mean, *slopes)
         return kernels.channel_norm_backward(env.xp, dy, x, *channels), (sums,)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
@@ -224,7 +226,7 @@ class BatchNorm(Layer):
             g["weight"][...] += sums[self.num_features :].astype(g["weight"].dtype)
 
     def _statistics(self, env: Env, x: Array) -> tuple[Array, Array, float]:
-        """Global mean and biased variance per channel in float64, and the number of elements of a channel."""
+        """Global mean and squares about it per channel in float64, and the number of elements of a channel."""
         ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
         sums = kernels.channel_sums(env.xp, x)
         if ranks.size > 1:
@@ -233,26 +235,15 @@ class BatchNorm(Layer):
             sums, count = sums[:-1], float(sums[-1])
         mean = sums / max(count, 1.0)
         squares = kernels.channel_squares(env.xp, x, *_beside(x, mean))
-        env.mesh.data.all_reduce(squares, what="BatchNorm variance").wait()
-        return mean, squares / max(count, 1.0), count
-
-    def _move(self, p: Params, mean: Array, var: Array, count: float) -> None:
-        if count == 0.0:
-            return
-        unbiased = var * (count / max(count - 1.0, 1.0))
-        for running, now in ((p["running_mean"], mean), (p["running_var"], unbiased)):
-            if running.dtype.itemsize < 4:  # rounded once
-                moved = (1.0 - self.momentum) * running.astype(np.float64) + self.momentum * now
-                running[...] = moved.astype(np.float32).astype(running.dtype)
-                continue
-            running *= 1.0 - self.momentum
-            running += (self.momentum * now).astype(running.dtype)
+        if ranks.size > 1:
+            ranks.all_reduce(squares, what="BatchNorm variance").wait()
+        return mean, squares, count
 
 
 def _beside(x: Array, *channels: Array) -> tuple[Array, ...]:
     """In the dtype in which x is computed; kernels of GPUs take them in float64."""
     dtype = np.dtype(np.float64) if is_on_gpu(x) else wide(x.dtype)
-    return tuple(a.astype(dtype, copy=False) for a in channels)
+    return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)
 
 
 class GroupNorm(Layer):

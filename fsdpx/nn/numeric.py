@@ -255,6 +255,9 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 
 def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """`out += a.sum(dim)`; the sum is rounded once."""
+    if is_on_gpu(a) and a.ndim > 2 and dim == (0, *range(2, a.ndim)):  # CuPy's sum over outer dims is slow
+        out += kernels.channel_sums(xp, a)
+        return
     out += xp.sum(a, axis=dim, dtype=wide(a.dtype))
 
 

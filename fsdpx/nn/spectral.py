@@ -255,8 +255,7 @@ class ChannelScale(Layer):
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
-        total = (x * dy).sum(axis=(0, *range(2, dy.ndim)))
-        g["weight"][...] += total.reshape(g["weight"].shape)
+        add_sum(env.xp, g["weight"].reshape(-1), x * dy, (0, *range(2, dy.ndim)))
 
 
 class GridEmbedding(FieldLayer):

@@ -9,9 +9,9 @@ import numpy as np
 from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = [
-    "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with", "layer_norm",
-    "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
-    "rms_norm_backward_params", "square_sum", "square_sums",
+    "channel_affine", "channel_norm_backward", "channel_scales", "channel_slopes", "channel_squares", "channel_sums",
+    "channel_sums_with", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm",
+    "rms_norm_backward_input", "rms_norm_backward_params", "square_sum", "square_sums",
 ]  # fmt: skip
 
 
@@ -101,6 +101,43 @@ def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
 def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
     """(dy - along - (x - mean) across) scale, each (channels,)."""
     return (dy - _broad(along, x) - (x - _broad(mean, x)) * _broad(across, x)) * _broad(scale, x)
+
+
+@kernel(narrow=0, into=("running_mean", "running_var"))
+def channel_scales(
+    xp: Any, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float, eps: float,
+    momentum: float,
+) -> tuple[Any, Any]:  # fmt: skip
+    """rstd = 1 / sqrt(var + eps) with var = squares / count, and rstd weight, each (channels,) float64.
+
+    weight, running_mean, running_var: (channels,) or None; the running ones move by `momentum` towards mean and
+    unbiased variance."""
+    var = squares / max(count, 1.0)
+    rstd = 1.0 / xp.sqrt(var + eps)
+    if count:
+        unbiased = var * (count / max(count - 1.0, 1.0))
+        for running, now in ((running_mean, mean), (running_var, unbiased)):
+            if running is not None:
+                _move(running, now, momentum)
+    return rstd, rstd if weight is None else rstd * weight
+
+
+def _move(running: Any, now: Any, momentum: float) -> None:
+    if running.dtype.itemsize < 4:  # rounded once
+        moved = (1.0 - momentum) * running.astype(np.float64) + momentum * now
+        running[...] = moved.astype(np.float32).astype(running.dtype)
+        return
+    running *= 1.0 - momentum
+    running += (momentum * now).astype(running.dtype)
+
+
+@kernel(narrow=0)
+def channel_slopes(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
+    """What `channel_norm_backward` takes after the mean, (channels,) float64 each: from the sums of
+    `channel_sums_with` over `count` elements, and rstd and weight, which may be None, of `channel_scales`."""
+    whole = sums / max(count, 1.0)
+    scale = rstd if weight is None else rstd * weight
+    return scale, whole[: rstd.size], whole[rstd.size :] * rstd
 
 
 def _others(x: Any) -> tuple[int, ...]:
