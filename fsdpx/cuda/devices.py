@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -73,12 +72,7 @@ def current() -> int:
 
 def is_on_gpu(array: Any) -> bool:
     """Whether an array is CuPy's."""
-    return _of_cupy(type(array))
-
-
-@functools.cache
-def _of_cupy(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "cupy"
+    return type(array).__module__.partition(".")[0] == "cupy"
 
 
 def gpu_of(array: Any) -> int | None:
