@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 4
-JOBS ?= 3
+JOBS ?= 4
 MPI ?= mpich
 ARGS ?=
 
@@ -97,7 +97,7 @@ chaos: $(VENV)/.ready
 # Only Open MPI lets a job outlive its ranks.
 ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
-	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
+	$(PY) -m pytest -n 2 --dist worksteal tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
 		tests/elastic/test_apart_processes.py tests/watch/test_leaving.py \
 		tests/launch/test_start.py tests/launch/test_left.py tests/launch/test_run_jobs.py tests/facade
 

@@ -12,7 +12,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("model", "ranks"), pairs(["tiny", "small", "mlp", "many"], [4, 1, 2]))
+@pytest.mark.parametrize(("model", "ranks"), pairs(["many", "tiny", "small", "mlp"], [1, 4, 2]))
 def test_a_process_takes_what_is_expected(model: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks share depends on their number, the rest on the model."""
     from footprint import compare

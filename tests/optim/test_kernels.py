@@ -170,17 +170,6 @@ def trained(optimizer, p, gs):
     return found
 
 
-def of_matrix(optimizer, p, gs, shape):
-    """One parameter of this shape after all steps."""
-    segments = Segments((Segment("w", 0, p.size, 0, p.size, shape),))
-    p, slots = p.copy(), zeros(np, optimizer, segments, p.dtype)
-    for step, g in enumerate(gs, 1):
-        optimizer.update(
-            np, p, g * 4.0, slots, lr=optim.rate(optimizer, step), step=step, segments=segments, scale=0.25
-        )
-    return p
-
-
 def ours(optimizer, p, gs):
     return trained(optimizer, p, gs)[-1][0]
 
