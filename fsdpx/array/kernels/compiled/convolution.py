@@ -19,6 +19,7 @@ from fsdpx.array.kernels import activation
 from fsdpx.array.kernels import correlation as places
 from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled import direct
+from fsdpx.array.kernels.compiled.direct import WIDE, row_of_strips
 from fsdpx.array.kernels.compiled.half import owned
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first, rows_of
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
@@ -152,7 +153,8 @@ def scattering(matrix: Matrix, step: int, name: str) -> Any:
     return jit(loop, name=name)
 
 
-TILE, PLANES = 4, 36
+TILE, PLANES, ONES = 4, 36, 7
+"""ONES: the plane that each result has one of, so that what is added to it is added to all of them."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
     (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
@@ -166,6 +168,8 @@ TILE_BLOCK = 1 << 21
 """Bytes of a block of tiles, about: they stay in the cache between the three passes."""
 LEAST = 64
 """Tiles of a block, at least: the weights are read once for each block."""
+FEW = 64
+"""Tiles that are transformed, multiplied and transformed back before the next ones are."""
 FEWEST = 32
 """Tiles from which less work pays for reading the weights."""
 FILLED = 0.6
@@ -183,15 +187,34 @@ _to_output, _to_weight = scattering(A, TILE, "to_output"), scattering(_transpose
 
 
 @jit
-def _multiply(first, last, at, out, a, b, turn_a, turn_b, m, n, k, accumulate):
-    """out[t] (+)= a[t] b[t] for the planes from `first` to `last`."""
+def _multiply(first, last, at, out, a, b, m, n, k, accumulate):
+    """out[t] (+)= a[t]^T b[t] for the planes from `first` to `last`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
-    ta, lda = (TURNED, m) if turn_a else (PLAIN, k)
-    tb, ldb = (TURNED, k) if turn_b else (PLAIN, n)
     for t in range(first, last):
         ap, bp, cp = a[t].ctypes.data, b[t].ctypes.data, out[t].ctypes.data
-        cblas(at, ta, tb, m, n, k, one, ap, lda, bp, ldb, beta, cp, n)
+        cblas(at, TURNED, PLAIN, m, n, k, one, ap, m, bp, n, beta, cp, n)
+
+
+@jit
+def _results(first, last, x, y, u, block, row, start, edge, down, right):
+    """The tiles from `first` to `last`. u: planes of weights, in rows of LANES outputs; block, row: how far the next
+    outputs are, and the next channel. start: for each output, what is added to it."""
+    widest()
+    like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
+    v, m = np.empty((PLANES, FEW * inner + LANES), y.dtype), np.empty((PLANES, FEW * outer + LANES), y.dtype)
+    scratch, lanes = np.zeros((1, LANES), y.dtype), WIDE // word
+    for a in range(first, last, FEW):
+        b = min(a + FEW, last)
+        _of_input(a, b, x, v, a, edge, down, right)
+        for t in range(PLANES):
+            cells, rows, weights = v[t].ctypes.data, m[t].ctypes.data, u[t].ctypes.data
+            for o in range(0, outer, lanes):
+                begin = start.ctypes.data + o * word if t == ONES else scratch.ctypes.data
+                w = weights + (o // LANES * block + o % LANES) * word
+                row_of_strips(like, True, b - a, cells, inner * word, rows + o * word, outer * word, begin, False,
+                              lanes, scratch, w, (1, 1, inner), (0, 0, word), (0, 0, row * word), 1)  # fmt: skip
+        _to_output(a, b, y, m, a, 0, down, right)
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
@@ -206,19 +229,18 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides
     return filled and shape[0] * tiles >= FEWEST and weight[0] % LANES == 0 and weight[1] % LANES == 0
 
 
-def winograd(at: int, x: np.ndarray, weight: np.ndarray, padding: int, back: bool = False) -> np.ndarray:
-    """y (samples, height, width, out) of x (samples, height, width, in) and weight (out, 3, 3, in). back: x of y, where
+def winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: bool = False) -> np.ndarray:
+    """y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3). back: x of y, where
     both are gradients, with 2 - padding."""
-    (n, height, width, inner), outer = x.shape, weight.shape[3 if back else 0]
+    (n, height, width, inner), outer = x.shape, weight.shape[1 if back else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = _tiles(y.shape[1]), _tiles(y.shape[2])
-    u = _planes(weight, outer * inner)
-    _each(_of_reversed if back else _of_weight, 0, weight.shape[0], weight, u, 0, 0, 1, 1)
-    for start, stop in _tile_blocks(n * down * right, inner + outer, x.itemsize):
-        v, m = _planes(x, (stop - start) * inner), _planes(x, (stop - start) * outer)
-        _each(_of_input, start, stop, x, v, start, -padding, down, right)
-        _each(_multiply, 0, PLANES, at, m, v, u, False, not back, stop - start, outer, inner, False)
-        _each(_to_output, start, stop, y, m, start, 0, down, right)
+    blocks = owned(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
+    rows, u = channels_last(blocks).reshape(-1, 3, 3, LANES), _planes(x, outer * inner)
+    block, row = (LANES, outer) if back else (LANES * inner, LANES)
+    _each(_of_reversed if back else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
+    start = np.zeros(outer, x.dtype) if bias is None else owned(bias, x.dtype)
+    _each(_results, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
     return y
 
 
@@ -231,7 +253,7 @@ def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: in
         dm, v = _planes(x, (stop - start) * outer), _planes(x, (stop - start) * inner)
         _each(_of_gradient, start, stop, dy, dm, start, 0, down, right)
         _each(_of_input, start, stop, x, v, start, -padding, down, right)
-        _each(_multiply, 0, PLANES, at, du, dm, v, True, False, outer, inner, stop - start, start > 0)
+        _each(_multiply, 0, PLANES, at, du, dm, v, outer, inner, stop - start, start > 0)
     if x.shape[0]:
         _each(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
     return dw
@@ -299,10 +321,7 @@ def correlate(
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
     at = blas.pointer(x.dtype) if out is None else 0
     if at and suits_winograd(x.shape, weight.shape, strides, sizes):
-        y = winograd(at, channels_last(x), channels_last(weight), -strides.first[0])
-        if bias is not None:
-            activation.add_bias(xp, y, bias)
-        return channels_first(y)
+        return channels_first(winograd(channels_last(x), weight, bias, -strides.first[0]))
     image = _cells(x)
     y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else _last(out)
     if at and _dot(strides, image.shape[1:-1], sizes):
@@ -326,8 +345,7 @@ def correlate_backward_input(
         return plain(xp, weight, dy, strides, shape, bias)
     at = blas.pointer(dy.dtype)
     if at and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
-        dx = winograd(at, channels_last(dy), channels_last(weight), 2 + strides.first[0], True)
-        return channels_first(dx)
+        return channels_first(winograd(channels_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _cells(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
     if at and bias is None and _dot(strides, shape[2:], dy.shape[2:]):
         blas.gemm(_flat(dx), _flat(owned(slope)), _matrix(weight))

@@ -23,7 +23,7 @@ from fsdpx.array.kernels.correlation import Strides
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import cgutils, intrinsic, ir, register_jitable, types
 
-__all__ = ["sums", "sums_backward_input", "sums_backward_weight"]
+__all__ = ["WIDE", "row_of_strips", "sums", "sums_backward_input", "sums_backward_weight"]
 
 WIDE, NARROW = 64, 32
 """Bytes of channels that are computed together, and of the last ones of a result."""
@@ -280,7 +280,7 @@ def _put(typingctx: Any, value: Any, at: Any) -> Any:
 
 
 @register_jitable
-def _line(like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run):
+def row_of_strips(like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run):
     """The strips of a line of outputs. valid: lanes; fewer than a row has, of the last channels, go through
     `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
@@ -385,8 +385,8 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
                             _short_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
                                         counts, x_moves, steps, run * word)  # fmt: skip
                         else:
-                            _line(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch, w_at, counts,
-                                  x_moves, steps, run)  # fmt: skip
+                            row_of_strips(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch, w_at,
+                                          counts, x_moves, steps, run)  # fmt: skip
             first += nbytes // word
             block += places * channels * nbytes
 
