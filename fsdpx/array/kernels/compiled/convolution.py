@@ -2,9 +2,10 @@
 F(4 x 4, 3 x 3), a quarter of the multiplications (Lavin, Gray 2016), and all others by strips of outputs.
 
 A tile of 4 x 4 results is a bilinear function of its 6 x 6 pixels and the window, A [(G w G^T) * (B d B^T)] A^T with
-constant matrices; summed over channels, each of the 36 products of elements is a product of matrices for BLAS. What
-goes around those products are linear maps of square patches, 16 channels at a time. Its gradients are the same formula
-read backwards. Rounding grows with the numbers in A and B: see docs/speed.md."""
+constant matrices; summed over channels, each of the 36 products of elements is a product of matrices, by strips, or by
+BLAS for the gradient of the weights. What goes around those products are linear maps of square patches, 16 channels at
+a time. Its gradients are the same formula read backwards. Rounding grows with the numbers in A and B (docs/speed.md).
+"""
 
 from __future__ import annotations
 
@@ -170,6 +171,8 @@ LEAST = 64
 """Tiles of a block, at least: the weights are read once for each block."""
 FEW = 64
 """Tiles that are transformed, multiplied and transformed back before the next ones are."""
+LONG = 256
+"""Products that are added up by themselves: rounding grows with the length of a sum."""
 FEWEST = 32
 """Tiles from which less work pays for reading the weights."""
 FILLED = 0.6
@@ -212,8 +215,11 @@ def _results(first, last, x, y, u, block, row, start, edge, down, right):
             for o in range(0, outer, lanes):
                 begin = start.ctypes.data + o * word if t == ONES else scratch.ctypes.data
                 w = weights + (o // LANES * block + o % LANES) * word
-                row_of_strips(like, True, b - a, cells, inner * word, rows + o * word, outer * word, begin, False,
-                              lanes, scratch, w, (1, 1, inner), (0, 0, word), (0, 0, row * word), 1)  # fmt: skip
+                for c in range(0, inner, LONG):
+                    places, steps = (1, 1, min(LONG, inner - c)), (0, 0, row * word)
+                    row_of_strips(like, True, b - a, cells + c * word, inner * word, rows + o * word, outer * word,
+                                  begin, c > 0, lanes, scratch, w + c * row * word, places, (0, 0, word), steps,
+                                  1)  # fmt: skip
         _to_output(a, b, y, m, a, 0, down, right)
 
 
