@@ -15,8 +15,8 @@ from fsdpx.nn.cut import CutRequest, Parts
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
 from fsdpx.nn.numeric import destination
-from fsdpx.nn.parts import MODES, FieldLayer, Reach, dealt, demand_dims, demand_fit, fold, reaches, widen
-from fsdpx.nn.rims import Box, Rims, fold_rims
+from fsdpx.nn.parts import MODES, FieldLayer, Reach, dealt, demand_dims, demand_fit, reaches
+from fsdpx.nn.rims import Box, Rims, fold, fold_rims, widen
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "WindowLayer", "demand_groups", "for_each", "here",

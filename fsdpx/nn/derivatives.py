@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cut import Cuts
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.parts import FieldLayer, Reach, demand_fit, fold, rank_along, widen
+from fsdpx.nn.parts import FieldLayer, Reach, demand_fit, rank_along
+from fsdpx.nn.rims import fold, widen
 
 __all__ = ["Curl", "Derivative", "Divergence", "Gradient", "Laplacian"]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, Layer, Params
-from fsdpx.nn.parts import Reach, fold, rank_along, widen
+from fsdpx.nn.parts import Reach, rank_along
+from fsdpx.nn.rims import fold, widen
 
 __all__ = ["Interior", "bare", "filled", "filled_backward"]
 

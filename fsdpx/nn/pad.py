@@ -8,7 +8,8 @@ from typing import Any
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.parts import MODES, FieldLayer, Reach, demand_dims, demand_fit, fold, widen
+from fsdpx.nn.parts import MODES, FieldLayer, Reach, demand_dims, demand_fit
+from fsdpx.nn.rims import fold, widen
 
 __all__ = ["Pad"]
 

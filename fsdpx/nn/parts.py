@@ -6,7 +6,6 @@ the bounds of these intervals, a few whole numbers that all ranks know: nothing 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ import numpy as np
 
 from fsdpx.errors import ShapeError
 from fsdpx.nn.cut import CutRequest, Cuts, Parts
-from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Params, Portion
+from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Portion
 
 __all__ = [
-    "HALO", "HALO_GRADIENT", "MODES", "FieldLayer", "Reach", "Shift", "add_to", "at_dim", "buffer", "dealt",
-    "demand_dims", "demand_fit", "fold", "line_of", "on_device", "over", "rank_along", "reaches", "run_of", "widen",
+    "MODES", "FieldLayer", "Reach", "dealt", "demand_dims", "demand_fit", "line_of", "over", "rank_along", "reaches",
+    "run_of",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
@@ -141,30 +140,6 @@ def reaches(
     return tuple(made)
 
 
-class Shift(Layer):
-    """A field that is cut in one way comes to lie as another is cut.
-
-    Parameters
-    ----------
-    parts, wanted : who has which cells, before and after
-    """
-
-    takes = "passed"
-
-    def __init__(self, parts: Parts, wanted: Parts) -> None:
-        self.parts, self.wanted = parts, wanted
-        self._moves = tuple(
-            Reach(d + 2, cuts, tuple(zip(out, out[1:], strict=False)))
-            for d, (cuts, out) in enumerate(zip(parts.cuts, wanted.cuts, strict=True))
-        )
-
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return widen(env, x, self._moves), ()
-
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return fold(env, dy, self._moves), ()
-
-
 def demand_fit(reach: Reach) -> None:
     """ShapeError where a field is too small for what lies beyond its ends, or brings too few ghost cells."""
     n, around = reach.cuts[-1], zip(reach.needs, reach.cuts, reach.cuts[1:], strict=False)
@@ -191,134 +166,6 @@ def line_of(env: Env, reach: Reach) -> AxisRanks | None:
     if len(reach.cuts) == 2:
         return None
     return env.mesh.space[reach.dim - 2]
-
-
-def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0) -> Array:
-    """The cells that this rank needs of a field; `x` is its part. Moves go dim by dim, so that corners ride along.
-
-    What lies beyond the ends in mode "zeros" is `beyond`. Communicates with the ranks that have what it lacks."""
-    for reach in moves:
-        if reach.ghosts:
-            me = rank_along(env, reach.cuts, reach.dim - 2)
-            x = x[at_dim(env.xp, reach.dim, reach.brought(me))]
-        elif not reach.still:
-            x = _widened(env, x, reach, beyond)
-    return x
-
-
-def fold(env: Env, dy: Array, moves: Sequence[Reach]) -> Array:
-    """The adjoint of `widen`: the gradient of each copy goes back to the owner of its cell, who adds them in the order
-    of ranks."""
-    for reach in reversed(moves):
-        if reach.ghosts:
-            me = rank_along(env, reach.cuts, reach.dim - 2)
-            size = reach.cuts[me + 1] - reach.cuts[me] + 2 * reach.ghosts
-            inner, dy = dy, env.xp.zeros(_resized(dy.shape, reach.dim, size), dtype=dy.dtype)
-            dy[at_dim(env.xp, reach.dim, reach.brought(me))] = inner
-        elif not reach.still:
-            dy = _folded(env, dy, reach)
-    return dy
-
-
-def _widened(env: Env, x: Array, reach: Reach, beyond: float) -> Array:
-    xp, line, dim, what = env.xp, line_of(env, reach), reach.dim, env.random.path
-    me = 0 if line is None else line.rank
-    mine = [piece for piece in reach.pieces() if piece.needs == me]
-    full = sum(piece.length for piece in mine) == reach.size(me)
-    shape = _resized(x.shape, dim, reach.size(me))
-    y = _empty_like(xp, x, shape)
-    if not full:
-        y[...] = beyond
-    arriving = []
-    for piece in mine:
-        if piece.owner != me:
-            assert line is not None
-            flat, buf = buffer(xp, _resized(x.shape, dim, piece.length), x.dtype)
-            arriving.append((line.recv(flat, piece.owner, HALO, what=what), piece, buf))
-    leaving = []
-    for piece in reach.pieces():
-        if piece.owner == me and piece.needs != me:
-            assert line is not None
-            leaving.append(line.send(_flat(xp, x[at_dim(xp, dim, piece.cells)]), piece.needs, HALO, what=what))
-    for piece in mine:
-        if piece.owner == me:
-            y[at_dim(xp, dim, piece.into)] = x[at_dim(xp, dim, piece.cells)]
-    for handle, piece, buf in arriving:
-        handle.wait()
-        y[at_dim(xp, dim, piece.into)] = buf
-    for handle in leaving:
-        handle.wait()
-    return y
-
-
-def _folded(env: Env, dy: Array, reach: Reach) -> Array:
-    xp, line, dim, what = env.xp, line_of(env, reach), reach.dim, env.random.path
-    me = 0 if line is None else line.rank
-    dx = _empty_like(xp, dy, _resized(dy.shape, dim, reach.cuts[me + 1] - reach.cuts[me]))
-    dx[...] = 0
-    arriving, leaving = [], []
-    for piece in reach.pieces():
-        if piece.owner == me and piece.needs != me:
-            assert line is not None
-            flat, buf = buffer(xp, _resized(dy.shape, dim, piece.length), dy.dtype)
-            arriving.append((line.recv(flat, piece.needs, HALO_GRADIENT, what=what), piece, buf))
-    for piece in reach.pieces():
-        if piece.needs == me and piece.owner != me:
-            assert line is not None
-            leaving.append(line.send(_flat(xp, dy[at_dim(xp, dim, piece.into)]), piece.owner, HALO_GRADIENT, what=what))
-    for piece in reach.pieces():
-        if piece.needs == piece.owner == me:
-            add_to(dx, dim, piece.cells, dy[at_dim(xp, dim, piece.into)])
-    for handle, piece, buf in arriving:
-        handle.wait()
-        add_to(dx, dim, piece.cells, buf)
-    for handle in leaving:
-        handle.wait()
-    return dx
-
-
-HALO, HALO_GRADIENT = 2, 3
-"""Tags of messages that carry cells to ranks that need them, and the gradients of these back."""
-
-
-def add_to(out: Array, dim: int, cells: Any, values: Array) -> None:
-    """out[cells] += values; a cell that is named several times gets the sum of all."""
-    if isinstance(cells, slice):
-        out[at_dim(np, dim, cells)] += values
-        return
-    for i, cell in enumerate(cells):
-        out[at_dim(np, dim, slice(int(cell), int(cell) + 1))] += values[at_dim(np, dim, slice(i, i + 1))]
-
-
-def buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """Memory for a message, and as an array of this shape: channels come last in messages, as in most kernels."""
-    flat = xp.empty((math.prod(shape),), dtype=dtype)
-    cells = flat.reshape(shape[0], *shape[2:], shape[1])
-    return flat, cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
-
-
-def _flat(xp: Any, cells: Array) -> Array:
-    """As a message."""
-    return xp.ascontiguousarray(cells.transpose(0, *range(2, cells.ndim), 1)).reshape(-1)
-
-
-def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
-    """Of another shape, with channels last in memory where those of x are."""
-    last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
-    return buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
-
-
-def at_dim(xp: Any, dim: int, cells: Any) -> tuple[Any, ...]:
-    return (*(slice(None),) * dim, on_device(xp, cells))
-
-
-def on_device(xp: Any, cells: Any) -> Any:
-    """A slice as it is; numbers of cells go to where the arrays lie."""
-    return cells if isinstance(cells, slice) else xp.asarray(cells)
-
-
-def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def dealt(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:

@@ -14,7 +14,7 @@ from fsdpx.nn.embedding import VocabCrossEntropy
 from fsdpx.nn.ghosts import Interior, bare
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.losses import CrossEntropy, Loss
-from fsdpx.nn.parts import Shift
+from fsdpx.nn.rims import Shift
 from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
 from fsdpx.nn.ties import canonical
 from fsdpx.words import demand_match

@@ -13,7 +13,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, here
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.parts import demand_dims, fold, rank_along, widen
+from fsdpx.nn.parts import demand_dims, rank_along
+from fsdpx.nn.rims import fold, widen
 
 __all__ = ["AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"]
 

@@ -16,7 +16,8 @@ from fsdpx.nn.cut import Parts
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Params, Spec
 from fsdpx.nn.numeric import add_sum, destination
-from fsdpx.nn.parts import FieldLayer, Reach, dealt, demand_dims, fold, rank_along, widen
+from fsdpx.nn.parts import FieldLayer, Reach, dealt, demand_dims, rank_along
+from fsdpx.nn.rims import fold, widen
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 

@@ -21,7 +21,8 @@ from fsdpx.comm import Communicator
 from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Env
-from fsdpx.nn.parts import MODES, Reach, fold, widen
+from fsdpx.nn.parts import MODES, Reach
+from fsdpx.nn.rims import fold, widen
 from fsdpx.testing import demand_close
 
 

@@ -15,7 +15,8 @@ from fsdpx.comm.mesh import alone
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Env
-from fsdpx.nn.parts import MODES, Reach, Shift, fold, reaches, widen
+from fsdpx.nn.parts import MODES, Reach, reaches
+from fsdpx.nn.rims import Shift, fold, widen
 from fsdpx.testing import demand_close
 
 ENV = Env(np, alone(), Random(0))
