@@ -114,30 +114,35 @@ class Costing(Recording):
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
-    def call(self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags) -> Any:
-        """`run()`, or what it gave when it had the same key, of the arrays in `given`."""
-        arrays: list[ShapeArray] = []
-        key = (*key, _shape_of(given, arrays), flags.read())
+    def call(
+        self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags, constants: Any
+    ) -> Any:
+        """`run()`, or what it gave when it had the same key, of the arrays in `given`. constants: see `Env`; a call
+        that makes one is not remembered."""
+        roots: list[Root] = []
+        key = (*key, _shape_of((given, constants), roots), flags.read())
         made = self._known.get(key)
         if made is None:
-            return self._first(key, run, arrays, flags) if key not in self._known else run()
+            return self._first(key, run, roots, flags, constants) if key not in self._known else run()
         repeat(made.work)
         for axis, verb, calls, nbytes in made.calls:
             self.counters.add(axis, verb, nbytes, calls)
         meter = self.meter
         meter.peak = max(meter.peak, meter.live + made.inner)
         flags.write(made.flags)
-        return _made(made.plan, [a.root for a in arrays])
+        return _made(made.plan, roots)
 
-    def _first(self, key: Any, run: Callable[[], Any], arrays: list[ShapeArray], flags: _Flags) -> Any:
-        meter, before = self.meter, self.counters.copy()
+    def _first(self, key: Any, run: Callable[[], Any], roots: list[Root], flags: _Flags, constants: Any) -> Any:
+        there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with counting() as work:
             found = run()
         repeat(work)
         inner, meter.peak = meter.peak - live, max(peak, meter.peak)
+        if len(constants) > there:
+            return found
         try:
-            plan = _plan(found, [a.root for a in arrays])
+            plan = _plan(found, roots)
         except TypeError:  # it gives something that is not known here
             self._known[key] = None
             return found
@@ -171,10 +176,10 @@ class _KnownLayer:
     def _call(self, what: str, env: Any, p: Any, g: Any, *given: Any) -> Any:
         run = getattr(self._layer, what)
         arguments = (env, *(() if p is None else (p,)), *(() if g is None else (g,)), *given)
-        lines = [(line.rank, line.size) for line in (env.mesh.tensor, *env.mesh.space)]
+        lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.space)]
         key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
         parameters = () if p is None else tuple(p.values())
-        return self._costing.call(key, lambda: run(*arguments), (given, parameters), _Flags(g))
+        return self._costing.call(key, lambda: run(*arguments), (given, parameters), _Flags(g), env.constants)
 
     def forward(self, env: Any, p: Any, x: Any) -> Any:
         return self._call("forward", env, p, None, x)
@@ -221,16 +226,17 @@ def _signature(value: Any, kept: list[Any]) -> Any:
     return type(value), id(value)
 
 
-def _shape_of(value: Any, arrays: list[ShapeArray]) -> Any:
-    """What tells the shapes in `value` from others; the arrays inside of it are added to `arrays`."""
+def _shape_of(value: Any, roots: list[Root]) -> Any:
+    """What tells the shapes in `value` from others, and which arrays share memory; the root of each is added to
+    `roots`."""
     kind = type(value)
     if kind is ShapeArray:
-        arrays.append(value)
-        return value.shape, value.dtype
+        roots.append(value.root)
+        return value.shape, value.dtype, roots.index(value.root)
     if isinstance(value, tuple | list):
-        return kind, *[_shape_of(one, arrays) for one in value]
+        return kind, *[_shape_of(one, roots) for one in value]
     if isinstance(value, dict):
-        return kind, *[(name, _shape_of(one, arrays)) for name, one in value.items()]
+        return kind, *[(name, _shape_of(one, roots)) for name, one in value.items()]
     return value if isinstance(value, int | float | str | bool) else kind
 
 

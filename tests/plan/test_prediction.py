@@ -14,7 +14,7 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.plan import Compute, Level, Machine, predict
+from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
 from fsdpx.program import prove
 from fsdpx.shapes.work import counting
@@ -271,3 +271,24 @@ def test_a_pipe_is_proved_once() -> None:
     predict(gpt(), batch(12), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=6, group_bytes=7)
     after = prove.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)
+
+
+def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are followed once for each place on the data axis, and for arrays that share memory in the same way."""
+
+    def found(model: nn.Layer, shape: Any, known: bool, **options: Any) -> Any:
+        for name in () if known else ("_KNOWN", "_ALIKE", "_FIRST"):
+            monkeypatch.setattr(costing, name, {})
+        made = predict(model, (shape, shape), machine=FLAT, **options)
+        return made.seconds, made.memory, made.bytes
+
+    model, x = nn.UNet(3, 3, 2, 8, 2), ((8, 3, 32, 32), "float32")
+    alone = found(model, x, known=False, ranks=4)
+    found(model, x, known=False, ranks=3)
+    assert found(model, x, known=True, ranks=4) == alone
+    model, x = nn.Llama(256, 64, 4, 4, 32), ((32, 32), TOKENS)
+    alone = found(model, x, known=False, ranks=4, microbatches=2)
+    found(model, x, known=False, ranks=8, strategy="zero2")
+    for strategy in ("fsdp", "zero2"):
+        found(model, x, known=True, ranks=4, strategy=strategy, microbatches=2)
+    assert found(model, x, known=True, ranks=4, microbatches=2) == alone
