@@ -17,8 +17,8 @@ from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
 __all__ = [
-    "BLOCK", "Arrival", "Block", "Held", "Name", "TensorPiece", "arrivals", "held", "kept", "landed", "owned",
-    "written",
+    "BLOCK", "Arrival", "Block", "Held", "Name", "TensorPiece", "arrivals", "held", "in_blocks", "kept", "landed",
+    "owned", "written",
 ]  # fmt: skip
 
 BLOCK = 4 << 20
@@ -71,6 +71,11 @@ class TensorPiece(Protocol):
     @property
     def array(self) -> Any: ...
     def blocks(self, elements: int) -> Iterator[Block]: ...
+
+
+def in_blocks(piece: TensorPiece, itemsize: int) -> Iterator[Block]:
+    """In order, what is moved at a time. itemsize: bytes of an element in the file; each run of them is one write."""
+    return piece.blocks(BLOCK // max(itemsize, piece.array.dtype.itemsize))
 
 
 def held(state: TrainState, replicas: int | None = None) -> Iterator[Held]:

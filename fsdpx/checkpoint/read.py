@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,13 +32,13 @@ from fsdpx.checkpoint.format import (
     rounded,
     will_read,
 )
-from fsdpx.checkpoint.pieces import BLOCK, Held
+from fsdpx.checkpoint.pieces import BLOCK, Block, Held, in_blocks
 from fsdpx.checkpoint.write import MANIFEST, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json
 from fsdpx.layout.pages import Range, Run, near, overlap
 
-__all__ = ["Source", "checkpoint", "elements", "read", "sums", "take", "weights"]
+__all__ = ["Source", "checkpoint", "elements", "parts", "read", "spans", "sums", "take", "weights"]
 
 LARGEST_TEXT = 100_000_000
 
@@ -185,26 +186,37 @@ SPARSE = 8
 """Runs are read together, with what lies between them, as long as that is at most this many times as much."""
 
 
+def parts(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Of tensors of so many bytes, in order, this rank's even part of all bytes, as much as is read at a time: the
+    number of a tensor, the first of its bytes, how many."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    everything = [Range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    mine = Range(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
+    for piece in overlap(everything, [mine]):
+        for at in range(piece.start, piece.stop, BLOCK):
+            yield piece.have, at - ends[piece.have], min(BLOCK, piece.stop - at)
+
+
 def sums(source: Source, rank: int, ranks: int) -> np.ndarray:
     """What this rank's even part of all bytes adds to the CRC of each tensor, uint64 in the order of
     `FileLayout.tensors`."""
     tensors = list(FileLayout(source.files).tensors())
-    found = np.zeros(len(tensors), np.uint64)
-    ends = np.cumsum([0, *(entry.nbytes for _, _, entry in tensors)]).tolist()
-    everything = [Range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
-    mine = Range(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
-    buffer = bytearray(min(BLOCK, max(mine.size, 1)))
+    totals: dict[int, Sum] = defaultdict(Sum)
+    buffer = memoryview(bytearray(BLOCK))
     with Files(source) as files:
-        for piece in overlap(everything, [mine]):
-            file, _, entry = tensors[piece.have]
-            total, first = Sum(), ends[piece.have]
-            for at in range(piece.start, piece.stop, BLOCK):
-                part = memoryview(buffer)[: min(BLOCK, piece.stop - at)]
-                will_read(files[file], entry.start + at - first + len(part), 2 * BLOCK)  # while this part is summed up
-                _read_at(source, files, file, part, entry.start + at - first)
-                total.add(at - first, part)
-            found[piece.have] = total.of(entry.nbytes)
-    return found
+        for number, first, count in parts([entry.nbytes for _, _, entry in tensors], rank, ranks):
+            (file, _, entry), part = tensors[number], buffer[:count]
+            will_read(files[file], entry.start + first + count, 2 * BLOCK)  # while this part is summed up
+            _read_at(source, files, file, part, entry.start + first)
+            totals[number].add(first, part)
+    found = [totals[n].of(entry.nbytes) if n in totals else 0 for n, (_, _, entry) in enumerate(tensors)]
+    return np.array(found, np.uint64)
+
+
+def spans(piece: Held, entry: TensorEntry) -> Iterator[tuple[Block, Iterator[list[Run]]]]:
+    """Block by block, the runs that are read together, with what lies between them."""
+    for block in in_blocks(piece, entry.itemsize):
+        yield block, near(block.runs, BLOCK // entry.itemsize, SPARSE)
 
 
 def read(source: Source, pieces: Iterable[Held], xp: Any) -> None:
@@ -213,10 +225,10 @@ def read(source: Source, pieces: Iterable[Held], xp: Any) -> None:
         for piece in pieces:
             file, entry = source.places[piece.name]
             dtype = array_type(entry.code)
-            for block in piece.blocks(BLOCK // max(dtype.itemsize, piece.array.dtype.itemsize)):
+            for block, together in spans(piece, entry):
                 host = _readable(block.array, dtype)
                 data, at = host.view(np.uint8).data, 0
-                for runs in near(block.runs, BLOCK // dtype.itemsize, SPARSE):
+                for runs in together:
                     at += _read_runs(source, files, file, entry, runs, data[at:])
                 assert at == len(data), f"{piece.name}: runs and elements differ"
                 if host is not block.array:
@@ -239,7 +251,7 @@ def take(arrays: Mapping[str, np.ndarray], pieces: Iterable[Held], xp: Any) -> N
     """The same from whole arrays in memory."""
     for piece in pieces:
         whole = arrays[piece.name].reshape(-1)
-        for block in piece.blocks(BLOCK // max(whole.itemsize, piece.array.dtype.itemsize)):
+        for block in in_blocks(piece, whole.itemsize):
             host = np.concatenate([whole[start:stop] for start, stop in block.runs])
             block.array[...] = from_host(xp, rounded(host, np.dtype(block.array.dtype)))
 

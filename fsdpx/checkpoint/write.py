@@ -32,7 +32,7 @@ from fsdpx.checkpoint.format import (
     sync,
     write_at,
 )
-from fsdpx.checkpoint.pieces import BLOCK, TensorPiece
+from fsdpx.checkpoint.pieces import TensorPiece, in_blocks
 from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json
 
@@ -233,7 +233,7 @@ def _keep(files: Iterable[int]) -> None:
 def _write_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
     """Blocks are converted whole; each run of elements that lie together in the file is one write."""
     total, size = Sum(), entry.itemsize
-    for block in piece.blocks(BLOCK // max(size, piece.array.dtype.itemsize)):
+    for block in in_blocks(piece, size):
         data, at = _bytes(block.array, entry), 0
         aside = len(block.runs) == 1 and len(data) > SHORT  # threads that alternate all the time only wait
         for start, stop in block.runs:

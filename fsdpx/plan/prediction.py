@@ -16,7 +16,6 @@ import numpy as np
 from fsdpx import nn, optim
 from fsdpx.array.arena import Life
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.checkpoint.pieces import owned
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.mesh import Coordinates, Mesh
 from fsdpx.config import Precision, half_name
@@ -29,6 +28,7 @@ from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
 from fsdpx.plan.rates import JobRates, rates
 from fsdpx.plan.seconds import Lines, StepTimes
+from fsdpx.plan.storage import Checkpoint, rank_storage
 from fsdpx.plan.stragglers import Stragglers
 from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, Stage, compile
 from fsdpx.program.count import filled
@@ -38,7 +38,6 @@ from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import metered
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
-from fsdpx.state.ledger import saved_format, saved_tensors
 from fsdpx.state.state import TrainState
 from fsdpx.trainer.fit import made, passing
 from fsdpx.trainer.host import FixedRanks
@@ -57,13 +56,12 @@ CONTROL = "world"
 @dataclass(frozen=True)
 class RankClass:
     """Ranks that do the same. rank: one of them. peak: when it holds most memory, what, and whose. traffic: (axis,
-    call) -> (calls, bytes) of a step. saved: bytes of a checkpoint, those that the rank writes, and all."""
+    call) -> (calls, bytes) of a step."""
 
     rank: int
     place: Coordinates
     peak: Peak
     traffic: Mapping[tuple[str, str], tuple[int, int]]
-    saved: tuple[int, int] = (0, 0)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -159,9 +157,14 @@ class Prediction:
         ------
         ConfigError : failures, but nothing says how long a checkpoint takes; numbers that are no seconds
         """
-        nbytes = max(one.saved[0] for one in self.classes), self.classes[0].saved[1]
         samples, given = self.step.samples, {"mtbf": mtbf, "save": save, "restore": restore}
-        return rates(self.machine, self.mesh.size, self.seconds, samples, nbytes, **given)
+        return rates(self.machine, self.mesh.size, self.seconds, samples, self.checkpoint(), **given)
+
+    def checkpoint(self) -> Checkpoint:
+        """What these ranks write when they save, and read when they load a checkpoint of any number of ranks: its files
+        depend on no mesh. By the code that does it, on shapes."""
+        made = [rank_storage(state) for state in self.step.states()]
+        return Checkpoint(made[0][1], self.mesh.size, tuple(one for one, _ in made))
 
     @property
     def bubble(self) -> float:
@@ -399,16 +402,24 @@ class WorldStep:
 
     def runs(self, member: int, microbatches: int, at: int = 0) -> Iterator[_Run]:
         """The dry runs of one data rank, by rank of the pipe. at: which of the busiest ranks of a grid."""
-        shard, mesh = self.mesh.width("shard"), self.mesh
-        rows, data_rank = self.rows(member), member * prod(mesh.space)
-        data_rank += 0 if self.grid is None else self.grid.busiest[at]
+        rows = self.rows(member)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
-        for pipe in range(mesh.width("pipe")):
-            place = Coordinates(pipe, data_rank // shard, data_rank % shard, 0)
-            found = self._run(mesh.rank(place), place, rows, microbatches, at)
+        for place in self._places(member, at):
+            found = self._run(place, rows, microbatches, at)
             self._tell_more(found.costs, self.simulated()[0] - microbatches)
             yield found
+
+    def _places(self, member: int, at: int) -> Iterator[Coordinates]:
+        data_rank, shard = member * prod(self.mesh.space), self.mesh.width("shard")
+        data_rank += 0 if self.grid is None else self.grid.busiest[at]
+        for pipe in range(self.mesh.width("pipe")):
+            yield Coordinates(pipe, data_rank // shard, data_rank % shard, 0)
+
+    def states(self) -> Iterator[TrainState]:
+        """The train states of the last data rank, by rank of the pipe, before any step."""
+        for place in self._places(self.members - 1, 0):
+            yield self._trainer(place, self.microbatches, 0).inspect.engine.state
 
     def times(self, machine: Machine) -> StepTimes:
         """What actions and calls take there."""
@@ -421,12 +432,16 @@ class WorldStep:
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
             costs[action] = replace(costs[action], calls=tuple(calls))
 
-    def _run(self, rank: int, place: Coordinates, rows: int, microbatches: int, at: int) -> _Run:
+    def _trainer(self, place: Coordinates, microbatches: int, at: int) -> Trainer:
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= {} if self.grid is None else {"space": self.grid.seen_by(self.grid.busiest[at])}
-        recipe, costing = Recipe(Training(self.model)).changed(options), Costing()
+        comm = FakeCommunicator(self.mesh.rank(place), self.mesh.size)
+        return Trainer(FixedRanks(made(Recipe(Training(self.model)).changed(options), comm)))
+
+    def _run(self, place: Coordinates, rows: int, microbatches: int, at: int) -> _Run:
+        costing = Costing()
         with counting() as costing.work, metered() as meter:
-            trainer = Trainer(FixedRanks(made(recipe, FakeCommunicator(rank, self.mesh.size))))
+            trainer = self._trainer(place, microbatches, at)
             trainer.inspect.reset()
             costing.watch(trainer, meter)
             watch = PeakWatch(trainer, meter)
@@ -438,15 +453,8 @@ class WorldStep:
         program = trainer.inspect.engine.ran
         assert program is not None
         alive = [(most - arena, after - arena) for most, after in costing.alive]
-        found = RankClass(rank, place, watch.peak(), traffic, _saved(state))
+        found = RankClass(self.mesh.rank(place), place, watch.peak(), traffic)
         return _Run(found, dict(costing.costs), alive, trainer._session, {microbatches: program})
-
-
-def _saved(state: TrainState) -> tuple[int, int]:
-    """Bytes of a checkpoint: those that this rank writes, and all."""
-    place = state.placement
-    whole = sum(spec.size * saved_format(place, name).itemsize for name, spec in saved_tensors(place).items())
-    return sum(int(part.array.nbytes) for part in owned(state)), whole
 
 
 @dataclass(frozen=True)

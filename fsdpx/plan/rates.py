@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.plan.machine import Machine
+from fsdpx.plan.storage import Checkpoint
 
 __all__ = ["JobRates", "interval", "rates", "useful"]
 
@@ -47,6 +48,7 @@ class JobRates:
     interval : seconds of computing between two checkpoints that lose least
     hours, unit : "GPU-hours" or "core-hours" of 1,000 such steps
     joules : of the same; None if the machine does not say watts
+    checkpoint : what ranks write and read
     """
 
     steps: float
@@ -59,6 +61,7 @@ class JobRates:
     hours: float
     unit: str
     joules: float | None
+    checkpoint: Checkpoint
 
     def __str__(self) -> str:
         lines = [f"a day: {self.steps:,.0f} steps, {self.samples:,.0f} samples"]
@@ -66,6 +69,7 @@ class JobRates:
             lines[0] += f"; {self.useful:.1%} of what it would be without failures and checkpoints"
             words = f"a checkpoint takes {self.save:,.3g} s and is best made after each {self.interval:,.0f} s"
             lines.append(f"a failure each {self.mtbf / HOUR:,.3g} h; {words}, going on takes {self.restore:,.3g} s")
+        lines.append(str(self.checkpoint))
         energy = "" if self.joules is None else f", {self.joules / 1e6:,.4g} MJ"
         return "\n".join([*lines, f"{STEPS:,} steps cost {self.hours:,.4g} {self.unit}{energy}"])
 
@@ -75,11 +79,11 @@ class JobRates:
 
 
 def rates(
-    machine: Machine, ranks: int, seconds: float, samples: int, nbytes: tuple[int, int], *, mtbf: float | None,
+    machine: Machine, ranks: int, seconds: float, samples: int, checkpoint: Checkpoint, *, mtbf: float | None,
     save: float | None, restore: float | None,
 ) -> JobRates:  # fmt: skip
-    """Of steps that take so many seconds. nbytes: of a checkpoint, what one rank writes of it and all of them together.
-    mtbf: mean seconds between failures of one rank. All three: None takes what the machine says.
+    """Of steps that take so many seconds. mtbf: mean seconds between failures of one rank. All three: None takes what
+    the machine says.
 
     Raises
     ------
@@ -90,7 +94,7 @@ def rates(
         if (value is not None and not 0 <= value < inf) or (name == "mtbf" and value == 0):
             raise ConfigError(f"{name}={value!r}: seconds are needed, a number above 0")
     one = compute.mtbf if mtbf is None else mtbf
-    times = (None, None) if disk is None else (disk.seconds(*nbytes, disk.write), disk.seconds(*nbytes, disk.read))
+    times = (None, None) if disk is None else checkpoint.seconds(disk)
     write, read = (given if given is not None else own for given, own in zip((save, restore), times, strict=True))
     share, between, every = 1.0, None, None if one is None else one / ranks
     if every is not None and write is not None:
@@ -106,4 +110,6 @@ def rates(
     joules = None if compute.watts is None else hours * HOUR * compute.watts
     unit, hours = ("GPU-hours", hours) if compute.gpu else ("core-hours", hours * compute.cores)
     known = every if between is not None else None
-    return JobRates(steps, steps * samples, share, known, write or 0.0, read or 0.0, between, hours, unit, joules)
+    return JobRates(
+        steps, steps * samples, share, known, write or 0.0, read or 0.0, between, hours, unit, joules, checkpoint
+    )
