@@ -232,7 +232,7 @@ def test_it_needs_no_mpi(made: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("script", "kills"), [("kills.py", 20), ("kills_ranks.py", 3)])
+@pytest.mark.parametrize(("script", "kills"), [("kills.py", 12), ("kills_ranks.py", 2)])
 def test_killed_while_saving(script: str, kills: int) -> None:
     """`make thorough` does more of them. kills.py: one process. kills_ranks.py: one of three ranks under mpiexec."""
     command = [sys.executable, "-W", "error", str(Path(__file__).parent / script), str(kills)]

@@ -147,7 +147,7 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
 
 
 @in_full
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(240))
 @given(seed=st.integers(0, 2**32))
 def test_mutated_files_are_refused_or_the_same(fuzz: Fuzz, seed: int) -> None:
     fuzz.refused(seed)
