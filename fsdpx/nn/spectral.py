@@ -17,6 +17,7 @@ from fsdpx.array.kernels.correlation import Strides
 from fsdpx.array.namespace import joined
 from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn import moves
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Chain
 from fsdpx.nn.conv import for_each
@@ -40,7 +41,9 @@ class SpectralConv(FieldLayer):
     of each part; and `bias (out_channels,)`. Index w of a mode is the frequency w - modes // 2, in the last dim w.
 
     Over a grid of ranks the sums of modes are scattered, each rank multiplies its share of the modes, and the results
-    are gathered: two collectives in forward and two in backward.
+    are gathered: two collectives in forward and two in backward. Weights do not lie with the modes: with "ddp" each
+    rank holds all of them, and their gradients are summed as others are; "fsdp" cuts them as other parameters, and
+    gathers them before they are used.
 
     Parameters
     ----------
@@ -143,34 +146,17 @@ class SpectralConv(FieldLayer):
             found.append(env.constants[key])
         return found
 
-    def _counts(self, ranks: int, each: int) -> list[int]:
-        """Numbers of the modes of each rank, `each` of a mode."""
-        shares = (share(math.prod(self.modes), r, ranks) for r in range(ranks))
-        return [(stop - start) * each for start, stop in shares]
-
     def _scattered(self, env: Env, modes: Array) -> Array:
         """(own modes, samples, channels, 2), summed over the ranks, of (samples, channels, *modes, 2) here."""
-        xp, ranks = env.xp, self._ranks(env)
-        b, c = modes.shape[:2]
-        rows = xp.ascontiguousarray(modes.reshape(b, c, math.prod(self.modes), 2).transpose(2, 0, 1, 3))
-        if ranks is None or ranks.size == 1:
-            return rows
-        start, stop = self._share(env)
-        mine = xp.empty((stop - start, b, c, 2), dtype=modes.dtype)
-        counts = self._counts(ranks.size, b * c * 2)
-        ranks.reduce_scatter(rows.reshape(-1), mine.reshape(-1), counts=counts, what=env.random.path).wait()
-        return mine
+        ranks, rows = self._ranks(env), modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3)
+        return rows if ranks is None else moves.scatter_sum(env.xp, ranks, rows, 0, what=env.random.path)
 
     def _gathered(self, env: Env, mine: Array) -> Array:
         """(samples, channels, *modes, 2) of the modes of all ranks."""
-        xp, ranks = env.xp, self._ranks(env)
-        _, b, c, _ = mine.shape
-        rows = mine
-        if ranks is not None and ranks.size > 1:
-            rows = xp.empty((math.prod(self.modes), b, c, 2), dtype=mine.dtype)
-            sent = xp.ascontiguousarray(mine).reshape(-1)
-            ranks.all_gather(sent, rows.reshape(-1), self._counts(ranks.size, b * c * 2), what=env.random.path).wait()
-        return rows.transpose(1, 2, 0, 3).reshape(b, c, *self.modes, 2)
+        ranks, count, rows = self._ranks(env), math.prod(self.modes), mine
+        if ranks is not None:
+            rows = moves.gather(env.xp, ranks, mine, 0, count, what=env.random.path)
+        return rows.transpose(1, 2, 0, 3).reshape(*mine.shape[1:3], *self.modes, 2)
 
 
 class ChannelLinear(Layer):
