@@ -98,12 +98,11 @@ def dots_of(outputs: int, most: int) -> Any:
                         cell = read(builder, vector, cells, x_step, b)
                         for total, weight in zip(sums[b], weights, strict=True):
                             add_product(builder, total, cell, weight)
-                totals = totals_of(builder, [builder.load(total) for row in sums[:many] for total in row])
-                for total, (b, o) in zip(totals, product(range(many), range(outputs)), strict=True):
+                for b, o in product(range(many), range(outputs)):
                     begin, to = (builder.add(base, base.type(o * word)) for base in (start, y))
                     number = read(builder, like.type, begin, start_step, b)
                     to = pointer(builder, like.type, builder.add(to, times(builder, y_step, b)))
-                    builder.store(builder.fadd(number, total), to)
+                    builder.store(builder.fadd(number, total_of(builder, builder.load(sums[b][o]))), to)
 
             each_size(builder, rows, most, body)
             return context.get_dummy_value()
@@ -114,18 +113,15 @@ def dots_of(outputs: int, most: int) -> Any:
     return dots
 
 
-def totals_of(builder: Any, rows: list[Any]) -> list[Any]:
-    """The sum of each row, by halves. What is left of two rows goes on in one: as many additions as for a few of
-    them."""
-    index, count = ir.IntType(32), rows[0].type.count
-    width, left = count, rows
-    while width > 1:
-        lanes = [lane + i for lane in range(0, 2 * count, width) for i in range(width // 2)]
-        low, high = (ir.Constant(ir.VectorType(index, count), [n + at for n in lanes]) for at in (0, width // 2))
-        pairs = [(left[i], left[i + 1] if i + 1 < len(left) else left[i]) for i in range(0, len(left), 2)]
-        left = [builder.fadd(*(builder.shuffle_vector(*pair, half) for half in (low, high))) for pair in pairs]
-        width //= 2
-    return [builder.extract_element(left[i // count], index(i % count)) for i in range(len(rows))]
+def total_of(builder: Any, row: Any) -> Any:
+    """The sum of a row, by halves."""
+    index = ir.IntType(32)
+    while (half := row.type.count // 2) > 0:
+        none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
+        low = builder.shuffle_vector(row, none, ir.Constant(kind, [*range(half)]))
+        high = builder.shuffle_vector(row, none, ir.Constant(kind, [*range(half, 2 * half)]))
+        row = builder.fadd(low, high)
+    return builder.extract_element(row, index(0))
 
 
 def outer_of(nbytes: int, most: int) -> Any:
