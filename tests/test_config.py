@@ -78,10 +78,7 @@ def test_names_of_other_formats_are_refused() -> None:
     [
         ({"compute": "fp8"}, "Precision(compute='fp8'): choose float32 or float64 or bf16 or float16"),
         ({"compute": 16}, "Precision(compute=16): choose float32 or float64 or bf16 or float16"),
-        (
-            {"param": "int4"},
-            "Precision(param='int4', compute='float32'): choose None or float32 or bf16 or float16",
-        ),
+        ({"param": "int4"}, "Precision(param='int4', compute='float32'): choose None or float32 or bf16 or float16"),
         (
             {"param": "int8"},
             "Precision(param='int8', compute='float32'): choose None or float32 or bf16 or float16; param=int8 is",
@@ -115,9 +112,7 @@ def test_formats_that_a_role_cannot_have(given: dict[str, Any], said: str) -> No
 
 
 def test_every_role_can_be_named() -> None:
-    said = Precision(
-        compute="bfloat16", param="bf16", reduce="float32", buffers="float32", master="float32"
-    )
+    said = Precision(compute="bfloat16", param="bf16", reduce="float32", buffers="float32", master="float32")
     made = trainer(precision=said, group_bytes=0).inspect.placement.formats
     single, half = np.dtype("f4"), dtype("bf16")
     assert (made.master, made.gradients, made.statistics) == (single, single, single)

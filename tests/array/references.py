@@ -368,10 +368,7 @@ def dropped(x, dy, dtype) -> Cases:
         return lambda xp, a: kernels.drop(xp, a, numbers(a.size), 0.3)[which].astype(a.dtype)
 
     return {
-        "drop": [
-            Case(drop(0), (x,), x * keep / 0.7, np.abs(x)),
-            Case(drop(1), (x,), keep, 0 * keep),
-        ],
+        "drop": [Case(drop(0), (x,), x * keep / 0.7, np.abs(x)), Case(drop(1), (x,), keep, 0 * keep)],
         "drop_backward": [
             Case(lambda xp, a: kernels.drop_backward(xp, a, keep > 0, 0.3), (dy,), dy * keep / 0.7, np.abs(dy))
         ],

@@ -6,10 +6,7 @@ import sys
 import pytest
 from amount import pairs
 
-pytestmark = [
-    pytest.mark.jobs,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux"),
-]
+pytestmark = [pytest.mark.jobs, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")]
 
 
 @pytest.mark.parametrize(("model", "ranks"), pairs(["many", "tiny", "small", "mlp"], [1, 4, 2]))

@@ -24,9 +24,7 @@ FEEDBACK: dict[str, Callable[[], Codec]] = {
     "topk": lambda: TopK(0.05, warmup=2),
     "topk in blocks": lambda: TopK(0.05, warmup=2, block=100),
 }
-UNBIASED: dict[str, Callable[[], Codec]] = {
-    "int8": lambda: Int8(unbiased=True),
-}
+UNBIASED: dict[str, Callable[[], Codec]] = {"int8": lambda: Int8(unbiased=True)}
 each = pytest.mark.parametrize("name", FEEDBACK)
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 5])
 N = 777

@@ -265,12 +265,7 @@ def test_a_sampler_of_ones_own():
         (DataError, r"DataLoader: the dataset \(list\) is empty", ([], 1), {}),
         (ConfigError, r"DataLoader\(batch_size=0\): the size of the global batch, 1 or more", ([1], 0), {}),
         (ConfigError, r"DataLoader\(batch_size=None\)", ([1],), {}),
-        (
-            ConfigError,
-            r"DataLoader\(prefetch=-1\): a number of batches, 0 or more",
-            ([1], 1),
-            {"prefetch": -1},
-        ),
+        (ConfigError, r"DataLoader\(prefetch=-1\): a number of batches, 0 or more", ([1], 1), {"prefetch": -1}),
         (ConfigError, r"DistributedSampler\(rank=0, size=None\): one of them is missing", ([1], 1), {"rank": 0}),
         (
             ConfigError,
@@ -284,12 +279,7 @@ def test_a_sampler_of_ones_own():
             ([1], 1),
             {"sampler": DistributedSampler(1), "shuffle": True},
         ),
-        (
-            ConfigError,
-            "the sampler is of 2 samples, the dataset has 1",
-            ([1],),
-            {"sampler": DistributedSampler(2)},
-        ),
+        (ConfigError, "the sampler is of 2 samples, the dataset has 1", ([1],), {"sampler": DistributedSampler(2)}),
     ],
 )
 def test_bad_options(error, text, args, options):

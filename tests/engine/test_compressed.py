@@ -64,11 +64,7 @@ def test_counted_is_predicted_and_replicas_agree(name: str, strategy: str, size:
         report = trainer.report()
         counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
         twice = {key: (2 * count.calls, 2 * count.bytes) for key, count in report.predicted.items()}
-        return (
-            {key: (count.calls, count.bytes) for key, count in counted.items()} == twice,
-            losses,
-            bits(trainer),
-        )
+        return ({key: (count.calls, count.bytes) for key, count in counted.items()} == twice, losses, bits(trainer))
 
     found = spawn(body, size)
     assert all(same for same, _, _ in found)

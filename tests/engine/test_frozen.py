@@ -213,9 +213,7 @@ class WholeConv(nn.Conv2d):
 
 MODELS = {
     "linear": (lambda first: nn.Chain(first(4, 5), nn.GELU(), nn.Linear(5, 3)), nn.Linear, WholeLinear, (8, 4)),
-    "conv": (
-        lambda first: nn.Chain(first(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), nn.Conv2d, WholeConv, (8, 1, 4, 4)
-    ),
+    "conv": (lambda first: nn.Chain(first(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), nn.Conv2d, WholeConv, (8, 1, 4, 4)),
 }  # fmt: skip
 
 

@@ -122,11 +122,7 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "stages": ["0"]}, "1 stages cannot be dealt out to 2 ranks of the pipe"),
         ("mlp", {"mesh": PIPE, "stages": {"0": 0, "x": 1}}, "stages: the pattern 'x' matches no layer; there are '0'"),
         ("mlp", {"mesh": PIPE, "stages": {"0": 0, "1": 2}}, "stages: '1' is on 2, and the pipe has ranks 0 to 1"),
-        (
-            "mlp",
-            {"mesh": PIPE, "stages": {"1": 0, "2": 1}},
-            "no pattern matches the first layer, '0': say on which",
-        ),
+        ("mlp", {"mesh": PIPE, "stages": {"1": 0, "2": 1}}, "no pattern matches the first layer, '0': say on which"),
         ("mlp", {"mesh": PIPE, "stages": {"*": 1}}, "no layer is on rank 0 of the pipe, which has 2 ranks"),
         (
             "mlp",
@@ -144,11 +140,7 @@ PIPE = Mesh(shard=1, pipe=2)
             r"6 stages \(schedule 'zbv' puts 2 on each of 3 ranks\), but the model has only 5 layers to cut between "
             r"\('0', .*\): use fewer ranks in the pipe, or '1f1b', which has one stage on each",
         ),
-        (
-            "mlp",
-            {"mesh": Mesh(shard=1, pipe=3), "schedule": "interleaved"},
-            "'interleaved' puts 2 on each of 3",
-        ),
+        ("mlp", {"mesh": Mesh(shard=1, pipe=3), "schedule": "interleaved"}, "'interleaved' puts 2 on each of 3"),
         ("mlp", {"mesh": PIPE, "schedule": "2f2b"}, "2f2b.*gpipe.*1f1b.*interleaved"),
         ("mlp", {"mesh": PIPE, "schedule": "zbv", "stages": ["0", "2"]}, "zbv"),
         ("mlp", {"mesh": PIPE, "costs": {"2": -1.0}}, "costs: '2' is -1.0, a number of at least 0"),

@@ -454,10 +454,7 @@ def test_fit_knows_them_too() -> None:
             r"^Sharding\(reshard_after_forward=...\): no such option; here that is strategy=\"fsdp\" for True,",
         ),
         (lambda: fsdpx.Sharding(replicas=2), r"^Sharding\(replicas=...\): no such option; did you mean 'replica'\?$"),
-        (
-            lambda: fsdpx.Mesh(tp=2),
-            r"^Mesh\(tp=...\): no such option; here that is mesh=fsdpx.Mesh\(tensor=...\)$",
-        ),
+        (lambda: fsdpx.Mesh(tp=2), r"^Mesh\(tp=...\): no such option; here that is mesh=fsdpx.Mesh\(tensor=...\)$"),
         (
             lambda: fsdpx.Mesh(2, dp=2),
             r"^Mesh\(dp=...\): no such option; here that is mesh=fsdpx.Mesh\(replica=...\) for copies, shard=... for",

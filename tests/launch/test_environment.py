@@ -37,10 +37,7 @@ from fsdpx.launch.verify import lay
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script
         ({"SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}, 8),
         ({"SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, 2),
-        (
-            {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_SIZE": "4"},
-            4,
-        ),  # mpiexec in a job: the daemon's variables
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_SIZE": "4"}, 4),  # mpiexec in a job: the daemon's variables
         ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_RANK": "0"}, None),
         ({"SLURM_NTASKS": "8"}, None),  # a shell of salloc
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}, None),  # an interactive step's

@@ -199,10 +199,7 @@ def test_ranks_are_shared_host_after_host() -> None:
         ("--timeout 0", "timeout=0: a positive number of seconds is needed"),
         ("--backoff -1", "backoff=-1.0: 0 or more is needed"),
         ("--nodes 1 --nproc-per-node 3", "ranks=4: 1 hosts with 3 ranks each have room for 3; ask for fewer ranks"),
-        (
-            "--nodes 2",
-            "2 hosts are asked for, but not which: this is no allocation of Slurm, PBS or Flux",
-        ),
+        ("--nodes 2", "2 hosts are asked for, but not which: this is no allocation of Slurm, PBS or Flux"),
         ("--hostfile few", "ranks=4: few has 3 slots on 2 hosts (n1:2, n2:1); start fewer ranks, or name more hosts"),
         ("--hostfile few --nodes 3", "nodes=3: few names 2 hosts"),
         ("--hostfile typo", "typo:2: 'n2 slot=2' is no line of a hostfile: write one host in a line, as n1, n1:4,"),

@@ -153,27 +153,18 @@ NODE = (nn.Tanh(), "x")
             lambda: nn.Chain(*TIED, frozen=["9.*"]),
             r"Chain\(frozen=\): '9.\*' matches no parameter; there are '0.weight'",
         ),
-        (
-            lambda: nn.Residual(nn.Add()),
-            r"Residual: the body must take one input and give one output, got Add\(\)",
-        ),
+        (lambda: nn.Residual(nn.Add()), r"Residual: the body must take one input and give one output, got Add\(\)"),
         (lambda: nn.Residual(nn.Tanh), r"Residual: 'body' is the class Tanh; write Tanh\(...\)"),
         (lambda: nn.Graph({"a": NODE}, outputs=()), "Graph: outputs must name at least one value"),
         (lambda: nn.Graph({"a": NODE}, inputs=(), outputs="a"), "Graph: inputs must name at least one value"),
         (lambda: nn.Graph({"a": NODE}, inputs=("x", "x"), outputs="a"), "Graph: duplicate inputs 'x'"),
         (lambda: nn.Graph({"a": NODE}, outputs=("a", "a")), "Graph: duplicate outputs 'a'"),
-        (
-            lambda: nn.Graph({"x": NODE}, outputs=("x",)),
-            "Graph: duplicate names 'x': nodes and inputs share one set",
-        ),
+        (lambda: nn.Graph({"x": NODE}, outputs=("x",)), "Graph: duplicate names 'x': nodes and inputs share one set"),
         (
             lambda: nn.Graph({"a": (nn.Tanh(), "y")}, outputs="a"),
             "Graph: node 'a' reads 'y', which is unknown; there are x, a",
         ),
-        (
-            lambda: nn.Graph({"a": NODE}, outputs=("b",)),
-            "Graph: outputs name 'b', which is unknown; there are x, a",
-        ),
+        (lambda: nn.Graph({"a": NODE}, outputs=("b",)), "Graph: outputs name 'b', which is unknown; there are x, a"),
         (
             lambda: nn.Graph({"a": nn.Tanh()}, outputs="a"),
             r"Graph: node 'a' must be \(layer, 'source', ...\), got Tanh\(\)",
@@ -372,11 +363,7 @@ def composed(compose, **layers):
         (lambda self: 3, {}, "Wrong: compose takes one argument by name for each input"),
         (lambda self, x: self.a(self.a(x)), {"a": nn.BatchNorm(2)}, "has running statistics, so compose can call it "),
         (lambda self, x: x, {"steps": 3}, "'steps' is an attribute that every container has; choose another name"),
-        (
-            lambda self, x: self.a(np.ones(3)),
-            {"a": nn.Tanh()},
-            r"Tanh\(\) is called on ndarray: layers are",
-        ),
+        (lambda self, x: self.a(np.ones(3)), {"a": nn.Tanh()}, r"Tanh\(\) is called on ndarray: layers are"),
     ],
 )
 def test_what_cannot_be_composed(compose, layers, message):

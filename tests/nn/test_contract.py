@@ -148,10 +148,7 @@ CASES = {
     "ViT": (lambda: nn.ViT(4, 2, 6, 1, 2, 3, channels=1), lambda: rows(3, 1, 4, 4)),
     "MultiHeadAttention": (lambda: nn.MultiHeadAttention(6, 2), lambda: rows(3, 4, 6)),
     "MultiHeadAttentionToAll": (lambda: nn.MultiHeadAttention(6, 3, causal=False), lambda: rows(3, 4, 6)),
-    "MultiHeadAttentionDropout": (
-        lambda: nn.MultiHeadAttention(6, 2, dropout=0.4, bias=False),
-        lambda: rows(3, 4, 6),
-    ),
+    "MultiHeadAttentionDropout": (lambda: nn.MultiHeadAttention(6, 2, dropout=0.4, bias=False), lambda: rows(3, 4, 6)),
     "MLP": (lambda: nn.MLP(4, dropout=0.2), lambda: rows(3, 2, 4)),
     "TransformerBlock": (lambda: nn.TransformerBlock(6, 2), lambda: rows(3, 4, 6)),
     "TransformerBlockDropout": (lambda: nn.TransformerBlock(6, 2, 8, dropout=0.3), lambda: rows(3, 4, 6)),

@@ -146,11 +146,7 @@ ROWS = ShapeArray((8, 64), np.float32)
             IMAGE,
             r"layer 'a' .* wants an input of shape \(samples, 4, height, width\), got \(8, 3, 6, 6\)",
         ),
-        (
-            nn.Chain(nn.MaxPool2d(9)),
-            IMAGE,
-            r"MaxPool2d\(9\): the window does not fit into a field of shape \(6, 6\)",
-        ),
+        (nn.Chain(nn.MaxPool2d(9)), IMAGE, r"MaxPool2d\(9\): the window does not fit into a field of shape \(6, 6\)"),
         (
             nn.Chain(nn.AvgPool2d(2)),
             ROWS,
@@ -166,11 +162,7 @@ ROWS = ShapeArray((8, 64), np.float32)
             ROWS,
             r"BatchNorm\(63\) wants an input of shape \(samples, 63, ...\), got \(8, 64\)",
         ),
-        (
-            nn.Chain(nn.MultiHeadAttention(64, 2)),
-            ROWS,
-            r"wants an input of shape \(samples, time, 64\), got \(8, 64\)",
-        ),
+        (nn.Chain(nn.MultiHeadAttention(64, 2)), ROWS, r"wants an input of shape \(samples, time, 64\), got \(8, 64\)"),
         (
             nn.GPT(9, 8, 1, 2, 4),
             ShapeArray((2, 5), np.int64),

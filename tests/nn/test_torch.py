@@ -20,19 +20,11 @@ PAIRS = {
     "linear": (nn.Linear(5, 3), lambda: tnn.Linear(5, 3), (4, 2, 5)),
     "linear without bias": (nn.Linear(5, 3, bias=False), lambda: tnn.Linear(5, 3, bias=False), (4, 5)),
     "layer norm": (nn.LayerNorm(6), lambda: tnn.LayerNorm(6), (3, 2, 6)),
-    "layer norm of two dims": (
-        nn.LayerNorm((2, 6), eps=1e-3),
-        lambda: tnn.LayerNorm((2, 6), 1e-3),
-        (3, 2, 6),
-    ),
+    "layer norm of two dims": (nn.LayerNorm((2, 6), eps=1e-3), lambda: tnn.LayerNorm((2, 6), 1e-3), (3, 2, 6)),
     "rms norm": (nn.RMSNorm(6), lambda: tnn.RMSNorm(6), (3, 2, 6)),
     "rms norm with eps": (nn.RMSNorm(6, 1e-2), lambda: tnn.RMSNorm(6, 1e-2), (3, 6)),
     "batch norm": (nn.BatchNorm(3), lambda: tnn.BatchNorm1d(3), (5, 3)),
-    "batch norm of images": (
-        nn.BatchNorm(3, momentum=0.3),
-        lambda: tnn.BatchNorm2d(3, momentum=0.3),
-        (4, 3, 2, 5),
-    ),
+    "batch norm of images": (nn.BatchNorm(3, momentum=0.3), lambda: tnn.BatchNorm2d(3, momentum=0.3), (4, 3, 2, 5)),
     "relu": (nn.ReLU(), tnn.ReLU, (4, 6)),
     "gelu": (nn.GELU(), tnn.GELU, (4, 6)),
     "gelu with tanh": (nn.GELU("tanh"), lambda: tnn.GELU("tanh"), (4, 6)),
@@ -193,12 +185,7 @@ GPT = {
 
 
 def test_gpt():
-    compare(
-        nn.GPT(11, 8, 2, 2, 6),
-        shaken(TorchGPT(11, 8, 2, 2, 6)),
-        np.arange(15).reshape(3, 5) % 11,
-        renamed(GPT),
-    )
+    compare(nn.GPT(11, 8, 2, 2, 6), shaken(TorchGPT(11, 8, 2, 2, 6)), np.arange(15).reshape(3, 5) % 11, renamed(GPT))
 
 
 BEGINNINGS = {

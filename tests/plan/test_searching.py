@@ -211,9 +211,7 @@ def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
         fsdpx.plan(nn.Chain(nn.Linear(8, 8), Odd()), batch=(x, x), ranks=1, machine="laptop")
 
 
-def test_the_command_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "plan gpt-tiny --ranks 2 --machine laptop --memory 2GiB --batch 4 --most 6 --strategy fsdp".split()
     assert main(words) == 0
     text = capsys.readouterr().out

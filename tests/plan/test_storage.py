@@ -56,9 +56,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_as_many_bytes_and_calls_as_ranks_that_run(
-    seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_as_many_bytes_and_calls_as_ranks_that_run(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     draw, disk = random.Random(seed), Disk(monkeypatch)
     block = draw.choice([256, 1024, 4 << 20])
     for module in (pieces, read):

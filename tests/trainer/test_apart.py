@@ -307,9 +307,7 @@ def test_what_is_no_whole_step_is_refused(comm: Communicator) -> None:
     trainer = make(comm, "async", optimizer=optim.LAMB())
     with pytest.raises(ConfigError, match="accumulate: ranks that step at their own speed train by whole steps"):
         trainer.accumulate(X, Y)
-    with pytest.raises(
-        ConfigError, match="needs norms of whole parameters, which asynchronous ranks have in shards"
-    ):
+    with pytest.raises(ConfigError, match="needs norms of whole parameters, which asynchronous ranks have in shards"):
         trainer.step(X, Y)
 
 

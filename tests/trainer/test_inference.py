@@ -211,23 +211,13 @@ def test_training_goes_on_as_if_nothing_had_been_written() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "text"),
     [
-        (
-            [1] * 9,
-            {},
-            DataError,
-            "generate: prompt 0 has 9 tokens, the model's context has 8: leave out",
-        ),
+        ([1] * 9, {}, DataError, "generate: prompt 0 has 9 tokens, the model's context has 8: leave out"),
         ([[1], []], {}, DataError, "generate: prompt 1 is empty: give it one token at least"),
         ([], {}, DataError, "generate: prompt 0 is empty"),
         ([1, 31], {}, DataError, "generate: prompt 0: token 31 is not of the vocabulary, 0 to 30"),
         ([-1], {}, DataError, "generate: prompt 0: token -1 is not of the vocabulary, 0 to 30"),
         ([0.5], {}, DataError, "generate: prompt 0 is float64[1]: it must be a list of tokens, whole numbers"),
-        (
-            [1],
-            {"temperature": -1.0},
-            ConfigError,
-            "generate(temperature=-1.0): it must be 0 (the most likely",
-        ),
+        ([1], {"temperature": -1.0}, ConfigError, "generate(temperature=-1.0): it must be 0 (the most likely"),
         ([1], {"top_p": 0.0}, ConfigError, "generate(top_p=0.0): it must be in (0, 1]"),
         ([1], {"top_p": 1.5}, ConfigError, "generate(top_p=1.5): it must be in (0, 1]"),
         ([1], {"top_k": 0}, ConfigError, "generate(top_k=0): it must be a whole number >= 1"),

@@ -51,13 +51,7 @@ def test_with_chunks_the_bits_are_the_same_at_any_world_size(name: str, precisio
     assert len({one for ranks in seen for one in ranks}) == 1
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "nbytes"),
-    [
-        (optim.Muon(), 4 * 32),
-        (optim.AdamW(), 0),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "nbytes"), [ (optim.Muon(), 4 * 32), (optim.AdamW(), 0), ])
 def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> None:
     """One message per page and update, of the bytes that are predicted; each of two ranks has half of a matrix."""
     options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optimizer, "tune": False, "strategy": "fsdp"}
