@@ -6,7 +6,9 @@ are `Steps`, those with something to do at the end `Finish`. Every wait pokes al
 from __future__ import annotations
 
 import enum
+import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from functools import lru_cache
 from itertools import pairwise
 from threading import get_ident
 from time import perf_counter
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,7 +26,7 @@ from fsdpx.errors import ConfigError
 __all__ = [
     "DONE", "NOT_ALONE", "PATIENT", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Finish",
     "Handle", "Pieces", "Progress", "Ranks", "ReduceOp", "Steps", "Transfer", "Wait", "address", "copy",
-    "even_pieces", "named", "overlay", "pieces", "progress_of", "spin", "split_evenly", "waits",
+    "even_pieces", "frames_of", "named", "overlay", "pieces", "progress_of", "spin", "split_evenly", "waits",
 ]  # fmt: skip
 
 Array = Any
@@ -302,6 +305,25 @@ class Wait:
 
 waits: dict[int, Wait] = {}
 """The wait that each thread is in at this moment, by the number of the thread."""
+
+
+def frames_of(thread: int) -> list[tuple[FrameType, int]]:
+    """Where a thread is: its frames with their lines, the innermost first; none if it has ended.
+
+    Nothing is collected meanwhile: a collection may let the thread go on, and CPython 3.11 crashes where it then
+    returns from the frame that is being followed."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        found: list[tuple[FrameType, int]] = []
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            found.append((frame, frame.f_lineno))
+            frame = frame.f_back
+    finally:
+        if collects:
+            gc.enable()
+    return found
 
 
 def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:

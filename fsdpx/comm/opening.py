@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from fsdpx import environment
 from fsdpx.comm import default
 from fsdpx.comm.backend import FakeCommunicator
-from fsdpx.comm.calls import PATIENT
+from fsdpx.comm.calls import PATIENT, frames_of
 from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.communicator import Communicator, unwrapped
 from fsdpx.comm.default import given_to_call
@@ -402,10 +402,8 @@ def _join(threads: list[threading.Thread], world: ThreadWorld) -> list[threading
 
 
 def _where(threads: list[threading.Thread]) -> str:
-    frames = sys._current_frames()
     stands = []
     for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        lines = traceback.format_stack(frame)[-1].strip() if frame else "gone"
-        stands.append(f"{thread.name} at {lines}")
+        lines = traceback.StackSummary.extract(frames_of(thread.ident or 0)[:1]).format()
+        stands.append(f"{thread.name} at {lines[0].strip() if lines else 'gone'}")
     return "\n".join(stands)

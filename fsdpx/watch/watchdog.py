@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import environment, files
-from fsdpx.comm.calls import waits
+from fsdpx.comm.calls import frames_of, waits
 from fsdpx.comm.communicator import unwrapped
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
@@ -205,8 +205,8 @@ class Watchdog:
         """The line of the script at which this rank stands since `still` seconds, and its stack; "" if it moves."""
         if still < 2 * self._every:
             return ""
-        frame = sys._current_frames().get(self.record.thread)
-        stack = "".join(traceback.format_stack(frame)) if frame else "  the thread has ended"
+        frames = reversed(frames_of(self.record.thread))
+        stack = "".join(traceback.StackSummary.extract(frames).format()) or "  the thread has ended"
         return "\n".join([line_of_script(self.record.thread, time.time() - still), *stack.splitlines()[-STACK:]])
 
     def _say(self, last: float) -> float:
@@ -327,8 +327,8 @@ class Watchdog:
 
 def line_of_script(thread: int, since: float) -> str:
     """The line of the user's script that a thread is at; "" if there is none. since: when it last made progress."""
-    side, top = "outside of", sys._current_frames().get(thread)
-    for frame, line in () if top is None else traceback.walk_stack(top):  # None would be the caller's own stack
+    side = "outside of"
+    for frame, line in frames_of(thread):
         file = frame.f_code.co_filename
         if file.startswith(_OWN):
             side = "in"

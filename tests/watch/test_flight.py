@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 import threading
@@ -12,6 +13,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdpx.comm.calls import frames_of
 from fsdpx.watch.flight import LENGTH, FlightRecorder, label, log, read, read_all
 from fsdpx.watch.report import first_word, overdue, report
 from fsdpx.watch.watchdog import line_of_script
@@ -112,3 +114,28 @@ def test_a_rank_stands_at_the_line_of_the_script_that_called() -> None:
     go_on.set()
     thread.join()
     assert line_of_script(thread.ident or 0, 0.0) == ""
+
+
+def test_nothing_is_collected_while_a_stack_is_followed() -> None:
+    """What runs in a collection lets other threads go on, and CPython 3.11 crashes where one returns from a frame of
+    which the caller is being asked."""
+    begun, where, before = [], [], gc.get_threshold()
+
+    def note(phase: str, info: object) -> None:
+        begun.append(sys._getframe(1).f_code.co_name)
+
+    def deep(calls: int) -> None:
+        where.extend(frames_of(threading.get_ident()) if not calls else deep(calls - 1) or ())
+
+    gc.callbacks.append(note)
+    gc.set_threshold(1, 1, 1)
+    try:
+        deep(50)
+        kept = gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+    names = [frame.f_code.co_name for frame, _ in where]
+    assert names[:53] == ["frames_of", *["deep"] * 51, "test_nothing_is_collected_while_a_stack_is_followed"]
+    assert kept
+    assert "frames_of" not in begun
