@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate
@@ -36,6 +38,7 @@ from fsdpx.program.machine import by_rank, run
 from fsdpx.program.verbs import partner
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import metered
+from fsdpx.shapes.known import keeping
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
 from fsdpx.state.state import TrainState
@@ -49,6 +52,8 @@ __all__ = ["Dry", "Prediction", "RankClass", "batch_of", "predict", "prepared"]
 
 ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
 """Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
+LOSSES = nn.MSE(), nn.CrossEntropy()
+"""If none is given: of targets that are numbers, and of whole ones."""
 CONTROL = "world"
 """Messages of a few numbers about losses go over this axis; they are not counted, their latency is."""
 
@@ -232,9 +237,22 @@ def within(
     options: those of `predict`."""
     chosen = dict(options)
     stragglers = chosen.pop("stragglers", None)
-    step = _step(model, batch, ranks, machine.compute.gpu, chosen)
-    found = Dry.of(step, step.few(), machine, most)
-    return found.on(machine, stragglers) if isinstance(found, Dry) else found
+    with keeping(), _seldom():
+        step = _step(model, batch, ranks, machine.compute.gpu, chosen)
+        found = Dry.of(step, step.few(), machine, most)
+        return found.on(machine, stragglers) if isinstance(found, Dry) else found
+
+
+@contextmanager
+def _seldom() -> Iterator[None]:
+    """Python looks for garbage after the block only: dry runs make many small objects, and drop few."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **options: Any) -> Dry:
@@ -275,7 +293,7 @@ def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"predict decides {name} itself")
     demand_known("predict", options, OPTIONS)
     if options["loss"] is None:
-        options["loss"] = nn.CrossEntropy() if dtype_of(batch[1][1]).kind in "iu" else nn.MSE()
+        options["loss"] = LOSSES[dtype_of(batch[1][1]).kind in "iu"]
     defaults = {
         "optimizer": optim.AdamW(), "tune": False, "strategy": "ddp",
         "mesh": None, "microbatches": None, "schedule": "1f1b", "recompute": None, "precision": None,
@@ -559,11 +577,11 @@ def _busy(run: _Run, step: WorldStep, ran: int, machine: Machine) -> _Busy:
     times, (few, each) = step.times(machine), step.simulated()
     prices = {a: times.price(cost) for a, cost in run.costs.items() if not VERBS[a.op].moves}
     seconds = {a: own + sum(moving.values()) for a, (own, moving) in prices.items()}
+    both = [_actions(run.program(n), ran) for n in (few, few + each)]
 
     def busy(passes: bool) -> float:
         begin, more = (
-            sum(n * seconds.get(a, 0.0) for a, n in counts.items() if a.mb is not None or not passes)
-            for counts in (_actions(run.program(n), ran) for n in (few, few + each))
+            sum(n * seconds.get(a, 0.0) for a, n in counts.items() if a.mb is not None or not passes) for counts in both
         )
         return begin + ((more - begin) * (step.microbatches - few) / each if each else 0.0)
 

@@ -17,6 +17,7 @@ from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
 from fsdpx.plan.prediction import Prediction, batch_of, within
+from fsdpx.shapes.known import keeping
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import native
 
@@ -90,8 +91,9 @@ def search(
     model, options["loss"] = native(model, options.get("loss"))
     tried = _Search(model, shapes, size, where, None if limit is None else int(limit), most, say, options, space)
     tried.codecs = tuple(codecs)
-    tried.run()
-    return tried.plan()
+    with keeping():
+        tried.run()
+        return tried.plan()
 
 
 @dataclass

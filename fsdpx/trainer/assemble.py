@@ -36,6 +36,7 @@ from fsdpx.optim.muon import BUT
 from fsdpx.optim.optimizer import scheduled
 from fsdpx.optim.rounded import Rounded
 from fsdpx.program import Slot, Stage, pipeline
+from fsdpx.shapes.known import once
 from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
@@ -89,7 +90,8 @@ def session_of(
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     _remark(place)
-    ordered = sort(with_numbers(training.model, place.formats.compute))
+    key = "ordered", training.model, place.formats.compute
+    ordered = once(key, lambda: sort(with_numbers(training.model, place.formats.compute)))
     session = Session(Engine(state, recorder), ordered, training.loss, microbatches, commit)
     session.placed()
     return session
@@ -181,8 +183,11 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
 def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Planned, Sorted]:
     """The model that this line of the tensor axis runs, also with its layers in order."""
     training, axes = recipe.training, ranks.axes
-    planned = _planned(training, axes, recipe.distribution, dtype_of(formats.compute))
-    model = sort(planned.model)
+    made, dtype = recipe.distribution, dtype_of(formats.compute)
+    cut = made.tensor_plan, made.sequence, made.space
+    key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
+    planned = once(key, lambda: _planned(training, axes, made, dtype))
+    model = once(("sorted", planned.model), lambda: sort(planned.model))
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         check_whole(optimizer, axes.tensor.size)
     if training.chunks is not None:

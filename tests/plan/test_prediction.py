@@ -1,5 +1,6 @@
 """What is predicted: the bytes, calls and memory of ranks that run, and times whose answers are known."""
 
+import gc
 import random
 from dataclasses import replace
 from importlib import import_module
@@ -17,6 +18,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
 from fsdpx.program import prove
+from fsdpx.shapes.known import once
 from fsdpx.shapes.work import counting
 
 TOKENS = "int64"
@@ -292,3 +294,17 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
     for strategy in ("fsdp", "zero2"):
         found(model, x, known=True, ranks=4, strategy=strategy, microbatches=2)
     assert found(model, x, known=True, ranks=4, microbatches=2) == alone
+
+
+def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are put in order twice, as given and as it is cut, and its shapes are found once for each size: by
+    all four ranks together. Outside of a prediction nothing is kept."""
+    sort = import_module("fsdpx.nn.sort")
+    calls: list[str] = []
+    for module, name in ((import_module("fsdpx.trainer.assemble"), "sort"), (sort, "_values")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
+    predict(gpt(), batch(8), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=4)
+    assert (calls.count("sort"), calls.count("_values")) == (2, 2)  # of the batch, and of a microbatch
+    assert once(("one",), lambda: 1) + once(("one",), lambda: 2) == 3
+    assert gc.isenabled()
