@@ -27,7 +27,7 @@ from fsdpx.nn.layer import Spec
 from fsdpx.state.ledger import Key, Ledger, LedgerRow
 from fsdpx.state.state import TrainState
 
-__all__ = ["MESSAGE", "Copies", "Generation", "buddies", "groups"]
+__all__ = ["MESSAGE", "Copies", "Generation", "buddies", "groups", "needed", "snapshot_bytes"]
 
 def buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
     """For each rank, the ranks that keep a copy of its state: `copies` of them, fewer if there are fewer others.
@@ -75,6 +75,11 @@ def _apart(ranks: list[int], hosts: Sequence[str]) -> list[int]:
     return found
 
 
+def needed(ranks: int, replicas: int, copies: int) -> bool:
+    """Whether ranks keep copies. False: every element is on as many other ranks anyway, or there is no other."""
+    return ranks > 1 and replicas <= copies
+
+
 MESSAGE = 64 << 20
 """Bytes of one message, at most."""
 
@@ -110,7 +115,7 @@ class Buffers:
         self.parts = [*self.mine, *(part for rank, parts in kept.items() for part in _parts(self.kept[rank], parts))]
 
     def _row(self, name: str, parts: Sequence[Descriptor]) -> np.ndarray:
-        buffer, key = aligned(_nbytes(parts)), Key("copy", None, f"{name}, {self._number}")
+        buffer, key = aligned(snapshot_bytes(parts)), Key("copy", None, f"{name}, {self._number}")
         self._ledger.add(LedgerRow(key, buffer.dtype, Range(0, buffer.size), "private", level="host"), buffer)
         self._keys.append(key)
         return buffer
@@ -133,8 +138,7 @@ class Copies:
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """comm: of its own. state: of an idle rank, any. copies: of each rank's state. Collective."""
         self._comm, self._state, self._trains = comm, state, trains
-        self.needed = comm.size > 1 and state.placement.axes.replica.size <= copies
-        """False: every element is on as many other ranks anyway, or there is no other."""
+        self.needed = needed(comm.size, state.placement.axes.replica.size, copies)
         self.copying = 0.0
         """Seconds that the last `take` took: copying here."""
         self.travelling = 0.0
@@ -159,7 +163,7 @@ class Copies:
     def nbytes(self) -> int:
         """Bytes beside the state, from the second `take` on: 2 x (own + kept), each part on its own cache lines."""
         own, kept = self._partners.own, self._partners.kept
-        return 2 * (_nbytes(own) + sum(map(_nbytes, kept.values())))
+        return 2 * (snapshot_bytes(own) + sum(map(snapshot_bytes, kept.values())))
 
     def take(self, scalars: Scalars, step: int | None = None) -> None:
         """Copy this rank's state as it is now, and begin to send it. step: its number, by default that of `scalars`.
@@ -262,7 +266,8 @@ def _size(part: Descriptor) -> int:
     return -(-part.size * dtype(part.dtype).itemsize // ALIGN) * ALIGN
 
 
-def _nbytes(parts: Sequence[Descriptor]) -> int:
+def snapshot_bytes(parts: Sequence[Descriptor]) -> int:
+    """Bytes of a snapshot of these parts, and of each copy of it."""
     return sum(_size(part) for part in parts)
 
 

@@ -261,19 +261,24 @@ class RecutPlan:
     def messages(self) -> list[Message]:
         """The messages of this rank, in an order in which all ranks meet: in round k it sends to rank + k and receives
         from rank - k."""
-        sent, received = defaultdict[int, list[ElementMove]](list), defaultdict[int, list[ElementMove]](list)
+        sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for dest, move in self._outgoing:
             sent[dest].append(move)
+        found = [*self.arriving]
+        for dest, moves in sent.items():
+            number = (dest - self.rank) % size
+            found += [Message((number, i, self.rank), True, dest, r) for i, r in enumerate(self._packed(moves, True))]
+        return sorted(found, key=lambda message: message.number)
+
+    @property
+    def arriving(self) -> Iterator[Message]:
+        """The messages of this rank that it receives."""
+        received, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for move in self._incoming:
             received[move.source].append(move)
-        found, size = [], len(self.have)
-        for k in range(1, size):
-            dest, source = (self.rank + k) % size, (self.rank - k) % size
-            for i, rows in enumerate(self._packed(sent[dest], True)):
-                found.append(Message((k, i, self.rank), True, dest, rows))
-            for i, rows in enumerate(self._packed(received[source], False)):
-                found.append(Message((k, i, source), False, source, rows))
-        return sorted(found, key=lambda message: message.number)
+        for source, moves in received.items():
+            for i, rows in enumerate(self._packed(moves, False) if source != self.rank else ()):
+                yield Message(((self.rank - source) % size, i, source), False, source, rows)
 
     @cached_property
     def _supplies(self) -> dict[str, dict[int, list[Supply]]]:

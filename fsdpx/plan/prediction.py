@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -22,6 +22,7 @@ from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.mesh import Coordinates, Mesh
 from fsdpx.config import Precision, half_name
 from fsdpx.config import precision as formats_of
+from fsdpx.elastic.assembly import mesh_for
 from fsdpx.engine.run import lives
 from fsdpx.errors import ConfigError
 from fsdpx.layout.grid import LETTERS, Grid
@@ -29,6 +30,7 @@ from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
 from fsdpx.plan.rates import JobRates, rates
+from fsdpx.plan.recovery import Recut, recut
 from fsdpx.plan.seconds import Lines, StepTimes
 from fsdpx.plan.storage import Checkpoint, rank_storage
 from fsdpx.plan.stragglers import Stragglers
@@ -164,6 +166,29 @@ class Prediction:
         """
         samples, given = self.step.samples, {"mtbf": mtbf, "save": save, "restore": restore}
         return rates(self.machine, self.mesh.size, self.seconds, samples, self.checkpoint(), **given)
+
+    def recovery(self, lost: Sequence[int], copies: int = 1) -> Recut:
+        """What ranks receive when others die and training goes on (`elastic=True`), on hosts as the machine has them.
+        Each rank is followed by itself, which takes some hundredths of a second.
+
+        Parameters
+        ----------
+        lost : ranks that die at once
+        copies : those of `fsdpx.Elastic`
+
+        Raises
+        ------
+        ConfigError : no such rank; MeshError where too few are left for the mesh
+        StateLost : a part of the state was in their memory alone
+        """
+        step, ranks = self.step, self.mesh.size
+        if not lost or not all(type(rank) is int and 0 <= rank < ranks for rank in lost):
+            raise ConfigError(f"lost={lost!r}: numbers of ranks are needed, 0 to {ranks - 1}")
+        left = ranks - len({*lost})
+        mesh = mesh_for(step.options["mesh"], step.options["strategy"], left)
+        then = WorldStep.of(step.model, step.batch, mesh.size, step.options | {"mesh": mesh})
+        hosts = [str(rank // self.machine.host) for rank in range(ranks)]
+        return recut([*step.every_state()], [*then.every_state()], lost, copies, hosts)
 
     def checkpoint(self) -> Checkpoint:
         """What these ranks write when they save, and read when they load a checkpoint of any number of ranks: its files
@@ -437,7 +462,11 @@ class WorldStep:
     def states(self) -> Iterator[TrainState]:
         """The train states of the last data rank, by rank of the pipe, before any step."""
         for place in self._places(self.members - 1, 0):
-            yield self._trainer(place, self.microbatches, 0).inspect.engine.state
+            yield self._trainer(self.mesh.rank(place), self.microbatches, 0).inspect.engine.state
+
+    def every_state(self) -> Iterator[TrainState]:
+        """The train states of all ranks, before any step."""
+        return (self._trainer(rank, self.microbatches, 0).inspect.engine.state for rank in range(self.mesh.size))
 
     def times(self, machine: Machine) -> StepTimes:
         """What actions and calls take there."""
@@ -450,16 +479,16 @@ class WorldStep:
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
             costs[action] = replace(costs[action], calls=tuple(calls))
 
-    def _trainer(self, place: Coordinates, microbatches: int, at: int) -> Trainer:
+    def _trainer(self, rank: int, microbatches: int, at: int) -> Trainer:
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= {} if self.grid is None else {"space": self.grid.seen_by(self.grid.busiest[at])}
-        comm = FakeCommunicator(self.mesh.rank(place), self.mesh.size)
+        comm = FakeCommunicator(rank, self.mesh.size)
         return Trainer(FixedRanks(made(Recipe(Training(self.model)).changed(options), comm)))
 
     def _run(self, place: Coordinates, rows: int, microbatches: int, at: int) -> _Run:
         costing = Costing()
         with counting() as costing.work, metered() as meter:
-            trainer = self._trainer(place, microbatches, at)
+            trainer = self._trainer(self.mesh.rank(place), microbatches, at)
             trainer.inspect.reset()
             costing.watch(trainer, meter)
             watch = PeakWatch(trainer, meter)
