@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.numeric import wide
 
-__all__ = ["CellWeights", "merged", "reduced"]
+__all__ = ["CellWeights", "moments", "reduced"]
 
 
 def reduced(env: Env, values: Array, what: str, op: str = "sum") -> Array:
@@ -21,16 +22,25 @@ def reduced(env: Env, values: Array, what: str, op: str = "sum") -> Array:
     return values
 
 
-def merged(env: Env, found: Array, what: str) -> Array:
-    """`chan` over the parts of all ranks, of (3, ...) in float64, in the order of ranks."""
-    ranks = env.mesh.parts
+def moments(env: Env, x: Array, dims: tuple[int, ...], what: str, w: Array | None = None) -> Array:
+    """Count, mean and sum of squares about it, over the last dims, `dims`, of all parts, in float64: `chan` in the
+    order of ranks. w: what each element counts; None: 1."""
+    xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
+    mean = (x if w is None else w * x).sum(axis=dims, dtype=np.float64)
+    count = xp.full(mean.shape, size, dtype=np.float64)
+    if w is not None:
+        count = xp.broadcast_to(w, x.shape).sum(axis=dims, dtype=np.float64)
+    mean = mean / xp.where(count > 0, count, 1.0)
+    apart = x.astype(np.float64) - mean.reshape(*mean.shape, *(1,) * len(dims))
+    squares = apart * apart
+    found = xp.stack([count, mean, (squares if w is None else w * squares).sum(axis=dims)])
     if ranks.size == 1:
         return found
-    everyone = env.xp.empty((ranks.size, *found.shape), dtype=np.float64)
-    ranks.all_gather(env.xp.ascontiguousarray(found).reshape(-1), everyone.reshape(-1), what=what).wait()
+    everyone = xp.empty((ranks.size, *found.shape), dtype=np.float64)
+    ranks.all_gather(xp.ascontiguousarray(found).reshape(-1), everyone.reshape(-1), what=what).wait()
     found = everyone[0]
     for other in everyone[1:]:
-        found = chan(env.xp, found, other)
+        found = chan(xp, found, other)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.cells import CellWeights, merged, reduced, weighed
+from fsdpx.nn.cells import CellWeights, moments, reduced, weighed
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.losses import Loss, same_shape
@@ -148,18 +148,8 @@ class VRMSE(_Root):
         self, env: Env, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
     ) -> tuple[Array, Array, Array]:
         count, squares = self._sums(env, dims, w, apart * apart)
-        variance = self._spread(env, dims, w, target) / env.xp.maximum(count - 1.0, 1.0)
+        variance = moments(env, target, dims, "VRMSE", w)[2] / env.xp.maximum(count - 1.0, 1.0)
         return count, squares, count * (variance + self.eps)
-
-    def _spread(self, env: Env, dims: tuple[int, ...], w: Array | None, target: Array) -> Array:
-        """Sum of squares about the mean of all parts."""
-        xp = env.xp
-        w = xp.broadcast_to(xp.ones((1,) * target.ndim, dtype=np.float64) if w is None else w, target.shape)
-        count = w.sum(axis=dims, dtype=np.float64)
-        mean = (w * target).sum(axis=dims, dtype=np.float64) / xp.where(count > 0, count, 1.0)
-        apart = target.astype(np.float64) - mean.reshape(*mean.shape, *(1,) * len(dims))
-        squares = (w * apart * apart).sum(axis=dims)
-        return merged(env, xp.stack([count, mean, squares]), "VRMSE")[2]
 
 
 class BoundaryRMSE(_Root):

@@ -6,34 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from fsdpx.nn.cut import Parts
-from fsdpx.nn.layer import Array, Env, Layer, Params
+from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.parts import Reach, rank_along
 from fsdpx.nn.rims import fold, widen
 
-__all__ = ["Interior", "bare", "filled", "filled_backward"]
-
-
-class Interior(Layer):
-    """A part of a field without the ghost cells that it brings.
-
-    Parameters
-    ----------
-    parts : who has which cells, with the ghost cells of arrays
-    """
-
-    takes = "passed"
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self._index = (..., *(slice(g, -g or None) for g in parts.ghosts))
-
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return env.xp.ascontiguousarray(x[self._index]), tuple(x.shape)
-
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dx = env.xp.zeros(saved, dtype=dy.dtype)
-        dx[self._index] = dy
-        return dx, ()
+__all__ = ["bare", "filled", "filled_backward"]
 
 
 def filled(env: Env, y: Array, first: Array, parts: Parts) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cells import merged, reduced
+from fsdpx.nn.cells import moments, reduced
 from fsdpx.nn.init import ones, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
 from fsdpx.nn.numeric import add_sum, wide
@@ -280,7 +280,7 @@ class GroupNorm(Layer):
             wanted = f"(samples, {self.num_channels}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
         grouped = self._grouped(x)
-        count, mean, squares = _merged(env, grouped)
+        count, mean, squares = moments(env, grouped, (2,), "GroupNorm")
         rstd = 1.0 / env.xp.sqrt(squares / env.xp.maximum(count, 1.0) + self.eps)
         mean, rstd = (a.astype(wide(x.dtype))[:, :, None] for a in (mean, rstd))
         normal = ((grouped - mean) * rstd).astype(x.dtype, copy=False).reshape(x.shape)
@@ -326,16 +326,6 @@ class InstanceNorm(GroupNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = False) -> None:
         super().__init__(num_features, num_features, eps, affine)
         self.num_features = num_features
-
-
-def _merged(env: Env, grouped: Array) -> tuple[Array, Array, Array]:
-    """Count, mean and sum of squares about it, (samples, groups) in float64, over the parts of all ranks."""
-    xp, n = env.xp, float(grouped.shape[2])
-    mean = grouped.sum(axis=2, dtype=np.float64) / max(n, 1.0)
-    apart = grouped.astype(np.float64) - mean[:, :, None]
-    found = xp.stack([xp.full(mean.shape, n, dtype=np.float64), mean, (apart * apart).sum(axis=2)])
-    count, mean, squares = merged(env, found, "GroupNorm")
-    return count, mean, squares
 
 
 def _channels(a: Array, x: Array) -> Array:

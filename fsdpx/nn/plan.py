@@ -11,7 +11,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.cut import Column, CutRequest, Features, Kind, Mark, Own, Parts, Positions, Samples, Whole
 from fsdpx.nn.embedding import VocabCrossEntropy
-from fsdpx.nn.ghosts import Interior, bare
+from fsdpx.nn.ghosts import bare
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.rims import Shift
@@ -84,7 +84,7 @@ class Walk:
             kind = values[source]
             if isinstance(kind, Parts) and kind.ghosts and not (isinstance(reader, Container) or reader.takes_ghosts):
                 name = free(layer, f"interior_{len(steps)}_{source.replace('.', '_')}")
-                steps.append(ChildCall(name, Interior(kind), (source,), (name,)))
+                steps.append(ChildCall(name, Shift(kind, bare(kind)), (source,), (name,)))
                 values[name] = bare(kind)
                 source = name
             found.append(source)
@@ -200,7 +200,8 @@ def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
     """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
     result says; as the inputs, if it has as many cells. ConfigError, with the path of the layer, for what cannot work
     on a part. Communicates nothing."""
-    frame = Interior(parts) if parts.ghosts and not (isinstance(model, Container) or model.takes_ghosts) else None
+    takes = isinstance(model, Container) or model.takes_ghosts
+    frame = Shift(parts, bare(parts)) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else bare(parts)] * len(input_names(model))
     made, kinds = Walk(1, None, {}).visit(model, "", inputs)
     if frame is not None:

@@ -311,7 +311,7 @@ def on_device(xp: Any, cells: Any) -> Any:
 
 
 class Shift(Layer):
-    """A field that is cut in one way comes to lie as another is cut.
+    """A field that is cut in one way comes to lie as another is cut, and loses the ghost cells that it brings.
 
     Parameters
     ----------
@@ -323,7 +323,7 @@ class Shift(Layer):
     def __init__(self, parts: Parts, wanted: Parts) -> None:
         self.parts, self.wanted = parts, wanted
         self._moves = tuple(
-            Reach(d + 2, cuts, tuple(zip(out, out[1:], strict=False)))
+            Reach(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.ghosts[d] if parts.ghosts else 0)
             for d, (cuts, out) in enumerate(zip(parts.cuts, wanted.cuts, strict=True))
         )
 

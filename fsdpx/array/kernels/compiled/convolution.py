@@ -169,8 +169,6 @@ TILE_BLOCK = 1 << 21
 """Bytes of a block of tiles, about: they stay in the cache between the three passes."""
 LEAST = 64
 """Tiles of a block, at least: the weights are read once for each block."""
-FEW = 64
-"""Tiles that are transformed, multiplied and transformed back before the next ones are."""
 LONG = 256
 """Products that are added up by themselves: rounding grows with the length of a sum."""
 FEWEST = 32
@@ -205,10 +203,10 @@ def _results(first, last, x, y, u, block, row, start, edge, down, right):
     outputs are, and the next channel. start: for each output, what is added to it."""
     widest()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
-    v, m = np.empty((PLANES, FEW * inner + LANES), y.dtype), np.empty((PLANES, FEW * outer + LANES), y.dtype)
+    v, m = np.empty((PLANES, LEAST * inner + LANES), y.dtype), np.empty((PLANES, LEAST * outer + LANES), y.dtype)
     scratch, lanes = np.zeros((1, LANES), y.dtype), WIDE // word
-    for a in range(first, last, FEW):
-        b = min(a + FEW, last)
+    for a in range(first, last, LEAST):
+        b = min(a + LEAST, last)
         _of_input(a, b, x, v, a, edge, down, right)
         for t in range(PLANES):
             cells, rows, weights = v[t].ctypes.data, m[t].ctypes.data, u[t].ctypes.data
