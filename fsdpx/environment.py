@@ -77,7 +77,7 @@ class Environment:
     node : ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
     tune : measure options that were not given (FSDPX_TUNE=0: take the defaults)
     retune : measure them again, whatever is known (FSDPX_TUNE=again), but not when `fsdpx run` has restarted the job
-    cache : folder of measurements and compiled kernels (FSDPX_CACHE; else fsdpx in the user's cache)
+    cache : folder of measurements, plans and compiled kernels (FSDPX_CACHE; else fsdpx in the user's cache)
     timeout : seconds that a wait for other ranks may last (FSDPX_TIMEOUT; None: the default)
     start_timeout : seconds that the ranks of a host wait for the last one in MPI's start (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks, or None

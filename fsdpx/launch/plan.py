@@ -57,6 +57,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     }
     for name, words in about.items():
         p.add_argument(f"--{name}", type=float, default=None, metavar="SECONDS", help=words)
+    p.add_argument("--no-cache", action="store_true", help="search even if the same was asked before")
     p.add_argument("--json", action="store_true", help="the same for programs")
     p.add_argument("--png", default=None, help="draw the simulated step of the quickest into this file")
     p.add_argument("--ranks-png", default=None, help="draw time and memory against ranks into this file")
@@ -78,7 +79,8 @@ def plan_job(args: argparse.Namespace) -> str:
     found = plan.search(
         example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
         hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
-        space=space, codecs=codecs, say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
+        space=space, codecs=codecs, cache=not args.no_cache,
+        say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
     )  # fmt: skip
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)

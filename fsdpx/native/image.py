@@ -96,7 +96,7 @@ def unsealed(file: Path) -> bytes | None:
         return None
     seal, content = data[:SEAL], data[SEAL:]
     if seal != _seal_of(file, content):
-        files.passed_over(ValueError("damaged: its digest does not fit, so it is compiled again"), file)
+        files.passed_over(ValueError("damaged: its digest does not fit, so it is made again"), file)
         return None
     return content
 

@@ -14,6 +14,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
+from fsdpx.plan.kept import kept
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
 from fsdpx.plan.prediction import Prediction, batch_of, within
@@ -53,6 +54,7 @@ def search(
     codecs: Sequence[Any] = (),
     most: int = MOST,
     say: Callable[[str], None] | None = None,
+    cache: bool = True,
     **options: Any,
 ) -> Plan:
     """The quickest configurations that fit, by `predict`.
@@ -71,6 +73,7 @@ def search(
     codecs : those that may be tried beside the plain one, which lose bits of gradients: `("bf16", "int8")`
     most : configurations that are tried at most
     say : called with a line now and then
+    cache : read and write the answer in `FSDPX_CACHE/plan`: the same question is answered at once
     options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`; `space="any"` tries the
         grids over which a field of the batch can be cut
 
@@ -91,9 +94,8 @@ def search(
     model, options["loss"] = native(model, options.get("loss"))
     tried = _Search(model, shapes, size, where, None if limit is None else int(limit), most, say, options, space)
     tried.codecs = tuple(codecs)
-    with keeping():
-        tried.run()
-        return tried.plan()
+    question = shapes, size, where, tried.limit, most, options, space, tried.codecs
+    return kept(model, question, tried.found_plan, say) if cache else tried.found_plan()
 
 
 @dataclass
@@ -117,6 +119,12 @@ class _Search:
     @property
     def samples(self) -> int:
         return int(self.batch[0][0][0])
+
+    def found_plan(self) -> Plan:
+        """Search, and say what was found."""
+        with keeping():
+            self.run()
+            return self.plan()
 
     def run(self) -> None:
         """Fill `found` and `refused`."""

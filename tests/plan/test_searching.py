@@ -105,9 +105,9 @@ def test_time_and_memory_against_ranks(found: Plan) -> None:
 def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown is that of a search without bounds, and none takes less than its bound."""
     x, options = ((64, 8), "int64"), {"ranks": 8, "machine": "ethernet-10g"}
-    made = fsdpx.plan(nn.GPT(64, 32, 8, 2, 8), batch=(x, x), **options)
+    made = fsdpx.plan(nn.GPT(64, 32, 8, 2, 8), batch=(x, x), cache=False, **options)
     monkeypatch.setattr(searching._Search, "_most_seconds", lambda *_: inf)
-    whole = fsdpx.plan(nn.GPT(64, 32, 8, 2, 8), batch=(x, x), **options)
+    whole = fsdpx.plan(nn.GPT(64, 32, 8, 2, 8), batch=(x, x), cache=False, **options)
 
     def shown(plan: Plan) -> dict[Any, tuple[str, float, int, Any]]:
         some = {**dict(enumerate(plan.found[:SHOWN])), **plan.kinds}
@@ -235,6 +235,59 @@ def test_the_command_line_draws_time_and_memory_against_ranks(
     assert main([*words, "--ranks-png", str(path)]) == 0
     assert f"drawn: {path}" in capsys.readouterr().err
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# -- asked before ------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_question_is_answered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    options: dict[str, Any] = {"batch": (X, X), "ranks": 2, "machine": "laptop", "strategy": "fsdp"}
+    calls, lines = list[int](), list[str]()
+    search = searching._Search.run
+    monkeypatch.setattr(searching._Search, "run", lambda self: calls.append(1) or search(self))
+    made = fsdpx.plan(gpt(), **options)
+    model = gpt()
+    again = fsdpx.plan(model, say=lines.append, **options)
+    (file,) = (tmp_path / "plan").iterdir()
+    assert (len(calls), lines) == (1, [f"found before, {file}"])
+    assert (str(again), again.as_json()) == (str(made), made.as_json())
+    assert again.best.prediction.events == made.best.prediction.events
+    assert again.best.prediction.step.model is model
+    assert again.best.prediction.lowered() == made.best.prediction.lowered()
+    others = {"memory": "1GiB"}, {"most": 9}, {"machine": "ethernet-10g"}, {"precision": "bf16"}, {"cache": False}
+    for other in others:
+        fsdpx.plan(gpt(), **options | other)
+    fsdpx.plan(nn.GPT(64, 32, 5, 2, 8), **options)
+    assert len(calls) == 7
+    monkeypatch.setattr("fsdpx.plan.kept._sources", lambda: "another version")
+    fsdpx.plan(gpt(), **options)
+    assert len(calls) == 8
+
+
+def test_a_damaged_answer_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    options: dict[str, Any] = {"batch": (X, X), "ranks": 2, "machine": "laptop", "strategy": "fsdp", "most": 2}
+    made = fsdpx.plan(gpt(), **options)
+    (file,) = (tmp_path / "plan").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"?")
+    with pytest.warns(RuntimeWarning, match=r"its digest does not fit, so it is made again; it is passed over"):
+        assert str(fsdpx.plan(gpt(), **options)) == str(made)
+    assert len(file.read_bytes()) == len(whole)
+    assert file.read_bytes()[-1:] == whole[-1:]
+
+
+def test_layers_of_others_are_searched_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their code may be another one next time."""
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+
+    class Own(nn.Linear):
+        pass
+
+    x = ((8, 8), "float32")
+    fsdpx.plan(nn.Chain(Own(8, 8)), batch=(x, x), ranks=1, machine="laptop", most=1)
+    assert not (tmp_path / "plan").exists()
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------
