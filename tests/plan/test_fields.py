@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,11 +125,10 @@ def test_the_line_for_parts_that_differ_cuts_them_evenly() -> None:
     assert {one.options["space"] for one in found.found} == {(3, 1)}
 
     def run(comm: Communicator) -> Any:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(fsdpx, "init", lambda: comm)
-            words = found.line.partition("space=")[2].partition("layout='cyx')")[0] + "layout='cyx')"
-            grid: fsdpx.Grid = eval(words, {"fsdpx": fsdpx})
-            return grid.shape, grid.own
+        words = found.line.partition("space=")[2].partition("layout='cyx')")[0] + "layout='cyx')"
+        here = SimpleNamespace(init=lambda: comm, rank=lambda: comm.rank, Grid=fsdpx.Grid)
+        grid: fsdpx.Grid = eval(words, {"fsdpx": here})
+        return grid.shape, grid.own
 
     assert fsdpx.spawn(run, 3) == [((16, 20), (5, 20)), ((16, 20), (5, 20)), ((16, 20), (6, 20))]
 
