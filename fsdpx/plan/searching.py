@@ -13,6 +13,7 @@ from fsdpx import nn
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.nn.sort import sort
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
 from fsdpx.plan.kept import kept
 from fsdpx.plan.machine import Machine
@@ -176,8 +177,9 @@ class _Search:
                     yield strategy, self.fixed["mesh"], space
             return
         host, strategies = int(min(self.machine.host, self.ranks)), self._choices("strategy", *STRATEGIES)
+        layers = len(sort(self.model).nodes)  # a stage has one at least
         for tensor in _widths(self.ranks, host):
-            for pipe in _widths(self.ranks // tensor, self.ranks):
+            for pipe in _widths(self.ranks // tensor, layers):
                 data = self.ranks // tensor // pipe
                 spaces = self._spaces(data, tensor)
                 if not spaces:

@@ -237,6 +237,14 @@ def test_the_command_line_draws_time_and_memory_against_ranks(
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_pipes_have_no_more_ranks_than_the_model_has_layers() -> None:
+    """The schedule of hundreds of ranks is long, and would be refused."""
+    model, x = nn.Chain(*[nn.Linear(16, 16) for _ in range(4)]), ((64, 16), "float32")
+    made = fsdpx.plan(model, batch=(x, x), ranks=8, machine="ethernet-10g", strategy="ddp", cache=False)
+    assert max(one.prediction.mesh.width("pipe") for one in made.found) == 4
+    assert not [words for words, _ in made.refused if "pipe=8" in words]
+
+
 # -- asked before ------------------------------------------------------------------------------------------------------
 
 
