@@ -1,9 +1,11 @@
 """A model as the list of its leaf layers in execution order: what the program is compiled from."""
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,12 +18,13 @@ from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, LayerAxes, Params, Spec, dotted, time_of
 from fsdpx.nn.numeric import as_taken
 from fsdpx.nn.ties import canonical
-from fsdpx.shapes.known import once
 
 __all__ = [
-    "CALLS_NUMPY", "AsNumbers", "Node", "Sorted", "calls_numpy", "infer", "shapes", "sort", "specs_of",
-    "taken", "with_numbers",
+    "CALLS_NUMPY", "AsNumbers", "Node", "Sorted", "calls_numpy", "infer", "keeping", "once", "shapes", "sort",
+    "specs_of", "taken", "with_numbers",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 NUMBERS = frozenset({"numbers"})
 WORDS = {"numbers", "indices", "given"}
@@ -296,3 +299,49 @@ def _source(model: Sorted, value: int) -> str:
         return f"the model's input {model.inputs[value]!r}"
     node = model.nodes[value - len(model.inputs)]
     return f"layer {node.path!r} {node.layer!r}"
+
+
+class _Kept(threading.local):
+    """What this thread has found once: key -> the result, and objects that must live as long as it is known."""
+
+    results: dict[Any, tuple[Any, list[Any]]] | None = None
+
+
+_kept = _Kept()
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Inside the block `once` remembers: for many dry runs of one model, of which each would find the same."""
+    before = _kept.results
+    _kept.results = {} if before is None else before
+    try:
+        yield
+    finally:
+        _kept.results = before
+
+
+def once(key: tuple[Any, ...], find: Callable[[], T]) -> T:
+    """`find()`, or what it gave before for such a key, if this thread is `keeping`. Nothing may change the result.
+
+    key: all that the result depends on; arrays without data by shape and format, models and the like by which they
+    are."""
+    if _kept.results is None:
+        return find()
+    held: list[Any] = []
+    known_as = _identity(key, held)
+    if known_as not in _kept.results:
+        _kept.results[known_as] = find(), held
+    found: T = _kept.results[known_as][0]
+    return found
+
+
+def _identity(value: Any, held: list[Any]) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value), *[_identity(one, held) for one in value]
+    if isinstance(value, xp.ShapeArray):
+        return value.shape, value.dtype
+    if value is None or isinstance(value, int | float | str | np.dtype | type):
+        return type(value), value
+    held.append(value)
+    return id(value)

@@ -26,6 +26,7 @@ from fsdpx.elastic.assembly import mesh_for
 from fsdpx.engine.run import lives
 from fsdpx.errors import ConfigError
 from fsdpx.layout.grid import LETTERS, Grid
+from fsdpx.nn.sort import keeping
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
@@ -40,7 +41,6 @@ from fsdpx.program.machine import by_rank, run
 from fsdpx.program.verbs import partner
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import metered
-from fsdpx.shapes.known import keeping
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
 from fsdpx.state.state import TrainState

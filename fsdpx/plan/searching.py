@@ -13,13 +13,12 @@ from fsdpx import nn
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.nn.sort import sort
+from fsdpx.nn.sort import keeping, sort
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
 from fsdpx.plan.kept import kept
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
 from fsdpx.plan.prediction import Prediction, batch_of, within
-from fsdpx.shapes.known import keeping
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import native
 

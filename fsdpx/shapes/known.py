@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from fsdpx.shapes.array import Root, ShapeArray, as_one
 from fsdpx.shapes.work import Work, fused, repeat
 
-__all__ = ["keeping", "known", "once"]
-
-T = TypeVar("T")
+__all__ = ["known"]
 
 MOST = 4096
 """Calls that are remembered; when there are this many, all are forgotten."""
@@ -110,49 +106,3 @@ def _made(plan: Any, roots: list[Root], arrays: list[ShapeArray]) -> Any:
             roots.append(Root(nbytes))
         return ShapeArray(value, dtype, roots[place])
     return arrays[value] if what == "argument" else value
-
-
-class _Kept(threading.local):
-    """What this thread has found once: key -> the result, and objects that must live as long as it is known."""
-
-    results: dict[Any, tuple[Any, list[Any]]] | None = None
-
-
-_kept = _Kept()
-
-
-@contextmanager
-def keeping() -> Iterator[None]:
-    """Inside the block `once` remembers: for many dry runs of one model, of which each would find the same."""
-    before = _kept.results
-    _kept.results = {} if before is None else before
-    try:
-        yield
-    finally:
-        _kept.results = before
-
-
-def once(key: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """`find()`, or what it gave before for such a key, if this thread is `keeping`. Nothing may change the result.
-
-    key: all that the result depends on; arrays without data by shape and format, models and the like by which they
-    are."""
-    if _kept.results is None:
-        return find()
-    held: list[Any] = []
-    known_as = _identity(key, held)
-    if known_as not in _kept.results:
-        _kept.results[known_as] = find(), held
-    found: T = _kept.results[known_as][0]
-    return found
-
-
-def _identity(value: Any, held: list[Any]) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value), *[_identity(one, held) for one in value]
-    if isinstance(value, ShapeArray):
-        return value.shape, value.dtype
-    if value is None or isinstance(value, int | float | str | np.dtype | type):
-        return type(value), value
-    held.append(value)
-    return id(value)

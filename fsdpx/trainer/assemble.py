@@ -29,14 +29,13 @@ from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
 from fsdpx.messages import say, slow
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, over_parts, parallelise
-from fsdpx.nn.sort import Sorted, sort, with_numbers
+from fsdpx.nn.sort import Sorted, once, sort, with_numbers
 from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.muon import BUT
 from fsdpx.optim.optimizer import scheduled
 from fsdpx.optim.rounded import Rounded
 from fsdpx.program import Slot, Stage, pipeline
-from fsdpx.shapes.known import once
 from fsdpx.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.ledger import memories
