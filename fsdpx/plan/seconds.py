@@ -26,8 +26,9 @@ SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_b
 def work_seconds(work: Work, compute: Compute, half: str) -> float:
     """Seconds of products and of all else. half: the 16-bit format of the step.
 
-    A product takes the longer of FLOP / flops and bytes / memory; `half` makes small ones slower. All else takes its
-    bytes / memory."""
+    A product takes FLOP / flops and bytes / memory, on a GPU the longer of them: a processor copies operands into the
+    order in which it multiplies them before it does. `half` makes small ones slower. All else takes its bytes / memory.
+    """
     products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING)
     return products + (work.nbytes + spilt) / (compute.memory * compute.memory_efficiency)
@@ -49,7 +50,8 @@ def _product_seconds(product: Product, compute: Compute, half: str) -> float:
     seconds = (product.flops + slow) / rate
     if product.fused:
         return seconds
-    return max(seconds, product.nbytes / (compute.memory * compute.memory_efficiency))
+    moving = product.nbytes / (compute.memory * compute.memory_efficiency)
+    return max(seconds, moving) if compute.gpu else seconds + moving
 
 
 class Crossing(NamedTuple):

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from fsdpx import nn
 from fsdpx.comm import DONE, Communicator, Handle, Wrapper, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.plan import Machine, measuring, predict
+from fsdpx.plan import Compute, Machine, measuring, predict
+from fsdpx.plan.seconds import work_seconds
+from fsdpx.shapes.work import Product, Work
 
 GOOD = """\
 name = "mine"
@@ -135,3 +138,11 @@ def test_ranks_with_a_core_of_their_own_are_as_much_quicker(
         path.write_text(text.replace("[compute]\n", f"[compute]\n{line}"))
         whole.append(predict(nn.Linear(64, 64), batch, ranks=ranks, machine=path).parts["compute"])
     assert whole[0] / whole[1] == pytest.approx(times)
+
+
+@pytest.mark.parametrize(("gpu", "seconds"), [(False, 0.75), (True, 0.5)])
+def test_a_processor_reads_what_it_multiplies_first_and_a_gpu_meanwhile(gpu: bool, seconds: float) -> None:
+    """1,000 products of 32 x 32 x 32 in float32: 65,536,000 FLOP and 12,288,000 bytes."""
+    compute = Compute({"float32": 65_536_000 / 0.25}, 12_288_000 / 0.5, gpu=gpu)
+    work = Work(Counter({Product(32, 32, 32, 1000, 4, False): 1}))
+    assert work_seconds(work, compute, "bf16") == pytest.approx(seconds)

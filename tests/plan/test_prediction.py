@@ -18,7 +18,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
 from fsdpx.program import prove
-from fsdpx.shapes.known import once
+from fsdpx.nn.sort import once
 from fsdpx.shapes.work import counting
 
 TOKENS = "int64"
