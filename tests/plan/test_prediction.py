@@ -15,10 +15,10 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
+from fsdpx.nn.sort import once
 from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
 from fsdpx.program import prove
-from fsdpx.nn.sort import once
 from fsdpx.shapes.work import counting
 
 TOKENS = "int64"
