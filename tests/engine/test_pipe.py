@@ -278,12 +278,12 @@ def test_measured_steps_are_what_ran() -> None:
             assert min(some) > 0
 
 
-def test_a_pipe_is_cut_by_measured_layers() -> None:
+def test_a_pipe_is_cut_by_measured_layers(tmp_path: Path) -> None:
     def run(comm: Communicator) -> list[tuple[str, ...]]:
         model = nn.Chain(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
         options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "tune": False}
         x = np.ones((4, 8), np.float32)
-        with model.as_distributed(comm=comm, trace="traced", **options) as first:
+        with model.as_distributed(comm=comm, trace=tmp_path / "traced", **options) as first:
             first.step(x, x)
             layers = first.report().layers
         costs = {path: one.forward + one.backward for path, one in layers.items()}
