@@ -26,7 +26,7 @@ OPENED_ELSEWHERE = {
         "__main__.py main open",
     ),
     "sources of this package, and of modules that are imported anyway": (
-        "cuda/kernels.py _built read_text", "native/image.py _digest read_bytes",
+        "cuda/kernels.py _built read_text", "native/image.py digest_of read_bytes",
         "examples/finetune.py pretrained read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (

@@ -6,6 +6,7 @@ out^T = b^T a^T: the operands change places, and what lies by columns is marked 
 from __future__ import annotations
 
 import functools
+from ctypes import addressof, c_double, c_float
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,8 +110,8 @@ def _of_one(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
     first, second = (a, b) if wanted.turned else (b, a)
-    number = np.float64 if a.dtype == np.float64 else np.float32
-    alpha, beta = _factor(scale, number), _factor(float(accumulate), number)
+    double = a.dtype == np.float64
+    alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # on the host
     matrices = [
         [x.data.ptr, _type(x.dtype), ld]
         for x, ld in ((first, wanted.ld_first), (second, wanted.ld_second), (out, wanted.ld_out))
@@ -122,9 +123,9 @@ def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool)
     one, two, three = matrices
     cublas, handle = _cublas(), cupy().cuda.device.get_cublas_handle()
     shape = int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k
-    rest = (*([count] if count > 1 else []), DOUBLE if number is np.float64 else WHOLE, DEFAULT)
+    rest = (*([count] if count > 1 else []), DOUBLE if double else WHOLE, DEFAULT)
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
-    call(handle, *shape, alpha, *one, *two, beta, *three, *rest)
+    call(handle, *shape, addressof(alpha), *one, *two, addressof(beta), *three, *rest)
 
 
 @functools.cache
@@ -137,12 +138,3 @@ def _cublas() -> Any:
 @functools.cache
 def _type(dtype: np.dtype[Any]) -> int:
     return TYPES[dtype.name]
-
-
-FACTORS: dict[tuple[float, type], np.ndarray] = {}
-
-
-@functools.lru_cache(1 << 10)
-def _factor(value: float, number: type) -> int:
-    """The address of a number on the host, from which cuBLAS reads it."""
-    return FACTORS.setdefault((value, number), np.array(value, number)).ctypes.data

@@ -25,8 +25,8 @@ from fsdpx import environment, files
 from fsdpx.native import late
 
 __all__ = [
-    "ARRAY", "FLAGS", "NUMBER", "SCALARS", "Code", "able", "as_expected", "cpuinfo", "fingerprint", "freedom", "keep",
-    "kinds_declared", "kinds_of", "load", "one_at_a_time", "seal", "unsealed",
+    "ARRAY", "FLAGS", "NUMBER", "SCALARS", "Code", "able", "as_expected", "cpuinfo", "digest_of", "fingerprint",
+    "freedom", "keep", "kinds_declared", "kinds_of", "load", "one_at_a_time", "seal", "unsealed",
 ]  # fmt: skip
 
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
@@ -210,10 +210,11 @@ def fingerprint(function: Callable[..., Any]) -> str:
 @functools.cache
 def _entries() -> str:
     """The hash of the files that make the entries of functions."""
-    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "image", "late"))
+    return digest_of(Path(__file__).with_name(f"{name}.py") for name in ("build", "image", "late"))
 
 
-def _digest(sources: Iterable[Path]) -> str:
+def digest_of(sources: Iterable[Path]) -> str:
+    """The hash of these files."""
     return hashlib.blake2b(b"\0".join(file.read_bytes() for file in sources), digest_size=16).hexdigest()
 
 
@@ -229,7 +230,7 @@ def _machine() -> tuple[str, ...]:
     versions = []
     for library in ("numba", "llvmlite"):
         version = _folder(library) / "_version.py"
-        versions.append(_digest([version]) if version.exists() else str(version))
+        versions.append(digest_of([version]) if version.exists() else str(version))
     return (*versions, sys.version, np.__version__, cpuinfo("model name"), cpuinfo("flags"), environment.compiler())
 
 

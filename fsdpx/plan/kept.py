@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx import environment, files
-from fsdpx.native.image import seal, unsealed
+from fsdpx.native.image import digest_of, seal, unsealed
 from fsdpx.plan.found import Plan
-from fsdpx.version import __version__
 
 __all__ = ["kept"]
 
@@ -62,10 +61,7 @@ class _Digesting:
 @functools.cache
 def _sources() -> str:
     """What tells this version of fsdpx from others: all of it, since every layer and every pass counts."""
-    found = hashlib.blake2b(f"{__version__} {np.__version__}".encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(files.read(path, ours=False))
-    return found.hexdigest()
+    return np.__version__ + digest_of(sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
 def kept(model: Any, question: tuple[Any, ...], find: Callable[[], Plan], say: Callable[[str], None] | None) -> Plan:
