@@ -11,7 +11,7 @@ from fsdpx.nn.container import ChildCall, Composite, Container, chained
 from fsdpx.nn.cut import Column, Row
 from fsdpx.nn.grouped import MultiHeadAttention
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Params, positive
+from fsdpx.nn.layer import Array, Env, Layer, Params, positive, remember
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import flat
@@ -79,7 +79,7 @@ class GatedMLP(Composite):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        self.d_model, self.d_hidden, self.activation, self.bias = d_model, d_hidden, activation, bool(bias)
+        remember(self, locals())
         self.gate = Linear(d_model, d_hidden, bias, init=init, bias_init=zeros)
         self.up = Linear(d_model, d_hidden, bias, init=init, bias_init=zeros)
         self.down = Linear(d_hidden, d_model, bias, init=out_init or init, bias_init=zeros)
@@ -120,10 +120,7 @@ class MLP(Container):
         out_init: Init | None = None,
     ) -> None:
         positive(self, d_model=d_model)
-        self.d_model, self.d_hidden = d_model, d_hidden
-        self.dropout = float(dropout)
-        self.bias = bool(bias)
-        self.activation = activation
+        remember(self, locals())
         hidden = 4 * d_model if d_hidden is None else d_hidden
         bias_init = zeros if init else None
         layers = {
@@ -232,11 +229,7 @@ class TransformerBlock(Container):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        self.d_model, self.n_heads, self.d_hidden = d_model, n_heads, d_hidden
-        self.causal = bool(causal)
-        self.dropout = float(dropout)
-        self.bias = bool(bias)
-        self.activation, self.eps = activation, float(eps)
+        remember(self, locals())
         attention = MultiHeadAttention(d_model, n_heads, causal, dropout, bias, init=init, out_init=out_init or init)
         branch = {"norm1": LayerNorm(d_model, eps, bias=bias), "attn": attention}
         branch |= {"dropout": Dropout(dropout)} if dropout else {}

@@ -15,7 +15,7 @@ from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.heads import Rotary
 from fsdpx.nn.init import normal, sinusoid
-from fsdpx.nn.layer import Layer, positive
+from fsdpx.nn.layer import Layer, positive, remember
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.moe import MoE
 from fsdpx.nn.norm import LayerNorm, RMSNorm
@@ -65,12 +65,7 @@ class GPT(Chain):
         frozen: Sequence[str] = (),
     ) -> None:
         positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
-        self.vocab, self.d_model, self.seq_len = vocab, d_model, seq_len
-        self.n_layers, self.n_heads = n_layers, n_heads
-        self.tie = bool(tie)
-        self.dropout = float(dropout)
-        self.bias = bool(bias)
-        self.hidden, self.activation, self.eps = hidden, activation, float(eps)
+        remember(self, locals())
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
         block = TransformerBlock(
             d_model, n_heads, hidden, dropout=dropout, bias=bias, activation=activation, eps=eps, init=init,
@@ -155,8 +150,7 @@ class Llama(Container):
         frozen: Sequence[str] = (),
     ) -> None:
         positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
-        self.vocab, self.d_model, self.n_layers, self.n_heads = vocab, d_model, n_layers, n_heads
-        self.seq_len, self.tie = seq_len, bool(tie)
+        remember(self, locals())
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
         rotary = Rotary(d_head or max(d_model // n_heads, 1), theta, rope_scaling, seq_len)
         attention = GroupedQueryAttention(

@@ -13,7 +13,7 @@ from fsdpx.nn.cut import Vocab
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, remember
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import add_product, add_sum, affine, flat, product
@@ -90,9 +90,7 @@ class Bert(Container):
         positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len, types=types)
         if dropout and classes is None:
             raise ConfigError("Bert: dropout is that of the head for classes: give classes=...")
-        self.vocab, self.d_model, self.n_layers, self.n_heads = vocab, d_model, n_layers, n_heads
-        self.seq_len, self.classes, self.dropout = seq_len, classes, float(dropout)
-        self.tie = bool(tie)
+        remember(self, locals())
         init = normal(0.02)
         attention = GroupedQueryAttention(
             d_model, n_heads, n_heads, None, causal=False, segments=True, qkv_bias=True, out_bias=True, init=init
@@ -232,8 +230,7 @@ class ViT(Container):
         frozen: Sequence[str] = (),
     ) -> None:
         positive(self, n_layers=n_layers, n_heads=n_heads, classes=classes)
-        self.image, self.patch, self.d_model, self.n_layers = image, patch, d_model, n_layers
-        self.n_heads, self.classes, self.channels = n_heads, classes, channels
+        remember(self, locals())
         init = normal(0.02)
         attention = GroupedQueryAttention(
             d_model, n_heads, n_heads, None, causal=False, qkv_bias=qkv_bias, out_bias=True, init=init

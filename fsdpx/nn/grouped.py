@@ -13,7 +13,7 @@ from fsdpx.nn.container import ChildCall, Composite, Container, mapped
 from fsdpx.nn.cut import Column, Row
 from fsdpx.nn.heads import Attention, HeadNorm, Rotary
 from fsdpx.nn.init import Init, uniform, zeros
-from fsdpx.nn.layer import Env, Layer, Params, positive
+from fsdpx.nn.layer import Env, Layer, Params, positive, remember
 from fsdpx.nn.linear import Linear
 
 __all__ = ["AttentionBlock", "GroupedQueryAttention", "MultiHeadAttention"]
@@ -143,7 +143,7 @@ class GroupedQueryAttention(Attending, Composite):
         out_init: Init | None = None,
     ) -> None:
         positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
-        self.d_model, self.n_heads, self.kv_heads = d_model, n_heads, kv_heads
+        remember(self, locals())
         d_head = rotary.d_head if rotary else _share(self, d_model, n_heads)
         self.attend = Attention(n_heads, kv_heads, d_head, causal, window, segments)
         self.rotary = rotary

@@ -19,7 +19,8 @@ from fsdpx.nn.numeric import Gradients, is_index
 
 __all__ = [
     "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
-    "describe", "dotted", "fraction", "positive", "prefixed", "runs_of", "time_of", "want_last", "want_time",
+    "describe", "dotted", "fraction", "positive", "prefixed", "remember", "runs_of", "time_of", "want_last",
+    "want_time",
 ]  # fmt: skip
 
 
@@ -424,20 +425,30 @@ def branches(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, 
 
 
 def describe(thing: Any) -> str:
-    """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names."""
-    words = []
+    """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names; where one is
+    missing, also the layers inside, which it may have decided on."""
+    words, inside = [], {}
     kind: Any = type(thing)
     for name, argument in _arguments(kind).items():
         if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or not hasattr(thing, name):
+            inside = thing.children() if isinstance(thing, Layer) else {}
             continue
         value = getattr(thing, name)
         if argument.default is argument.empty:
             words.append(repr(value))
         elif value != argument.default:
             words.append(f"{name}={value!r}")
+    words += [f"{name}={child!r}" for name, child in inside.items() if name not in _arguments(kind)]
     return f"{type(thing).__name__}({', '.join(words)})"
+
+
+def remember(thing: Any, given: Mapping[str, Any]) -> None:
+    """Keep the arguments of a constructor, its `locals()`, as attributes of these names, for `describe`."""
+    kind: Any = type(thing)
+    vars(thing).update({name: given[name] for name in _arguments(kind)})
 
 
 @functools.cache
 def _arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.__init__).parameters
+    _, *arguments = inspect.signature(kind.__init__).parameters.items()  # without self
+    return dict(arguments)

@@ -186,12 +186,31 @@ def test_ranks_that_cut_differently_are_told(options: Any, text: str) -> None:
     assert re.search(f"ConfigError: ranks differ in ({text})", said)
 
 
-def test_layers_that_differ_are_told() -> None:
-    def act(comm: Communicator) -> None:
-        model = nn.GPT(31, 16, 1, [2, 4][comm.rank], 8)
-        model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+class Dropping(nn.Composite):
+    """It keeps neither of its arguments; one is a function, which each rank makes for itself."""
 
-    assert "ConfigError: ranks differ in layers: rank 0 has blocks.0 = TransformerBlock(" in alike(2, act)
+    def __init__(self, p: float, init: Any) -> None:
+        self.linear, self.drop = nn.Linear(4, 4, init=init), nn.Dropout(p)
+
+    def compose(self, x: Any) -> Any:
+        return self.drop(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda rank: nn.GPT(31, 16, 1, [2, 4][rank], 8), "blocks.0 = TransformerBlock("),
+        (lambda rank: nn.Llama(31, 16, 1, 2, 8, window=[None, 3][rank]), "blocks.0 = AttentionBlock("),
+        (lambda rank: nn.Chain(Dropping(0.25 * rank, nn.init.normal(0.1))), "0.drop = Dropout(p=0.0)"),
+        (lambda rank: nn.Chain(nn.Residual(Dropping(0.25 * rank, nn.init.normal(0.1)))), "0 = Residual(Dropping("),
+        (lambda rank: nn.LoRALinear(nn.Linear(4, 4, init=lambda *_: 0.0), 2, 1.0 + rank), " = LoRALinear(Linear("),
+    ],
+)
+def test_layers_that_differ_are_told(model: Any, text: str) -> None:
+    def act(comm: Communicator) -> None:
+        model(comm.rank).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+
+    assert f"ConfigError: ranks differ in layers: rank 0 has {text}" in alike(2, act)
 
 
 def mine_too(ranks: int, microbatches: int, per_rank: int) -> list[str]:

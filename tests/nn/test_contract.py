@@ -1,5 +1,6 @@
 """Every layer keeps the contract that `fsdpx.testing.LayerContract` tests."""
 
+import inspect
 import sys
 
 import numpy as np
@@ -40,6 +41,7 @@ def tied():
 POWER = np.power, (lambda a, b: b * np.power(a, b - 1.0), lambda a, b: np.power(a, b) * np.log(a))
 """a^b, and its derivatives by a and by b."""
 
+REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 CASES = {
     "Linear": (lambda: nn.Linear(5, 3), lambda: rows(4, 5)),
     "LinearOfSequences": (lambda: nn.Linear(5, 3, bias=False), lambda: rows(4, 2, 5)),
@@ -205,6 +207,28 @@ def test_every_layer_of_the_package_is_tested_here():
     layers = {getattr(nn, name) for name in nn.__all__ if isinstance(getattr(nn, name), type)}
     layers = {cls for cls in layers if issubclass(cls, nn.Layer)} - {nn.Layer, nn.Container, nn.Composite}
     assert layers == made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_of_a_layer_shows_every_argument(name):
+    """Ranks compare it, and so does a run that goes on: what it leaves out may differ unnoticed."""
+    layer = CASES[name][0]()
+    text, made = repr(layer), inspect.signature(type(layer).__init__).parameters.values()
+    hidden = [p.name for p in made if p.kind not in REST and p.name != "self" and not hasattr(layer, p.name)]
+    inside = all(f"{path}=" in text or hasattr(layer, path) for path in layer.children())
+    assert not hidden or inside or isinstance(layer, nn.Chain | nn.Graph)
+
+
+def test_of_a_container_of_ones_own_the_text_shows_what_its_arguments_decided_on():
+    class Block(nn.Composite):
+        def __init__(self, p, slope=1.0):
+            self.drop, self.slope = nn.Dropout(p), slope
+
+        def compose(self, x):
+            return self.drop(x)
+
+    assert repr(Block(0.25)) == "Block(drop=Dropout(p=0.25))"
+    assert "window=3" in repr(nn.Llama(11, 8, 1, 2, 6, window=3).children()["blocks"])
 
 
 class Wrong(nn.Layer):
