@@ -97,7 +97,7 @@ chaos: $(VENV)/.ready
 # Only Open MPI lets a job outlive its ranks.
 ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
-	$(PY) -m pytest -n 2 --dist worksteal tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
+	$(PY) -m pytest -n 3 --dist worksteal tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
 		tests/elastic/test_apart_processes.py tests/watch/test_leaving.py \
 		tests/launch/test_start.py tests/launch/test_left.py tests/launch/test_run_jobs.py tests/facade
 
@@ -151,8 +151,11 @@ bench: $(VENV)/.ready
 bench-gpu: $(VENV)/.ready
 	$(PY) bench/gpu.py $(ARGS)
 
-docs: $(VENV)/.ready
+$(VENV)/.docs: $(VENV)/.ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
 
 links: docs

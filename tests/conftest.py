@@ -1,7 +1,9 @@
 """What all tests share."""
 
+import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from bits import explained
 from hypothesis import settings
 from ranks import OVER_GLOO
-from ranks_of_mpi import Ranks
+from ranks_of_mpi import TRANSPORTS, Ranks
 
 from fsdpx import environment
 from fsdpx.comm import Communicator
@@ -35,10 +37,29 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.pluginmanager.register(Ranks(found.launcher.rank, size, found.launcher.mpi), "ranks")
 
 
+WANTING = f"fsdpx/wanting/{Path(sys.prefix).name}"
+"""In pytest's cache: the tests, and files of them, that the last run skipped because this environment lacked a library.
+"""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--wanting", action="store_true", help="only what the last run skipped for want of a library")
+
+
+@functools.cache
+def wanting(config: pytest.Config) -> set[str]:
+    return set(config.cache.get(WANTING, [])) if config.getoption("wanting", False) else set()
+
+
 @pytest.hookimpl
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m world` is about a dozen files: importing all of them takes every rank some seconds."""
-    if config.option.markexpr != "world" or collection_path.suffix != ".py":
+    """`-m world` and `--wanting` are some files: importing all of them takes every process some seconds."""
+    if collection_path.suffix != ".py":
+        return None
+    if config.getoption("wanting", False):
+        files = {config.rootpath / name.partition("::")[0] for name in wanting(config)}
+        return None if collection_path in files else True
+    if config.option.markexpr != "world":
         return None
     return None if "mark.world" in collection_path.read_text(encoding="utf-8") else True
 
@@ -59,6 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("jobs"):
             item.add_marker(pytest.mark.mpi_skip)
+    if wanted := wanting(config):
+        mine = [item for item in items if not wanted.isdisjoint({item.nodeid, item.nodeid.partition("::")[0]})]
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
     yield
     if settings.get_current_profile_name() == "check":
         left_out = some_of_each(items)
@@ -83,7 +108,7 @@ def some_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     return others
 
 
-@pytest.fixture(scope="module", params=["gloo"] if OVER_GLOO else ["node", "mpi"])
+@pytest.fixture(scope="module", params=["gloo"] if OVER_GLOO else TRANSPORTS)
 def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     """All ranks of this job, with the host's shared memory, and of MPI over messages alone."""
     comm = open_world(request.param)
@@ -99,12 +124,16 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Layers and losses are compared with PyTorch's: where it is not installed, the last lines say so."""
-    skipped = [report for report in terminalreporter.getreports("skipped") if "'torch'" in str(report.longrepr)]
-    if skipped:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What was skipped for want of a library is kept for `--wanting`. Layers and losses are compared with PyTorch's:
+    where it is not installed, the last lines say so."""
+    lacking = re.compile("could not import|needs PyTorch")
+    skipped = [one for one in terminalreporter.getreports("skipped") if lacking.search(str(one.longrepr))]
+    if hasattr(config, "cache") and not config.getoption("wanting", False):
+        config.cache.set(WANTING, sorted({one.nodeid for one in skipped}))
+    if without := [one for one in skipped if re.search("'torch'|PyTorch", str(one.longrepr))]:
         terminalreporter.write_line(
-            f"PyTorch is not installed: {len(skipped)} tests or files of tests that compare with it were skipped; "
+            f"PyTorch is not installed: {len(without)} tests or files of tests that compare with it were skipped; "
             "pip install torch, and they run",
             yellow=True,
         )

@@ -11,22 +11,32 @@ from amount import THOROUGH
 
 from fsdpx.testing.communicator import EVERY, CommunicatorContract
 
-__all__ = ["Ranks", "in_turn"]
+__all__ = ["TRANSPORTS", "Ranks", "in_turn"]
+
+TRANSPORTS = ["node", "mpi"]
+"""Shared memory of the host, and messages alone."""
 
 
 def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Leaves out two thirds of the dtypes that the contract of communicators is tried with, others for each transport
-    and each number of ranks; all of them are tried by `--hypothesis-profile=thorough`.
+    and each number of ranks, and one of the two transports of tests above communicators, the other one for the next
+    number of ranks; all of them are tried by `--hypothesis-profile=thorough`.
 
     A dtype chooses what adds two numbers and how many bytes they take, the number of ranks who has which elements, and
     the transport how bytes travel. Each test still sees every two of the three together: each dtype on each number of
     ranks, on a third of the transports, and each dtype on each transport, on a third of the numbers of ranks."""
     classes = list(dict.fromkeys(getattr(item, "cls", None) for item in items))
+    names: dict[str, int] = {}
     kept = []
     for item in items:
         kind, parameters = getattr(item, "cls", None), getattr(getattr(item, "callspec", None), "params", {})
         several = kind is not None and issubclass(kind, CommunicatorContract) and "dtype" in parameters
-        if THOROUGH or not several or (EVERY.index(parameters["dtype"]) + classes.index(kind) + size) % 3 == 0:
+        turn = (EVERY.index(parameters["dtype"]) + classes.index(kind) + size) % 3 if several else 0
+        if parameters.get("world") in TRANSPORTS and "tests/comm/" not in item.nodeid:
+            others = [value for name, value in parameters.items() if name != "world"]
+            place = names.setdefault(f"{item.nodeid.partition('[')[0]} {others}", len(names))
+            turn = (TRANSPORTS.index(parameters["world"]) + place + size) % 2
+        if THOROUGH or turn == 0:
             kept.append(item)
     return kept
 
