@@ -162,6 +162,7 @@ class Grid:
         cells lie in this rank's arrays, ghost cells counted; None: none of them is here."""
         if isinstance(what, tuple):
             return self._here(what)
+        self._demand("local", what.shape, self.shape, "the whole field")
         return what[self._index(self.place, what.ndim)]
 
     def _here(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -190,10 +191,16 @@ class Grid:
         return _gathered(self.comm, value)
 
     def gather(self, array: Any) -> Any:
-        """The whole field, without ghost cells, from the parts of its ranks, on every rank: for small things.
-        Collective over `comm`."""
-        array = self.interior(array)
-        shapes = [self._sized(own, array.shape) for own in self._own]
+        """The whole field, or a mask, without ghost cells, from the parts of its ranks, on every rank: for small
+        things. Collective over `comm`."""
+        array = self.interior(np.asarray(array))
+        everyone = [(tuple(shape), dtype) for shape, dtype in self.everyone((array.shape, array.dtype.str))]
+        shapes = []
+        for rank, (own, (shape, dtype)) in enumerate(zip(self._own, everyone, strict=True)):
+            self._demand("gather", shape, own, f"the part of rank {rank}")
+            shapes.append(self._sized(own, everyone[0][0]))
+            if (shape, dtype) != (shapes[rank], everyone[0][1]):
+                raise DataError(f"Grid.gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
         sizes = [prod(shape) for shape in shapes]
         flat, mine = np.empty(sum(sizes), array.dtype), np.ascontiguousarray(array).reshape(-1)
         if hasattr(self.comm, "all_gather"):
@@ -240,7 +247,7 @@ class Grid:
 
     def batched(self, array: Any) -> bool:
         """Whether an array has a dim of samples."""
-        return bool(array.ndim > len(self.layout))
+        return np.ndim(array) > len(self.layout)
 
     @property
     def _letters(self) -> str:
@@ -256,17 +263,31 @@ class Grid:
 
     def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
         """Where the part of a place of the grid lies in an array of the whole field."""
-        index, letters = [slice(None)] * ndim, self._letters if ndim < len(self.layout) else self.layout
-        for cuts, letter, r in zip(self.parts.cuts, self._letters, place, strict=True):
-            index[ndim - len(letters) + letters.index(letter)] = slice(cuts[r], cuts[r + 1])
+        index = [slice(None)] * ndim
+        for cuts, dim, r in zip(self.parts.cuts, self._dims(ndim), place, strict=True):
+            index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
     def _sized(self, cells: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of an array of so many cells, from that of this rank's part."""
         found = list(shape)
-        for letter, size in zip(self._letters, cells, strict=True):
-            found[len(shape) - len(self.layout) + self.layout.index(letter)] = size
+        for dim, size in zip(self._dims(len(shape)), cells, strict=True):
+            found[dim] = size
         return tuple(found)
+
+    def _dims(self, ndim: int) -> list[int]:
+        """Where the cells are among the dims of an array; one with fewer dims than the layout has no channels."""
+        letters = self._letters if ndim < len(self.layout) else self.layout
+        return [ndim - len(letters) + letters.index(letter) for letter in self._letters]
+
+    def _demand(self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str) -> None:
+        """DataError unless an array of `shape` has so many cells."""
+        if len(shape) < len(cells) or self._sized(cells, shape) != shape:
+            sizes = dict(zip(self._letters, cells, strict=True))
+            raise DataError(
+                f"Grid.{call}: an array of shape {tuple(shape)} is not {what}, which has {sizes} in layout "
+                f"{self.layout!r}"
+            )
 
 
 def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:

@@ -27,12 +27,14 @@ class Microbatch:
 @dataclass(frozen=True)
 class Feed:
     """batch: the microbatches of this rank; None in place of one without samples. training: the mode of layers such as
-    dropout. commit: called with the mean loss and the scale of a step before it updates. cache: as `Env` has it."""
+    dropout. commit: called with the mean loss and the scale of a step before it updates. cache: as `Env` has it.
+    batched: whether the caller's arrays have a dim of samples."""
 
     batch: list[Microbatch | None] = field(default_factory=list)
     training: bool = True
     commit: Callable[[Any, Any], None] | None = None
     cache: Cache | None = None
+    batched: bool = True
 
 
 class ValueShapes:

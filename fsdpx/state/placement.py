@@ -186,14 +186,9 @@ class FieldParts:
         """The shape of this rank's part of an output of the whole field."""
         return (*shape[:2], *self.outputs.local(self.grid.place))
 
-    def entering(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """Inputs and target as the model takes them, from what the caller has of the field. Targets may bring ghost
-        cells, too."""
-        grid = self.grid
-        inputs = grid.entering(x, grid.entered, "the input")
-        if y is not None and self.outputs == grid.parts:
-            y = grid.interior(y)
-        return inputs, None if y is None else grid.entering(y, self.outputs, "the target")
+    def target(self, y: Any) -> Any:
+        """A target as the caller has it, without the ghost cells that it may bring."""
+        return self.grid.interior(y) if self.outputs == self.grid.parts else y
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from fsdpx.state.placement import Placement
 
 __all__ = [
     "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "as_given", "begin", "call_records",
-    "check_places", "cut", "different", "exchange", "inputs_of", "largest", "largest_microbatch", "number",
+    "check_places", "cut", "different", "exchange", "given_of", "inputs_of", "largest", "largest_microbatch", "number",
     "sum_of", "target_of",
 ]  # fmt: skip
 
@@ -159,16 +159,11 @@ class LocalBatch:
 def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
     """The model's inputs in order, from an array, a tuple or a dict by name, each as its first layers take it: floats,
     and whole numbers that are no indices, in the model's format."""
-    names = placement.layout.inputs
-    if isinstance(x, Mapping):
-        if set(x) != set(names):
-            raise DataError(f"the model's inputs are {', '.join(names)}, the batch has {', '.join(map(str, x))}")
-        given = [x[name] for name in names]
-    else:
-        given = list(x) if isinstance(x, tuple | list) and len(names) > 1 else [x]
-    if len(given) != len(names):
-        raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(given)}")
-    arrays = [array_of(placement, a, name) for name, a in zip(names, given, strict=True)]
+    names, field = placement.layout.inputs, placement.field
+    arrays = [array_of(placement, a, name) for name, a in zip(names, given_of(placement, x), strict=True)]
+    if field is not None:
+        called = [_called(name) if len(names) > 1 else "the input" for name in names]
+        arrays = [field.grid.entering(a, field.grid.entered, text) for a, text in zip(arrays, called, strict=True)]
     for name, array in zip(names, arrays, strict=True):
         if array.ndim == 0:
             raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
@@ -176,6 +171,19 @@ def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
             raise DataError(f"input {name!r} has {array.shape[0]} samples, input {names[0]!r} has {arrays[0].shape[0]}")
     takes = placement.model.takes
     return tuple([_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
+
+
+def given_of(placement: Placement, x: Any) -> list[Any]:
+    """What the caller gives for each input of the model, in order."""
+    names = placement.layout.inputs
+    if isinstance(x, Mapping):
+        if set(x) != set(names):
+            raise DataError(f"the model's inputs are {', '.join(names)}, the batch has {', '.join(map(str, x))}")
+        return [x[name] for name in names]
+    given = list(x) if isinstance(x, tuple | list) and len(names) > 1 else [x]
+    if len(given) != len(names):
+        raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(given)}")
+    return given
 
 
 def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
@@ -187,7 +195,9 @@ def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
 
 
 def target_of(placement: Placement, y: Any, samples: int) -> Any:
-    target = array_of(placement, y, TARGET)
+    target, field = array_of(placement, y, TARGET), placement.field
+    if field is not None:
+        target = field.grid.entering(field.target(target), field.outputs, TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")

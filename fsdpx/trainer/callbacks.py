@@ -168,6 +168,8 @@ class Metrics:
 
     def add(self, output: Any, target: Any) -> None:
         """One batch; an error is kept for `mean`, where all ranks meet. Losses over parts of fields communicate."""
+        if (field := self._place.field) is not None:
+            target = field.target(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):

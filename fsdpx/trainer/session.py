@@ -139,12 +139,11 @@ class Session:
         place, error, begin = self.place, None, perf_counter()
         self.note(kind)
         inputs: tuple[Any, ...] = ()
-        target, features, rows, doubted = None, "", 0, False
+        target, features, rows, doubted, batched = None, "", 0, False, True
         try:
             batches.check_places(place, x, y)
-            if place.field is not None:
-                x, y = place.field.entering(*(None if a is None else batches.array_of(place, a) for a in (x, y)))
             inputs = batches.inputs_of(place, x)
+            batched = place.field is None or place.field.grid.batched(batches.given_of(place, x)[0])
             rows = int(inputs[0].shape[0])
             if kind in ("step", "accumulate", "evaluate"):
                 target = batches.target_of(place, y, rows)
@@ -158,8 +157,8 @@ class Session:
         except FsdpxError as problem:
             error = batches.as_given(problem, x, y)
         by_itself = self._by_itself(kind)
-        if error is not None and by_itself:
-            raise error
+        if error is not None and (by_itself or (kind == "predict" and self._twins.predicted)):
+            raise error  # ranks that have predicted before do not come to hear of it
         if by_itself or (place.axes.world.size == 1 and error is None):
             everyone = place.accumulation.imagined(rows)
         elif error is None and kind == "predict" and (features, rows) in self._twins.predicted:
@@ -175,7 +174,7 @@ class Session:
         place.demand_together(everyone)
         microbatches = self._microbatches(inputs, target, everyone, kind)
         self.engine.outside(BATCHES, begin)
-        return Feed(microbatches, training, self.commit)
+        return Feed(microbatches, training, self.commit, batched=batched)
 
     def tokens(self, tokens: Any, row: int, cache: Cache | None) -> Feed:
         """The same for tokens of texts that all ranks know to be good. row: number of the first text. cache: of keys
@@ -370,7 +369,7 @@ class Session:
         outputs = self.outputs(self.run("predict", feed), feed)
         (batch,) = feed.batch
         if self.place.field is not None:
-            return tuple(self.leaving(outputs, x))
+            return tuple(self.leaving(outputs, feed))
         if batch is not None and batch.inputs[0] is x:
             known = self.engine.direct
             if len(known) >= SHAPES:
@@ -378,12 +377,11 @@ class Session:
             known[x.shape, x.dtype] = Direct.after(self.engine, self._executable("predict", feed, False), x)
         return outputs
 
-    def leaving(self, arrays: Sequence[Any], given: Any) -> Sequence[Any]:
-        """Parts of fields as the caller holds them, with a dim of samples if `given` has one; other arrays as they
-        are."""
+    def leaving(self, arrays: Sequence[Any], feed: Feed) -> Sequence[Any]:
+        """Parts of fields as the caller of a feed holds them; other arrays as they are."""
         if (field := self.place.field) is None:
             return arrays
-        return tuple(None if a is None else field.grid.leaving(a, field.grid.batched(given)) for a in arrays)
+        return tuple(None if a is None else field.grid.leaving(a, feed.batched) for a in arrays)
 
     def direct(self, x: Any) -> tuple[Any, ...] | None:
         """The same at once, if a batch of this kind has been predicted and nothing but layers has to run."""

@@ -125,7 +125,7 @@ class Trainer:
         )
         session.state.discard(["saved"])
         self._forwarded = feed = self._host.feed(x, None, "forward", training)
-        outputs = _one(session.leaving(session.outputs(session.run("forward", feed), feed), x))
+        outputs = _one(session.leaving(session.outputs(session.run("forward", feed), feed), feed))
         self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
@@ -155,7 +155,7 @@ class Trainer:
         (batch,) = feed.batch
         assert batch is not None
         found = session.run("backward", feed, local=self._local)
-        return _one(session.leaving(input_gradients(session.place, found, batch, session.state.scaler.value), given[0]))
+        return _one(session.leaving(input_gradients(session.place, found, batch, session.state.scaler.value), feed))
 
     @hosted(KEEPS)
     def update(self) -> float:

@@ -246,6 +246,52 @@ def test_predictions_wait_for_neighbours_alone() -> None:
         assert same
 
 
+def test_a_bad_part_is_named_where_it_is_once_others_do_not_wait() -> None:
+    """The other ranks would wait for cells of this one, and not to be told that there are none."""
+
+    def run(comm: Communicator) -> str:
+        trainer = nn.Conv2d(2, 2, 3, padding=1).as_distributed(comm=comm, space=grid_of(comm), strategy="ddp")
+        trainer.predict(np.ones((4, 6, 2)))
+        if comm.rank == 0:
+            return ""
+        with pytest.raises(DataError, match=r"the input has shape \(4, 5, 2\), but this rank's part"):
+            trainer.predict(np.ones((4, 5, 2)))
+        return "named"
+
+    assert spawn(run, 2) == ["", "named"]
+
+
+def test_a_model_reads_several_fields() -> None:
+    """Each as the solver holds it, with or without a dim of samples."""
+    rng = np.random.default_rng(0)
+    u, f = rng.standard_normal((2, 3, 8, 6, 2))
+    net = nn.Graph({"flow": (nn.Conv2d(2, 2, 3, padding=1), "u"), "sum": (nn.Add(), "flow", "f")}, ("u", "f"), ("sum",))
+
+    def run(comm: Communicator, dims: Sequence[int]) -> Any:
+        grid = grid_at(comm, dims, random_cuts((8, 6), dims))
+        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = net.as_distributed(space=grid, comm=comm, **options)
+        mine, forcing = grid.local(u), grid.local(f)
+        losses = [trainer.step((mine, forcing), mine), trainer.step({"f": forcing[0], "u": mine[0]}, mine[0])]
+        one = trainer.predict([mine[0].tolist(), forcing[0].tolist()])
+        y = trainer.forward((mine[0], forcing[0]))
+        slopes = trainer.backward(y)
+        assert [a.shape for a in (one, y, *slopes)] == [mine[0].shape] * 4
+        return losses, grid.gather(one), [grid.gather(slope) for slope in slopes]
+
+    losses, one, slopes = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
+    for found in spawn(lambda comm: run(comm, (2, 2)), 4):
+        np.testing.assert_allclose(found[0], losses, rtol=1e-12)
+        wanted = {"one": one, "u": slopes[0], "f": slopes[1]}
+        demand_close({"one": found[1], "u": found[2][0], "f": found[2][1]}, wanted, 1e-12)
+
+
+def test_a_mask_is_put_together_as_a_field_is() -> None:
+    mask = np.arange(48).reshape(4, 12) % 5 > 0
+    for whole in spawn(lambda comm: grid_of(comm).gather(grid_of(comm).local(mask)), 2):
+        np.testing.assert_array_equal(whole, mask)
+
+
 def test_bytes_of_modes_do_not_depend_on_the_field() -> None:
     def run(comm: Communicator, n: int) -> int:
         grid = fsdpx.Grid(comm, (n, n), dims=(2, 1))
@@ -363,6 +409,16 @@ def grid_of(comm: Communicator) -> Any:
             )
         ),
         (lambda c: nn.ReLU().as_distributed(comm=c, space="2x1"), "space='2x1': give a fsdpx.Grid"),
+        (lambda c: grid_of(c).local(np.ones((12, 4))), "local: an array of shape (12, 4) is not the whole field, which"),
+        (lambda c: grid_of(c).gather(np.ones((4, 6 + c.rank, 1))), "(4, 7, 1) is not the part of rank 1, which has"),
+        (lambda c: grid_of(c).gather(np.ones(3)), "an array of shape (3,) is not the part of rank 0, which has {'y': 4"),
+        (lambda c: grid_of(c).gather(np.ones((4, 6), "f4 f8".split()[c.rank])), "((4, 6), '<f4'), and rank 1 ((4, 6)"),
+        (
+            lambda c: nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",))
+            .as_distributed(comm=c, space=grid_of(c))
+            .predict((np.zeros((4, 6, 2)), np.zeros((4, 5, 2)))),
+            "input 'f' has shape (4, 5, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
+        ),
         (
             lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((5, 6, 2))),
             "the input has shape (5, 6, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",

@@ -198,6 +198,25 @@ def test_metrics_of_parts_are_those_of_the_whole() -> None:
                 assert metrics[name][-1] == pytest.approx(values[-1], rel=1e-9), name
 
 
+def test_targets_of_metrics_may_bring_ghost_cells() -> None:
+    """As a dataset gives them that reads ghost cells with the part."""
+
+    def run(comm: Communicator) -> Any:
+        grid = fsdpx.Grid(comm, (3, 5), dims=(2, 1), ghosts=1)
+        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=0.0), space=grid, comm=comm, precision="float64"
+        )
+        u = np.random.default_rng(comm.rank).standard_normal((5, 7, 1))
+        metrics: dict[str, Any] = {"root": nn.RMSE(), "own": lambda y, t: (float(((y - t) ** 2).sum()), y.size)}
+        for target in (u, grid.interior(u)):
+            history = trainer.fit([(u, u)], validation=[(u, target)], metrics=metrics, progress=False)
+            found = {name: values[-1][1] for name, values in history.metrics.items()}
+            assert found == pytest.approx({"root": history.losses[-1] ** 0.5, "own": history.losses[-1]})
+        return found
+
+    assert len({str(found) for found in spawn(run, 2)}) == 1
+
+
 def refused(call: Callable[[Communicator], Any], ranks: int = 2) -> list[str]:
     def one(comm: Communicator) -> str:
         with pytest.raises((ConfigError, DataError)) as error:
