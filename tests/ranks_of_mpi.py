@@ -19,8 +19,8 @@ TRANSPORTS = ["node", "mpi"]
 
 def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Leaves out two thirds of the dtypes that the contract of communicators is tried with, others for each transport
-    and each number of ranks, and one of the two transports of tests above communicators, the other one for the next
-    number of ranks; all of them are tried by `--hypothesis-profile=thorough`.
+    and each number of ranks, and one of the two transports of tests above communicators, the other one with two
+    ranks more; all of them are tried by `--hypothesis-profile=thorough`.
 
     A dtype chooses what adds two numbers and how many bytes they take, the number of ranks who has which elements, and
     the transport how bytes travel. Each test still sees every two of the three together: each dtype on each number of
@@ -35,7 +35,7 @@ def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
         if parameters.get("world") in TRANSPORTS and "tests/comm/" not in item.nodeid:
             others = [value for name, value in parameters.items() if name != "world"]
             place = names.setdefault(f"{item.nodeid.partition('[')[0]} {others}", len(names))
-            turn = (TRANSPORTS.index(parameters["world"]) + place + size) % 2
+            turn = (TRANSPORTS.index(parameters["world"]) + place + size // 2) % 2
         if THOROUGH or turn == 0:
             kept.append(item)
     return kept

@@ -69,14 +69,14 @@ def test_each_dtype_is_tried_on_each_number_of_ranks_and_by_each_transport() -> 
         assert any(case in found for found in kept.values())
 
 
-def test_above_communicators_each_number_of_ranks_has_one_transport_and_the_next_one_the_other() -> None:
+def test_above_communicators_there_is_one_transport_and_with_two_ranks_more_the_other() -> None:
     def case(name: str, world: str) -> Any:
         return SimpleNamespace(nodeid=name, callspec=SimpleNamespace(params={"world": world, "strategy": "fsdp"}))
 
     cases = [case(name, world) for world in ("node", "mpi") for name in ("tests/a.py::one[x]", "tests/a.py::two[x]")]
     below = [case("tests/comm/a.py::one[x]", world) for world in ("node", "mpi")]
     for size in (2, 3, 4):
-        kept, then = in_turn(cases + below, size), in_turn(cases + below, size + 1)
+        kept, then = in_turn(cases + below, size), in_turn(cases + below, size + 2)
         assert [one for one in kept if one in then] == below
         assert sorted(one.nodeid for one in kept[:-2]) == ["tests/a.py::one[x]", "tests/a.py::two[x]"]
         assert len({one.callspec.params["world"] for one in kept[:-2]}) == 2

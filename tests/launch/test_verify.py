@@ -141,11 +141,8 @@ LINES = [
 @pytest.mark.mpi
 @pytest.mark.parametrize("line", LINES)
 def test_under_mpi(world: Communicator, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each over one backend; test_world.py of the engine has all that they choose over both."""
     if "{half}" in line and world.size % 2:
         pytest.skip("for an even number of ranks")
-    if (LINES.index(line) + world.size // 2 + (type(world).__name__ == "NodeCommunicator")) % 2:
-        pytest.skip("over the other backend")
     line = line.format(n=world.size, half=world.size // 2)
     if world.size == 1:
         line = re.sub(r"--(schedule|sequence) \S+", "", line)
