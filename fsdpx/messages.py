@@ -6,11 +6,11 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, TextIO
 
-__all__ = ["LOGGER", "SILENCE", "TIMER", "line", "say", "slow"]
+__all__ = ["LOGGER", "SILENCE", "TIMER", "last_words", "line", "on_terminal", "say", "slow"]
 
 SILENCE = 1.0
 """Seconds that something may take before it is named."""
@@ -45,6 +45,26 @@ def say(who: Any, text: str) -> None:
     """A line on rank 0 of a trainer's host or of a communicator."""
     if who.rank == 0:
         line(f"fsdpx: {text}")
+
+
+def last_words(text: str = "") -> None:
+    """Write out what a rank has printed, and on standard error what it says before it ends the others. They are ended
+    also where that cannot be: there is no stream, it is closed, or its disk is full."""
+    with suppress(Exception):
+        sys.stdout.flush()
+    streams: tuple[Any, ...] = sys.stderr, sys.__stderr__, sys.stdout
+    for stream in streams:
+        with suppress(Exception):
+            stream.write(text)
+            stream.flush()
+            return
+
+
+def on_terminal() -> bool:
+    """Whether standard error is one; it may not be there at all."""
+    with suppress(Exception):
+        return bool(sys.stderr.isatty())
+    return False
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from fsdpx.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, 
 from fsdpx.comm.mpi.start import together
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory
+from fsdpx.messages import last_words
 from fsdpx.words import refusing
 
 if TYPE_CHECKING:
@@ -70,14 +71,13 @@ def end_all_on_errors(comm: Abortable) -> None:
     ) -> None:
         if os.getpid() != process:
             sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
-            sys.stderr.flush()
+            last_words()
             os._exit(1)  # Python's own way out would finalize MPI, and wait there
         elif begun.acquire(blocking=False):
-            sys.stdout.flush()
+            last_words()
             if comm.rank > 0 and _alike(error):
                 time.sleep(_SECONDS_FOR_RANK_0)
-            sys.stderr.write(report(comm.rank, kind, error, trace, thread))
-            sys.stderr.flush()
+            last_words(report(comm.rank, kind, error, trace, thread))
             time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
             comm.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 

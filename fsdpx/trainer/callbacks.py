@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from fsdpx.array.random import Random
 from fsdpx.checkpoint.commit import hold
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError
-from fsdpx.messages import LOGGER, line, say
+from fsdpx.messages import LOGGER, line, on_terminal, say
 from fsdpx.nn.layer import Env
 from fsdpx.nn.losses import Loss
 from fsdpx.observe.folder import rows_of
@@ -372,7 +371,7 @@ class ProgressBar:
         if trainer.host.rank > 0 or (now - self._shown < wait and not done):  # rank 0 may be another one than before
             return
         self._shown = now
-        if self._bar is None and sys.stderr.isatty():
+        if self._bar is None and on_terminal():
             self._bar = _bar(self.total, history.before)
         if self._bar is None:
             line(f"{self._place(history)}  {self._values(trainer, history)}{self._left(history)}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdpx.messages import last_words
 from fsdpx.watch.flight import FlightRecord, FlightRecorder, read
 
 __all__ = [
@@ -79,8 +80,7 @@ def _listen() -> None:
         _open.clear()
         if any(one.abort is not None for one in concerned):
             code = status or LEFT
-            sys.stderr.write(f"fsdpx: os._exit({status}) while others may wait for this rank: all end with {code}\n")
-            sys.stderr.flush()
+            last_words(f"fsdpx: os._exit({status}) while others may wait for this rank: all end with {code}\n")
             time.sleep(TO_PASS_ON)
             for one in concerned:
                 if one.abort is not None:

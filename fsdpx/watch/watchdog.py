@@ -25,6 +25,7 @@ from fsdpx.comm.communicator import unwrapped
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.mpi.start import clear
+from fsdpx.messages import last_words
 from fsdpx.watch import report
 from fsdpx.watch.flight import LENGTH, FlightRecord, FlightRecorder, log, read, read_all
 from fsdpx.watch.leaving import (
@@ -216,7 +217,7 @@ class Watchdog:
             return last
         comm, flights = self._comm(), read_all(self.folder)
         ranks = len(flights) if comm is None else comm.size
-        _tell(report.first_word(flights, ranks, self.timeout, now, self.host))
+        last_words(report.first_word(flights, ranks, self.timeout, now, self.host))
         return now
 
     def _judge(self, waited: float, what: str) -> None:
@@ -270,7 +271,7 @@ class Watchdog:
             code = left.left or LEFT
             self._abort(code, f"fsdpx watchdog: {ended(left)}, and {waits}: the job ends with status {code}\n")
         else:
-            _tell(f"fsdpx watchdog: {ended(left)}, and {waits}: it counts as dead\n")
+            last_words(f"fsdpx watchdog: {ended(left)}, and {waits}: it counts as dead\n")
             os.kill(left.process, signal.SIGKILL)
 
     def _follow(self) -> None:
@@ -297,7 +298,7 @@ class Watchdog:
         for flight in absent:
             fate = report.fate(flight, self.host) if self._silent(flight) else "does something else"
             whole = read(self._place(flight.rank)) or flight
-            _tell(
+            last_words(
                 f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
                 f"dead. It was {whole.where(time.time())}\n"
             )
@@ -316,8 +317,7 @@ class Watchdog:
 
     def _abort(self, code: int, text: str) -> None:
         """End the job."""
-        sys.stdout.flush()
-        _tell(text)
+        last_words(text)
         if environment.read().run is None:
             _discard(self.folder)
         time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
@@ -336,11 +336,6 @@ def line_of_script(thread: int, since: float) -> str:
             clock = time.strftime("%H:%M:%S", time.localtime(since))
             return f"{side} fsdpx, at {file[-150:]}:{line} (no progress since {clock})"
     return ""
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 def _end_all(comm: Any, code: int) -> None:

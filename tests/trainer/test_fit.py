@@ -254,6 +254,17 @@ def test_on_a_terminal_it_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypat
     assert err.count("step 3/6  validation loss ") == 1
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_without_standard_error_it_is_silent(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+    """As of a process without a console, or of one whose launcher has closed it."""
+    gone = io.StringIO()
+    gone.close()
+    monkeypatch.setattr("logging.raiseExceptions", False)
+    monkeypatch.setattr("sys.stderr", gone if closed else None)
+    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
+    assert trainer.fit(loader(trainer)).steps == 3
+
+
 def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A clock that only validation moves: then steps take no time, and the rate is not of this world."""
     clock = [0.0]

@@ -66,6 +66,24 @@ def test_a_loop_that_ends_early(tmp_path):
     assert done.seconds < SECONDS
 
 
+@pytest.mark.jobs
+@pytest.mark.parametrize("end", ["raise RuntimeError('my own bug')", "os._exit(0)"])
+@pytest.mark.parametrize("streams", ["full", "closed", "gone"])
+def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
+    """So that none waits for it, no rank can: the logs of all may lie on the same disk."""
+    broken = {
+        "full": "sys.stdout, sys.stderr = open('/dev/full', 'w'), open('/dev/full', 'w')\nprint('in the buffer')\n",
+        "closed": "sys.stdout.close()\nsys.stderr.close()\n",
+        "gone": "sys.stdout = sys.stderr = None\n",
+    }
+    script = f"import os, sys\n{broken[streams]}{TRAINER}{ENDS.format(how=end)}{STEPS}"
+    done = job(tmp_path, script)
+    assert none_left(tmp_path)
+    assert done.status == 1, done.err
+    assert streams == "closed" or ("Error: my own bug" if "raise" in end else "fsdpx: os._exit(0) while") in done.err
+    assert done.seconds < SECONDS
+
+
 BEHIND = """
 import os, sys, time, fsdpx
 from fsdpx.watch.watchdog import Watchdog
