@@ -2,6 +2,8 @@
 
 import ast
 import copy
+import importlib
+import importlib.util
 import inspect
 import pickle
 import re
@@ -38,6 +40,28 @@ def test_so_does_an_import(module: ModuleType, name: str, ours: str) -> None:
     text = f"^cannot import name {name!r} from {module.__name__!r}; here that is {re.escape(ours)}"
     with pytest.raises(ImportError, match=text):
         exec(f"from {module.__name__} import {name}", {})
+
+
+@pytest.mark.parametrize(
+    ("module", "hint"),
+    [
+        ("fsdpx.nn.functional", "here that is layers: nn.ReLU(), nn.Softmax()"),
+        ("fsdpx.optim.lr_scheduler", "here that is optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))"),
+        ("fsdpx.distributed.fsdp", "did you mean 'distribute'?"),
+    ],
+)
+def test_so_does_an_import_of_a_module(module: str, hint: str) -> None:
+    missing = module.removesuffix(".fsdp")
+    with pytest.raises(ModuleNotFoundError, match=f"^No module named '{missing}'; {re.escape(hint)}$") as caught:
+        importlib.import_module(module)
+    assert caught.value.name == missing
+
+
+def test_of_a_module_without_a_hint_python_speaks() -> None:
+    for module in ("fsdpx.nn.zzz", "fsdpx._functional"):
+        with pytest.raises(ModuleNotFoundError, match=rf"^No module named '{module}'$"):
+            importlib.import_module(module)
+        assert importlib.util.find_spec(module) is None
 
 
 def test_a_slip_has_the_nearest_name_and_a_former_name_its_successor() -> None:

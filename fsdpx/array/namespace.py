@@ -8,9 +8,11 @@ import numpy as np
 
 from fsdpx.config import half_name
 from fsdpx.cuda import devices
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["DEVICES", "DTYPES", "dtype", "from_host", "joined", "namespace", "namespace_of", "to_host"]
+__all__ = [
+    "DEVICES", "DTYPES", "dtype", "from_host", "joined", "namespace", "namespace_of", "to_host", "unmasked",
+]  # fmt: skip
 
 DEVICES = ("cpu", "cuda", "shape")
 DTYPES = (
@@ -62,7 +64,14 @@ def to_host(array: Any) -> np.ndarray:
         return array.get()
     if getattr(array, "holds_no_data", False):
         return np.zeros(array.shape, array.dtype)
-    return np.asarray(array)
+    return unmasked(array)
+
+
+def unmasked(value: Any) -> np.ndarray:
+    """`np.asarray(value)`; DataError where that would make numbers of masked elements, such as netCDF4's fill values."""
+    if isinstance(value, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(value).sum())):
+        raise DataError(f"{count:,} of {value.size:,} elements are masked: give them values, as x.filled(0.0) does")
+    return np.asarray(value)
 
 
 def from_host(xp: Any, array: np.ndarray) -> Any:

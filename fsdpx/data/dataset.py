@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from fsdpx.array.namespace import unmasked
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import open_file, unreadable
 
@@ -154,7 +155,12 @@ class ArrayDataset:
     def __init__(self, *arrays: Any) -> None:
         if not arrays:
             raise DataError("ArrayDataset() needs at least one array")
-        self.arrays = tuple(a if hasattr(a, "shape") else np.asarray(a) for a in arrays)
+        if isinstance(arrays[0], tuple):
+            raise ConfigError("ArrayDataset: arrays are given one by one, ArrayDataset(x, y)")
+        try:
+            self.arrays = tuple(a if hasattr(a, "shape") else np.asarray(a) for a in arrays)
+        except ValueError as error:
+            raise DataError(f"ArrayDataset: {error}") from error
         if any(a.ndim == 0 for a in self.arrays):
             raise DataError("ArrayDataset: a single number has no samples: dim 0 of every array must be samples")
         counts = [a.shape[0] for a in self.arrays]
@@ -181,12 +187,12 @@ def collate(samples: Sequence[Any]) -> Any:
         return {key: collate([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple | list):
         return tuple(collate(column) for column in zip(*samples, strict=True))
-    arrays = [np.asarray(sample) for sample in samples]
+    arrays = [unmasked(sample) for sample in samples]
     odd = next((a for a in arrays if a.shape != arrays[0].shape), None)
     if odd is not None:
         raise DataError(
             f"samples of shapes {arrays[0].shape} and {odd.shape} do not stack to a batch: "
-            "pad them, or pass DataLoader(collate=...)"
+            "pad them, or pass DataLoader(collate=...); whole arrays go into data.ArrayDataset(x, y)"
         )
     return np.stack(arrays)
 

@@ -228,6 +228,8 @@ def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
     if comm is not None:
         if rank is not None or size is not None:
             raise ConfigError("DistributedSampler: pass comm, or rank and size, not both")
+        if not hasattr(comm, "rank"):
+            raise ConfigError(f"DistributedSampler(comm={comm!r}): a communicator is needed, such as trainer.data")
         return comm.rank, comm.size
     if rank is None and size is None:
         return place()[:2]
@@ -244,6 +246,13 @@ def _whole(name: str, value: Any, least: int) -> int:
     if number < least or isinstance(value, bool):
         raise ConfigError(f"DistributedSampler({name}={value!r}): a whole number, {least} or more, is needed")
     return number
+
+
+def _has_samples(dataset: Any) -> bool:
+    """Not of a generator, of a dict of arrays, nor of a tuple of arrays, whose shapes would not stack."""
+    if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
+        return False
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
 
 
 POLL = 0.2  # seconds between looks at `stopped` while the queue is full
@@ -355,6 +364,11 @@ class DataLoader:
         transform: Callable[[Any], Any] | None = None,
         prefetch: int = 2,
     ) -> None:
+        if not _has_samples(dataset):
+            raise ConfigError(
+                f"DataLoader({type(dataset).__name__}): a dataset with len() and samples [i] is needed; of arrays make "
+                "one by data.ArrayDataset(x, y)"
+            )
         if len(dataset) == 0:
             raise DataError(f"DataLoader: the dataset ({type(dataset).__name__}) is empty")
         if not isinstance(prefetch, int) or prefetch < 0:

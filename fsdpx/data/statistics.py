@@ -44,7 +44,7 @@ def channel_statistics(
     found, problem = None, ""
     try:
         for batch in batches:
-            found = _with(found, np.moveaxis(np.asarray(to_host(batch)), dim, 0), skipna)
+            found = _with(found, np.moveaxis(to_host(batch), dim, 0), skipna)
     except (DataError, ValueError) as error:
         problem = str(error) or repr(error)
     return _shared(comm, found, problem)

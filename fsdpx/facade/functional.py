@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from fsdpx import environment
+from fsdpx.array.namespace import unmasked
 from fsdpx.comm import default as defaults
 from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
 from fsdpx.comm.carrier import Carrier
@@ -381,7 +382,7 @@ def _do(
 
 def _array(x: Any) -> Array:
     """`x` as an array whose flat view is contiguous, in the byte order of this machine."""
-    x = x if isinstance(x, np.ndarray) or hasattr(x, "__cuda_array_interface__") else np.asarray(x)
+    x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else unmasked(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")
     return x if x.flags.c_contiguous else x.copy(order="C")

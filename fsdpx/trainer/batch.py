@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.array.namespace import from_host, to_host
+from fsdpx.array.namespace import from_host, to_host, unmasked
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.guarded import compare, grouped
 from fsdpx.comm.mesh import REPLICA, Axes
@@ -233,9 +233,10 @@ def array_of(placement: Placement, value: Any, name: str = "") -> Any:
     if placement.imaginary:
         return value.astype(compute) if value.dtype.kind == "f" and value.dtype != compute else value
     try:
-        array = value if is_on_gpu(value) else np.asarray(value)
+        array = value if is_on_gpu(value) else unmasked(value)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{_called(name)} is no array: {error}") from error
+        found = "" if isinstance(error, DataError) else " is no array"
+        raise DataError(f"{_called(name)}{found}: {error}") from error
     if array.dtype.kind not in "fiubV" or array.dtype.type is np.void:
         raise DataError(f"{_called(name)} of dtype {array.dtype} cannot be trained on: numbers are needed")
     if array.dtype.kind in "fV" and array.dtype != compute:

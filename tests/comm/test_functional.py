@@ -11,7 +11,7 @@ from ranks import OVER_GLOO, carrier
 
 from fsdpx import environment
 from fsdpx.comm import FakeCommunicator, Guarded, ReduceOp, single, spawn
-from fsdpx.errors import ConfigError, DesyncError, ShapeError
+from fsdpx.errors import ConfigError, DataError, DesyncError, ShapeError
 from fsdpx.facade import functional
 
 
@@ -296,3 +296,9 @@ def test_sums_of_few_bytes_are_those_of_many(backend):
     out = np.zeros(2)
     assert functional.all_reduce(np.ones(2), out=out) is out
     assert out.tolist() == [size, size]
+
+
+def test_masked_elements_are_no_numbers():
+    with pytest.raises(DataError, match=r"^1 of 2 elements are masked: give them values"):
+        functional.all_reduce(np.ma.masked_equal([1.0, 2.0], 2.0))
+    assert type(functional.all_reduce(np.ma.masked_array([1.0]))) is np.ndarray

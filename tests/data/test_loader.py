@@ -263,6 +263,10 @@ def test_a_sampler_of_ones_own():
     ("error", "text", "args", "options"),
     [
         (DataError, r"DataLoader: the dataset \(list\) is empty", ([], 1), {}),
+        (ConfigError, r"DataLoader\(tuple\): .*by data\.ArrayDataset\(x, y\)", ((np.ones((2, 3)), np.ones(2)), 1), {}),
+        (ConfigError, r"DataLoader\(dict\): a dataset with len\(\) and samples \[i\]", ({"x": np.ones(2)}, 1), {}),
+        (ConfigError, r"DataLoader\(list_iterator\): a dataset", (iter([1]), 1), {}),
+        (ConfigError, r"DistributedSampler\(comm='all'\): a communicator is needed", ([1], 1), {"comm": "all"}),
         (ConfigError, r"DataLoader\(batch_size=0\): the size of the global batch, 1 or more", ([1], 0), {}),
         (ConfigError, r"DataLoader\(batch_size=None\)", ([1],), {}),
         (ConfigError, r"DataLoader\(prefetch=-1\): a number of batches, 0 or more", ([1], 1), {"prefetch": -1}),
@@ -289,7 +293,14 @@ def test_bad_options(error, text, args, options):
 
 def test_samples_of_different_shapes():
     loader = DataLoader(Single([np.zeros(2), np.zeros(3)]), 2)
-    with pytest.raises(DataError, match=r"shapes \(2,\) and \(3,\) do not stack to a batch: pad them, or pass"):
+    with pytest.raises(DataError, match=r"shapes \(2,\) and \(3,\) do not stack to a batch: pad .* data\.ArrayDataset"):
+        list(loader)
+    assert [len(batch) for batch in DataLoader((np.zeros(2), np.ones(2)), 2)] == [2]  # a tuple of two samples
+
+
+def test_masked_samples_are_no_numbers():
+    loader = DataLoader(Single([np.ma.masked_equal([1.0, 2.0], 2.0)]), 1)
+    with pytest.raises(DataError, match=r"^1 of 2 elements are masked: give them values, as x\.filled\(0\.0\) does"):
         list(loader)
 
 
@@ -300,10 +311,12 @@ def test_samples_of_different_shapes():
         ("different numbers of samples: \\[2, 3\\]", (np.zeros(2), np.zeros(3))),
         ("the dataset is empty", (np.zeros((0, 4)),)),
         ("dim 0 of every array must be samples", (np.float64(3),)),
+        ("one by one, ArrayDataset\\(x, y\\)", ((np.zeros(2), np.zeros(2)),)),
+        ("^ArrayDataset: setting an array element", ([[1], [1, 2]],)),
     ],
 )
 def test_bad_arrays(text, arrays):
-    with pytest.raises(DataError, match=text):
+    with pytest.raises((DataError, ConfigError), match=text):
         ArrayDataset(*arrays)
 
 

@@ -213,6 +213,18 @@ def test_none_is_no_batch() -> None:
             spawn(lambda comm, call=call, given=given: run(comm, call, *given), 2)
 
 
+def test_masked_elements_are_no_numbers() -> None:
+    """netCDF4 reads a field with fill values as such an array; what lies below the mask is the fill value."""
+
+    def run(comm: Communicator) -> None:
+        trainer, (x, y) = make(comm, "mlp"), CASES["mlp"].batch(np.random.default_rng(0), 4)
+        trainer.step(np.ma.masked_array(x), y)  # nothing is masked
+        trainer.step(np.ma.masked_less(x, x.mean()) if comm.rank else x, y)
+
+    with pytest.raises(DataError, match=r"^rank 1: input 'x': \d+ of \d+ elements are masked: give them values"):
+        spawn(run, 2)
+
+
 def test_fit_refuses_nonsense_and_nan() -> None:
     def run(comm: Communicator, **options: Any) -> None:
         with np.errstate(all="ignore"):
