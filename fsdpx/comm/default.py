@@ -29,8 +29,8 @@ from fsdpx.comm.node.memory import LETTER, Board
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 
 __all__ = [
-    "Agreement", "Default", "Place", "current", "given_to_call", "have_met", "kind", "other", "place", "put",
-    "running_mpi", "signature", "use", "uses", "with_arguments",
+    "Agreement", "Default", "Place", "current", "demand_member", "given_to_call", "have_met", "kind", "other",
+    "place", "put", "running_mpi", "signature", "use", "uses", "with_arguments",
 ]  # fmt: skip
 
 GLANCES = range(64)
@@ -273,7 +273,19 @@ def other() -> tuple[int, int] | None:
 def kind(comm: Any) -> str | None:
     """What is given as `comm=`, for ranks to compare; None for nothing and for the default, which are the same."""
     opened = current()
+    demand_member(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
+
+
+def demand_member(comm: Any) -> None:
+    """ConfigError for what mpi4py has for ranks that a communicator leaves out, and for other things than the ranks of
+    one group."""
+    if not type(comm).__module__.startswith("mpi4py"):
+        return
+    if not comm:
+        raise ConfigError("comm is MPI.COMM_NULL: this rank is not in it, or it was freed; only ranks in it call this")
+    if getattr(comm, "is_inter", True):
+        raise ConfigError(f"comm is an MPI.{type(comm).__name__}: the ranks of one Intracomm are needed")
 
 
 def current() -> Default | None:

@@ -155,6 +155,7 @@ def adopt(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -
     """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
+    default.demand_member(comm)
     able = [name for name, opener in BACKENDS.items() if opener.adopts(comm)]
     if not able:
         raise ConfigError(f"comm={comm!r} is neither an mpi4py communicator nor an fsdpx Communicator")

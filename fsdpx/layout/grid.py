@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.comm.default import demand_member
 from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.cut import Parts
@@ -299,6 +300,7 @@ def _topology(
     comm: Any, dims: Sequence[int] | None, periods: Sequence[bool] | None
 ) -> tuple[tuple[int, ...], tuple[bool, ...], int, int]:
     """Ranks along each dim, whether each is periodic, this rank and the number of all."""
+    demand_member(comm)
     if hasattr(comm, "Get_topo"):
         width, closed, _ = comm.Get_topo()
         return tuple(width), tuple(map(bool, closed if periods is None else periods)), comm.Get_rank(), comm.Get_size()

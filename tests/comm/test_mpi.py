@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from ranks import together
 
-from fsdpx import environment
+import fsdpx
+from fsdpx import environment, nn
 from fsdpx.comm import Communicator, Guarded, Mesh, ReduceOp, connect, split_evenly
 from fsdpx.comm.communicator import Survivor, survives
 from fsdpx.comm.opening import resilient
-from fsdpx.errors import CommTimeout, DesyncError
+from fsdpx.data import DistributedSampler, channel_statistics
+from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 from fsdpx.facade import functional
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -150,6 +152,38 @@ def test_the_functional_api_on_mpi(world):
             functional.finalize()
         finally:
             sys.excepthook, threading.excepthook = excepthook, threadhook
+
+    together(world, world, body)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: functional.init(comm=comm),
+        lambda comm: nn.Linear(2, 2).as_distributed(comm=comm),
+        lambda comm: DistributedSampler(4, comm=comm),
+        lambda comm: fsdpx.Grid(comm, (4,)),
+        lambda comm: channel_statistics([np.ones((2, 2))], comm=comm),
+    ],
+)
+def test_only_ranks_of_an_intracommunicator_are_taken(world, call):
+    """Of other communicators collectives mean something else, and a rank that `Split` leaves out has none."""
+    from mpi4py import MPI
+
+    def body(comm):
+        if comm.rank == comm.size - 1:
+            with pytest.raises(ConfigError, match=r"^comm is MPI\.COMM_NULL: this rank is not in it, or it was freed"):
+                call(MPI.COMM_NULL)
+        with pytest.raises(ConfigError, match=r"^comm is an MPI\.Group: the ranks of one Intracomm are needed$"):
+            call(MPI.COMM_WORLD.Get_group())
+        if comm.size == 1:
+            return
+        half = MPI.COMM_WORLD.Split(comm.rank % 2, comm.rank)
+        between = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - comm.rank % 2)
+        with pytest.raises(ConfigError, match=r"^comm is an MPI\.Intercomm: the ranks of one Intracomm are needed$"):
+            call(between)
+        between.Free()
+        half.Free()
 
     together(world, world, body)
 
