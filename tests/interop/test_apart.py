@@ -21,6 +21,7 @@ from fsdpx.interop.cut import ModuleLayout, Shapes, TensorValue, _layout, apart,
 from fsdpx.interop.surroundings import draws  # noqa: E402
 
 tnn = torch.nn
+pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # of JAX, if a test loaded it
 
 
 class Net(tnn.Module):
