@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -328,8 +328,11 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.checkpoint import save as saving
 
-    write = saving.write
-    monkeypatch.setattr(saving, "write", lambda *args: (time.sleep(0.5), write(*args))[1])
+    write, asked = saving.write, threading.Event()  # nothing is written before somebody asks what became of it
+    monkeypatch.setattr(saving, "write", lambda *args: asked.wait(60) and write(*args))
+    for name in ("wait", "abandon"):
+        ask = getattr(saving.Background, name)
+        monkeypatch.setattr(saving.Background, name, lambda save, ask=ask: (asked.set(), ask(save)))
 
     def body(comm: Any, dies: bool) -> str:
         trainer = make(comm)
@@ -350,5 +353,6 @@ def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     assert run(3, body, False) == ["whole"] * 3
     assert (tmp_path / "saved-False").is_dir()
+    asked.clear()
     assert run(3, body, True) == ["a save in the background was given up when a rank died: save again"] * 2
     assert (tmp_path / "again").is_dir()
