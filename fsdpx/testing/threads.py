@@ -15,8 +15,9 @@ _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", 
 """Packages whose frames are passed over: they are slow to step through, and are not what is tested."""
 
 
-VISITS = 3
-"""How often a thread gives way at the same bytecode: what is made once is made in the first visits."""
+VISITS = 1
+"""How often a thread gives way at the same bytecode: what is made once is made in the first visit, and more visits find
+no more of layers that keep what one of their calls needs."""
 
 
 @contextmanager
