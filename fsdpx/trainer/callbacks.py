@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -238,9 +238,9 @@ EVENTS = ("on_train_begin", "on_step_end", "on_validation_end", "on_save", "on_e
 class Events:
     """Calls every listener, in order, on every rank. on_train_end is called however training ends."""
 
-    def __init__(self, trainer: Any, history: History, own: Sequence[Any], given: Sequence[Any]) -> None:
+    def __init__(self, trainer: Any, history: History, own: Sequence[Any], given: Any) -> None:
         self.trainer, self.history = trainer, history
-        self._listeners = [*own, *map(_checked, given)]
+        self._listeners = [*own, *map(_checked, given if isinstance(given, Iterable) else [given])]
         self._ends = ExitStack()
 
     def __enter__(self) -> Events:
@@ -289,13 +289,14 @@ class Limits:
 
     def demand(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
         """ConfigError for numbers that are too small, and for options that need validation where there is none."""
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"fit(steps={self.steps}): at least 1, or None for whole epochs")
+        for name in ("epochs", "steps", "every", "patience"):
+            if (number := getattr(self, name)) is not None and not (isinstance(number, int) and number >= 1):
+                remedy = ", or None for whole epochs" if name == "steps" else ""
+                raise ConfigError(f"fit({name}={number!r}): a whole number, at least 1{remedy}")
+        if not (self.stop is None or callable(self.stop)):
+            raise ConfigError(f"fit(stop={self.stop!r}): a function of the history, which ends training where it is true")
         if self.epochs is None and self.steps is None:
             raise ConfigError("fit(epochs=None): then steps=... says when training ends")
-        for name in ("epochs", "every", "patience"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise ConfigError(f"fit({name}={number}): at least 1")
         if self.patience is not None and validation is None:
             raise ConfigError(f"fit(patience={self.patience}): patience needs validation=..., and none is given")
         if validation is None and (metrics or restore_best):

@@ -236,6 +236,8 @@ def fit(
         asked = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
     limits = Limits(epochs, steps, every, patience, stop)
     limits.demand(validation, metrics, restore_best)
+    if not isinstance(loader, Iterable):
+        raise ConfigError(f"fit: a loader of (x, y) batches is needed, such as data.DataLoader, not {loader!r}")
     _demand_shares(host, loader, validation)
     history = History()
     best = patience is not None if restore_best is None else restore_best

@@ -214,6 +214,7 @@ def test_training_goes_on_as_if_nothing_had_been_written() -> None:
         ([1] * 9, {}, DataError, "generate: prompt 0 has 9 tokens, the model's context has 8: leave out"),
         ([[1], []], {}, DataError, "generate: prompt 1 is empty: give it one token at least"),
         ([], {}, DataError, "generate: prompt 0 is empty"),
+        (None, {}, DataError, "generate: prompt 0 is object[]: it must be a list of tokens, whole numbers"),
         ([1, 31], {}, DataError, "generate: prompt 0: token 31 is not of the vocabulary, 0 to 30"),
         ([-1], {}, DataError, "generate: prompt 0: token -1 is not of the vocabulary, 0 to 30"),
         ([0.5], {}, DataError, "generate: prompt 0 is float64[1]: it must be a list of tokens, whole numbers"),

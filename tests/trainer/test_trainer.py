@@ -232,9 +232,12 @@ def test_fit_refuses_nonsense_and_nan() -> None:
 
     for options, text in (
         ({"patience": 1}, r"fit\(patience=1\): patience needs validation=..., and none is given"),
-        ({"patience": 0}, r"fit\(patience=0\): at least 1\n"),
-        ({"every": 0}, r"fit\(every=0\): at least 1\n"),
-        ({"epochs": 0}, r"fit\(epochs=0\): at least 1\n"),
+        ({"patience": 0}, r"fit\(patience=0\): a whole number, at least 1\n"),
+        ({"every": 0}, r"fit\(every=0\): a whole number, at least 1\n"),
+        ({"epochs": 1.5}, r"fit\(epochs=1.5\): a whole number, at least 1\n"),
+        ({"steps": "3"}, r"fit\(steps='3'\): a whole number, at least 1, or None for whole epochs\n"),
+        ({"stop": 3}, r"fit\(stop=3\): a function of the history, which ends training where it is true\n"),
+        ({"epochs": 0}, r"fit\(epochs=0\): a whole number, at least 1\n"),
         ({"epoch": 1}, r"fit\(epoch=\.\.\.\): no such option; did you mean 'epochs'\?\n"),
         ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option: loader, epochs, steps, validation, "),
         ({"checkpoints": 5}, r"fit\(checkpoints=5\): a folder, or fsdpx.Checkpoints\(folder, every=\.\.\.\)"),
@@ -246,6 +249,21 @@ def test_fit_refuses_nonsense_and_nan() -> None:
         pytest.raises(NumericsError, match=r"check_finite=True\) names its origin"),
     ):
         spawn(lambda c: run(c, epochs=4), 2)
+
+
+def test_fit_takes_one_callback_and_no_loader_that_is_none() -> None:
+    called: list[int] = []
+
+    def run(comm: Communicator, given: Any = None) -> None:
+        def note(trainer: Any, history: Any) -> None:
+            called.append(history.steps)
+
+        make(comm, "mlp").fit(given or loader(comm), progress=False, callbacks=note)
+
+    spawn(run, 1)
+    assert called == [*range(1, len(called) + 1)] != []
+    with pytest.raises(ConfigError, match=r"^fit: a loader of \(x, y\) batches is needed, .*, not 3"):
+        spawn(lambda comm: run(comm, 3), 1)
 
 
 @pytest.mark.parametrize("size", [1, 3])
