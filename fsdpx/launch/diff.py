@@ -181,7 +181,7 @@ def _printed(found: object) -> int:
 
 def _kind(path: Path) -> str:
     """What lies there."""
-    if not path.exists():
+    if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
     if path.is_dir() and any(path.glob("values-*")):
         return "record"

@@ -294,7 +294,7 @@ class Limits:
                 remedy = ", or None for whole epochs" if name == "steps" else ""
                 raise ConfigError(f"fit({name}={number!r}): a whole number, at least 1{remedy}")
         if not (self.stop is None or callable(self.stop)):
-            raise ConfigError(f"fit(stop={self.stop!r}): a function of the history, which ends training where it is true")
+            raise ConfigError(f"fit(stop={self.stop!r}): a function of the history, true where training is to end")
         if self.epochs is None and self.steps is None:
             raise ConfigError("fit(epochs=None): then steps=... says when training ends")
         if self.patience is not None and validation is None:

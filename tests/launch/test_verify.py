@@ -300,9 +300,11 @@ def test_traces_are_compared_by_their_actions(tmp_path, capsys):
 def test_what_cannot_be_run_or_compared(tmp_path):
     record(1, folder=tmp_path / "values")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "train.py").write_text("")
     for first, second, words in [
         ("nothing", "here", "there is no script.py or run.toml in it to run"),
         (tmp_path / "values", tmp_path / "empty", "two of one kind are compared"),
+        (tmp_path / "train.py", tmp_path / "empty", "train.py is a run and .*empty is a checkpoint: two of one kind"),
     ]:
         with pytest.raises(ConfigError, match=words):
             diff(parser().parse_args(["diff", str(first), str(second)]))

@@ -236,7 +236,7 @@ def test_fit_refuses_nonsense_and_nan() -> None:
         ({"every": 0}, r"fit\(every=0\): a whole number, at least 1\n"),
         ({"epochs": 1.5}, r"fit\(epochs=1.5\): a whole number, at least 1\n"),
         ({"steps": "3"}, r"fit\(steps='3'\): a whole number, at least 1, or None for whole epochs\n"),
-        ({"stop": 3}, r"fit\(stop=3\): a function of the history, which ends training where it is true\n"),
+        ({"stop": 3}, r"fit\(stop=3\): a function of the history, true where training is to end\n"),
         ({"epochs": 0}, r"fit\(epochs=0\): a whole number, at least 1\n"),
         ({"epoch": 1}, r"fit\(epoch=\.\.\.\): no such option; did you mean 'epochs'\?\n"),
         ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option: loader, epochs, steps, validation, "),
