@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from copy import copy
 from math import prod
@@ -63,17 +64,25 @@ class Grid:
         ghosts: int | Sequence[int] = 0,
         periods: Sequence[bool] | None = None,
     ) -> None:
-        width, closed, rank, size = _topology(comm, dims, periods)
-        own, layout = tuple(int(n) for n in shape), LETTERS[3 - len(width) :] + "c" if layout is None else layout
-        around = tuple(int(n) for n in ghosts) if isinstance(ghosts, Sequence) else (int(ghosts),) * len(width)
-        mine = GridFacts(own, layout, width, closed, around, "")
-        found = _gathered(comm, tuple(mine._replace(wrong=_problem(mine, size))))
-        facts = [GridFacts(*fact) for fact in found]
+        demand_member(comm)
+        if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_plain"):
+            raise ConfigError(f"Grid: {comm!r} is no communicator: give mpi4py's, as comm.Create_cart(...), or fsdpx's")
+        rank, size = (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
+        try:
+            width, closed = _topology(comm, dims, periods, size)
+            around: Any = ghosts if np.ndim(ghosts) else (ghosts,) * len(width)
+            letters = f"{LETTERS[3 - len(width) :]}c" if layout is None else str(layout)
+            mine = GridFacts(_whole(shape), letters, width, closed, _whole(around), "")
+            mine = mine._replace(wrong=_problem(mine, size))
+        except TypeError as error:
+            wrong = f"shape={shape!r}, dims={dims!r}, ghosts={ghosts!r}, periods={periods!r}: {error}"
+            mine = GridFacts((), "", (), (), (), wrong)
+        facts = [GridFacts(*fact) for fact in _gathered(comm, tuple(mine))]
         _demand_alike(facts)
-        ranks = prod(width)
-        self.comm, self.dims, self.layout, self.ghosts, self.periods = comm, width, layout, around, closed
+        self.comm, (self.layout, self.dims, self.periods, self.ghosts) = comm, mine[1:5]
+        ranks = prod(self.dims)
         self.member, at = divmod(rank, ranks)
-        self.place = _place(at, width)
+        self.place = _place(at, self.dims)
         fields = [_cuts(facts[i : i + ranks], i) for i in range(0, size, ranks)]
         self.parts = Parts(fields[self.member])
         self._own = [fact.own for fact in facts]
@@ -179,7 +188,7 @@ class Grid:
                 first = start + -(-max(a - start, 0) // step) * step
                 here, place = first < min(stop, b), slice(first - a + g, min(stop, b) - a + g, step)
             else:
-                if not -n <= one < n:
+                if not hasattr(one, "__index__") or not -n <= one < n:
                     raise DataError(f"Grid.local: dim {d} has {n} cells, and no cell {one}")
                 here, place = a <= one % n < b, one % n - a + g
             if not here:
@@ -296,17 +305,19 @@ def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(rank, dims))
 
 
+def _whole(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(operator.index(n) for n in numbers)
+
+
 def _topology(
-    comm: Any, dims: Sequence[int] | None, periods: Sequence[bool] | None
-) -> tuple[tuple[int, ...], tuple[bool, ...], int, int]:
-    """Ranks along each dim, whether each is periodic, this rank and the number of all."""
-    demand_member(comm)
+    comm: Any, dims: Sequence[int] | None, periods: Sequence[bool] | None, size: int
+) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Ranks along each dim, and whether each is periodic."""
     if hasattr(comm, "Get_topo"):
-        width, closed, _ = comm.Get_topo()
-        return tuple(width), tuple(map(bool, closed if periods is None else periods)), comm.Get_rank(), comm.Get_size()
-    rank, size = (comm.rank, comm.size)
-    width = (size,) if dims is None else tuple(int(n) for n in dims)
-    return width, (False,) * len(width) if periods is None else tuple(map(bool, periods)), rank, size
+        dims, closed, _ = comm.Get_topo()
+        periods = closed if periods is None else periods
+    width = (size,) if dims is None else _whole(dims)
+    return width, (False,) * len(width) if periods is None else tuple(map(bool, periods))
 
 
 def _problem(facts: GridFacts, size: int) -> str:

@@ -49,7 +49,7 @@ class ConvWindow:
             for_each(layer, name, value, dims, 1)
             for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation))
         ]
-        modes = (mode,) * dims if isinstance(mode, str) else tuple(mode)
+        modes = tuple(mode) if isinstance(mode, tuple | list) else (mode,) * dims
         if len(modes) != dims or any(one not in MODES for one in modes):
             raise ConfigError(
                 f"{type(layer).__name__}: padding_mode={mode!r}: choose one of {', '.join(MODES)}, or {dims} of them"

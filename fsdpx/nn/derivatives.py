@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from numbers import Real
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cut import Cuts
@@ -64,12 +67,12 @@ class _Derivatives(FieldLayer):
     ) -> None:
         if order not in (2, 4):
             raise ConfigError(f"{type(self).__name__}: order={order!r}: choose 2 or 4")
-        self.spacing, self.periodic, self.order = spacing, periodic, order
-        self.along = None if along is None else tuple(along)
-        each = spacing if isinstance(spacing, Sequence) else (spacing,)
-        if not all(h > 0 for h in each):
+        given: list[Any] = [spacing, periodic, along]
+        self.spacing, self.periodic, self.along = (tuple(one) if np.ndim(one) else one for one in given)
+        self.order = order
+        if not all(isinstance(h, Real) and float(h) > 0 for h in np.array([self.spacing], object).flat):
             raise ConfigError(f"{type(self).__name__}: spacing={spacing!r} must be above 0")
-        if self.along is not None and sorted(self.along) != list(range(len(self.along))):
+        if along is not None and (np.ndim(along) == 0 or sorted(self.along) != list(range(len(self.along)))):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
     def _terms(self, dims: int) -> list[Term]:
@@ -120,7 +123,7 @@ class _Derivatives(FieldLayer):
 
     def _each(self, name: str, value: Any, dims: int) -> Sequence[Any]:
         """An argument as one value for each dim of cells."""
-        each = value if isinstance(value, Sequence) else (value,) * dims
+        each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
         return each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
@@ -28,7 +29,10 @@ class Pad(FieldLayer):
     """
 
     def __init__(self, padding: Sides, mode: str = "zeros") -> None:
-        self.padding, self.mode = tuple((int(a), int(b)) for a, b in padding), mode
+        try:
+            self.padding, self.mode = tuple((index(a), index(b)) for a, b in padding), mode
+        except (TypeError, ValueError):
+            self.padding = ()
         if not 1 <= len(self.padding) <= 3:
             raise ConfigError(f"Pad: padding={padding!r}: give (before, after) for each of 1 to 3 dims")
         if mode not in MODES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -166,6 +167,10 @@ class Upsample(FieldLayer):
         if align_corners is not None and mode.startswith("nearest"):
             raise ConfigError(f"Upsample: align_corners is of modes other than {mode!r}: leave it out")
         self.size, self.scale_factor, self.mode, self.align_corners = size, scale_factor, mode, align_corners
+        name, value, kind = ("size", size, Integral) if scale_factor is None else ("scale_factor", scale_factor, Real)
+        self._each = tuple(value) if isinstance(value, tuple | list) else value
+        if not all(isinstance(n, kind) and 0 < float(n) < math.inf for n in np.array([self._each], object).flat):
+            raise ConfigError(f"Upsample: {name}={value!r}: give a number above 0, or one for each dim")
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         dims = x.ndim - 2
@@ -173,8 +178,8 @@ class Upsample(FieldLayer):
             raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(x.shape)}")
         parts = self.parts_of(x)
         outputs, tables, moves = self.outputs(parts), [], []
-        for d, cuts in enumerate(parts.cuts):
-            taps, weights = self._taps(d, cuts[-1], outputs.shape[d])
+        for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, self._ratios(parts.shape), strict=True)):
+            taps, weights = _table(self.mode, cuts[-1], total, ratio, bool(self.align_corners))
             needs = tuple(
                 (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
                 for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
@@ -204,23 +209,23 @@ class Upsample(FieldLayer):
     def outputs(self, parts: Parts) -> Parts:
         """Who has which outputs: about the owner of the cell that lies under an output."""
         made = []
-        for d, cuts in enumerate(parts.cuts):
-            n, total = cuts[-1], self._total(d, cuts[-1])
-            made.append(dealt(cuts, [-(-cut * total // n) for cut in cuts], total))
+        for cuts, (total, _) in zip(parts.cuts, self._ratios(parts.shape), strict=True):
+            made.append(dealt(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
         return Parts(tuple(made))
 
-    def _total(self, d: int, n: int) -> int:
+    def _ratios(self, shape: tuple[int, ...]) -> list[tuple[int, float]]:
+        """For each dim the cells of the result, and how many cells of a field of `shape` lie on one of these."""
+        each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
+        if len(each) != len(shape):
+            raise ShapeError(f"{self!r} is of {len(each)} dims, and the field has {len(shape)}")
+        rows = [(n, float(one)) for n, one in zip(shape, each, strict=True)]
         if self.size is not None:
-            return int(self.size if hasattr(self.size, "__index__") else self.size[d])
-        return math.floor(n * self._factor(d))
-
-    def _factor(self, d: int) -> float:
-        factor = self.scale_factor
-        return float(factor[d] if isinstance(factor, tuple | list) else factor)
-
-    def _taps(self, d: int, n: int, total: int) -> tuple[np.ndarray, np.ndarray]:
-        ratio = n / total if self.size is not None else 1.0 / self._factor(d)
-        return _table(self.mode, n, total, ratio, bool(self.align_corners))
+            found = [(int(total), n / total) for n, total in rows]
+        else:
+            found = [(math.floor(n * factor), 1.0 / factor) for n, factor in rows]
+        if not all(shape) or min(found)[0] < 1:
+            raise ShapeError(f"{self!r} leaves nothing of a field of shape {shape}")
+        return found
 
 
 @lru_cache(256)

@@ -56,7 +56,7 @@ class SpectralConv(FieldLayer):
         positive(self, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bool(bias)
         self.n_modes = n_modes
-        each = (n_modes,) if hasattr(n_modes, "__index__") else tuple(n_modes)
+        each = tuple(n_modes) if isinstance(n_modes, tuple | list) else (n_modes,)
         if not 1 <= len(each) <= 3:
             raise ConfigError(f"SpectralConv: n_modes={n_modes!r}: give one number for each of 1 to 3 dims")
         each = for_each(self, "n_modes", each, len(each), 1)
@@ -297,7 +297,7 @@ class FNO(Graph):
         self.in_channels, self.out_channels, self.n_modes = in_channels, out_channels, n_modes
         self.width, self.layers, self.positions = width, layers, bool(positions)
         self.lifting, self.projection, self.hidden = lifting, projection, hidden
-        dims = 1 if hasattr(n_modes, "__index__") else len(tuple(n_modes))
+        dims = len(n_modes) if isinstance(n_modes, tuple | list) else 1
         nodes: dict[str, tuple[Any, ...]] = {"embedding": (GridEmbedding(), "x")} if positions else {}
         first = in_channels + dims * self.positions
         nodes["lifting"] = _mlp(first, lifting or 2 * width, width), "embedding" if positions else "x"

@@ -373,6 +373,10 @@ def grid_of(comm: Communicator) -> Any:
         (lambda c: fsdpx.Grid(c, (4 + c.rank, 6), dims=(1, 2)), "along dim 0 rank 1 has 5 cells, and rank 0, which"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(2, 2)), "rank 0: dims=(2, 2) are 4 ranks, the communicator has 2"),
         (lambda c: fsdpx.Grid(c, (4,), dims=(1, 2)), "rank 0: shape=(4,): give the cells of this rank's part"),
+        (lambda c: fsdpx.Grid(c, (4, 6.5 if c.rank else 6), dims=(1, 2)), "rank 1: shape=(4, 6.5), dims=(1, 2)"),
+        (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), periods=True), "periods=True: 'bool' object is not iterable"),
+        (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), ghosts=(1, "a")), "rank 0: shape=(4, 6), dims=(1, 2), ghosts="),
+        (lambda c: fsdpx.Grid(None, (4, 6)), "Grid: None is no communicator: give mpi4py's, as comm.Create_cart(...)"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), layout="ycc"), "layout='ycc': name each of the 2 dims by a"),
         (
             lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), layout=("yxc", "cyx")[c.rank]),
@@ -409,9 +413,9 @@ def grid_of(comm: Communicator) -> Any:
             )
         ),
         (lambda c: nn.ReLU().as_distributed(comm=c, space="2x1"), "space='2x1': give a fsdpx.Grid"),
-        (lambda c: grid_of(c).local(np.ones((12, 4))), "local: an array of shape (12, 4) is not the whole field, which"),
+        (lambda c: grid_of(c).local(np.ones((12, 4))), "an array of shape (12, 4) is not the whole field, which"),
         (lambda c: grid_of(c).gather(np.ones((4, 6 + c.rank, 1))), "(4, 7, 1) is not the part of rank 1, which has"),
-        (lambda c: grid_of(c).gather(np.ones(3)), "an array of shape (3,) is not the part of rank 0, which has {'y': 4"),
+        (lambda c: grid_of(c).gather(np.ones(3)), "of shape (3,) is not the part of rank 0, which has {'y': 4"),
         (lambda c: grid_of(c).gather(np.ones((4, 6), "f4 f8".split()[c.rank])), "((4, 6), '<f4'), and rank 1 ((4, 6)"),
         (
             lambda c: nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",))

@@ -168,6 +168,9 @@ def test_training_with_physics_over_a_grid() -> None:
     [
         (lambda: nn.Gradient(order=3), "Gradient: order=3: choose 2 or 4"),
         (lambda: nn.Laplacian(0.0), "Laplacian: spacing=0.0 must be above 0"),
+        (lambda: nn.Laplacian("a"), "Laplacian: spacing='a' must be above 0"),
+        (lambda: nn.Laplacian(np.array([1.0, 0.0])), "must be above 0"),
+        (lambda: nn.Curl(along=1), "Curl: along=1: name each dim of cells once"),
         (lambda: nn.Curl(along=(0, 0)), "Curl: along=(0, 0): name each dim of cells once"),
         (lambda: nn.Derivative(3), "coordinate=3 is 0 to 2, and derivative=1 1 or 2"),
         (lambda: nn.PhysicsLoss(nn.MSE(), nn.Conv1d(1, 1, 1)), "must have one input, one output and no parameters"),

@@ -65,6 +65,8 @@ def test_padding_is_that_of_numpy() -> None:
     ("padding", "mode", "message"),
     [
         ((), "zeros", "Pad: padding=(): give (before, after) for each of 1 to 3 dims"),
+        ((1, 1), "zeros", "Pad: padding=(1, 1): give (before, after) for each of 1 to 3 dims"),
+        (((1, 0.5),), "zeros", "Pad: padding=((1, 0.5),): give (before, after) for each of 1 to 3 dims"),
         (((1, 1),), "wrap", "Pad: mode='wrap': choose one of zeros, circular"),
         (((-3, -2),), "zeros", "nothing is left of a field of shape (5,)"),
         (((0, 5),), "reflect", "takes fields of at least 6 cells, got 5"),
