@@ -128,9 +128,7 @@ class Grid:
         """The shape of this rank's part of arrays of the whole field, with or without ghost cells."""
         if len(shape) < len(self.layout):  # no field
             return tuple(shape)
-        around = self.ghosts if ghosts else (0,) * len(self.dims)
-        own = tuple(n + 2 * g for n, g in zip(self.own, around, strict=True))
-        return self._sized(own, tuple(shape))
+        return self._sized(_around(self.own, self.ghosts) if ghosts else self.own, shape)
 
     def __repr__(self) -> str:
         ghosts = f", ghosts={self.ghosts}" if any(self.ghosts) else ""
@@ -226,20 +224,24 @@ class Grid:
 
     def interior(self, array: Any) -> Any:
         """An array that brings ghost cells, without them, a view; others as they are."""
-        if not self._brings(array, self.parts.local(self.place), self.ghosts):
+        if not self._has(array, _around(self.own, self.ghosts)):
             return array
-        own, around = (dict(zip(self._letters, n, strict=True)) for n in (self.parts.local(self.place), self.ghosts))
-        return array[(..., *(slice(None) if c == "c" else slice(around[c], around[c] + own[c]) for c in self.layout))]
+        index = [slice(None)] * array.ndim
+        for dim, n, g in zip(self._dims(array.ndim), self.own, self.ghosts, strict=True):
+            index[dim] = slice(g, g + n)
+        return array[tuple(index)]
 
     def entering(self, array: Any, parts: Parts, name: str) -> Any:
         """An array as the caller holds it, as (samples, channels, *cells), a view; DataError if it is no such part."""
-        own, letters, ghosts = parts.local(self.place), self.layout, parts.ghosts or (0,) * len(self.dims)
-        if array.ndim not in (len(letters), len(letters) + 1) or not self._brings(array, own, ghosts):
-            sizes = dict(zip(self._letters, [n + 2 * g for n, g in zip(own, ghosts, strict=True)], strict=True))
-            wanted = ", ".join(str(sizes.get(letter, "channels")) for letter in letters)
+        cells, letters = parts.local(self.place), self.layout
+        if parts.ghosts:
+            cells = _around(cells, parts.ghosts)
+        if array.ndim > len(letters) + 1 or not self._has(array, cells):
+            wanted = ", ".join(map(str, self._sized(cells, ["channels"] * len(letters))))
+            ghosts = ", with ghost cells" if parts.ghosts else ""
             raise DataError(
-                f"{name} has shape {tuple(array.shape)}, but this rank's part{', with ghost cells' * any(ghosts)}, in "
-                f"layout {letters!r}, is ({wanted}), or has a dim of samples before these"
+                f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
+                f"({wanted}), or has a dim of samples before these"
             )
         whole = array if array.ndim > len(letters) else array[None]
         if "c" not in letters:
@@ -263,13 +265,9 @@ class Grid:
     def _letters(self) -> str:
         return self.layout.replace("c", "")
 
-    def _brings(self, array: Any, own: Sequence[int], ghosts: Sequence[int]) -> bool:
-        """Whether an array has `own` cells and `ghosts` on each side of them."""
-        sizes = {letter: n + 2 * g for letter, n, g in zip(self._letters, own, ghosts, strict=True)}
-        given = array.shape[max(array.ndim - len(self.layout), 0) :]
-        return len(given) == len(self.layout) and all(
-            n == sizes.get(letter, n) for n, letter in zip(given, self.layout, strict=True)
-        )
+    def _has(self, array: Any, cells: Sequence[int]) -> bool:
+        """Whether an array of the layout has so many cells."""
+        return array.ndim >= len(self.layout) and self._sized(cells, array.shape) == tuple(array.shape)
 
     def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
         """Where the part of a place of the grid lies in an array of the whole field."""
@@ -278,7 +276,7 @@ class Grid:
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
-    def _sized(self, cells: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    def _sized(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
         """The shape of an array of so many cells, from that of this rank's part."""
         found = list(shape)
         for dim, size in zip(self._dims(len(shape)), cells, strict=True):
@@ -298,6 +296,11 @@ class Grid:
                 f"Grid.{call}: an array of shape {tuple(shape)} is not {what}, which has {sizes} in layout "
                 f"{self.layout!r}"
             )
+
+
+def _around(cells: Sequence[int], ghosts: Sequence[int]) -> tuple[int, ...]:
+    """Cells with ghost cells on both sides."""
+    return tuple(n + 2 * g for n, g in zip(cells, ghosts, strict=True))
 
 
 def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:

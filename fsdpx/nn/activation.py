@@ -10,7 +10,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cut import CutRequest, Features, Parts, Positions, share
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
-from fsdpx.nn.parts import over, rank_along
+from fsdpx.nn.parts import cells_of, over
 
 __all__ = [
     "GELU", "CutDropout", "Dropout", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of", "apply_mask",
@@ -198,7 +198,7 @@ class Dropout(Layer):
     def _places(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
         """Dims that are cut: where what is here begins, and the size of the whole."""
         cut = enumerate(self.parts.cuts if self.parts is not None else ())
-        return {2 + d: (cuts[rank_along(env, cuts, d)], cuts[-1]) for d, cuts in cut if len(cuts) > 2}
+        return {2 + d: (cells_of(env, cuts, d)[0], cuts[-1]) for d, cuts in cut if len(cuts) > 2}
 
 
 class CutDropout(Dropout):

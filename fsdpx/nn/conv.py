@@ -84,6 +84,10 @@ class ConvWindow:
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
 
+    def strides(self, first: tuple[int, ...], groups: int = 1) -> Strides:
+        """The window over cells, for kernels. first: the cell that output 0 begins at, for each dim."""
+        return Strides(self.kernel, self.stride, self.dilation, first, groups)
+
     def moves(self, parts: Parts) -> tuple[Reach, ...]:
         """What each rank needs beside its own cells; ShapeError for a field that is too small for the padding. Zeros of
         dims that are not cut are left to the kernel."""
@@ -277,8 +281,7 @@ class Conv(WindowLayer):
 
     def _strides(self, inside: tuple[int, ...], box: Box) -> Strides:
         """The window over the cells of a box."""
-        first = tuple(-pad - at for pad, at in zip(inside, box.at, strict=True))
-        return Strides(self.window.kernel, self.window.stride, self.window.dilation, first, self.groups)
+        return self.window.strides(tuple(-pad - at for pad, at in zip(inside, box.at, strict=True)), self.groups)
 
 
 class Conv1d(Conv):

@@ -14,7 +14,7 @@ from fsdpx.nn.cells import CellWeights, moments, reduced, weighed
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.losses import Loss, same_shape
-from fsdpx.nn.parts import over, rank_along
+from fsdpx.nn.parts import cells_of, over
 
 __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxError", "RelativeL2"]
 
@@ -163,8 +163,7 @@ class BoundaryRMSE(_Root):
         apart, target, _ = super()._weighed(env, y, target)
         parts, w = self.parts or Parts.whole(y.shape[2:]), env.xp.zeros((1,) * y.ndim, dtype=apart.dtype)
         for d, cuts in enumerate(parts.cuts):
-            start = cuts[rank_along(env, cuts, d)]
-            at = np.arange(start, start + y.shape[2 + d])
+            at = np.arange(*cells_of(env, cuts, d))
             ends = (at == 0).astype(apart.dtype) + (at == cuts[-1] - 1)
             w = w + env.xp.asarray(ends).reshape(-1, *(1,) * (y.ndim - 3 - d))
         return apart, target, w
@@ -202,9 +201,9 @@ class BandRMSE(_Root):
         xp, parts = env.xp, self.parts or Parts.whole(e.shape[2:])
         waves, tables, cells = [], [], math.prod(parts.shape)
         for d, cuts in enumerate(parts.cuts):
-            n, start, most = cuts[-1], cuts[rank_along(env, cuts, d)], math.ceil(last) - 1
+            n, most = cuts[-1], math.ceil(last) - 1
             k = np.arange(-min(most, (n - 1) // 2), min(most, n // 2) + 1)
-            turns = np.outer(np.arange(start, start + e.shape[2 + d]), k) % n * (2 * np.pi / n)
+            turns = np.outer(np.arange(*cells_of(env, cuts, d)), k) % n * (2 * np.pi / n)
             waves.append(k)
             tables.append(xp.asarray(np.exp(-1j * turns)))
         modes = e

@@ -59,13 +59,7 @@ class LayerNorm(_Norm):
         self.bias = bool(bias)
 
     def specs(self) -> dict[str, Spec]:
-        if not self.elementwise_affine:
-            return {}
-        return {
-            name: Spec(self._shape, init, norm=True)
-            for name, init in (("weight", ones), ("bias", zeros))
-            if name == "weight" or self.bias
-        }
+        return _affine(self._shape, self.bias) if self.elementwise_affine else {}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         rows = _rows(self, x, self._shape)
@@ -141,6 +135,10 @@ def _dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
     return dims
 
 
+def _affine(shape: tuple[int, ...], bias: bool = True) -> dict[str, Spec]:
+    return {"weight": Spec(shape, ones, norm=True)} | ({"bias": Spec(shape, zeros, norm=True)} if bias else {})
+
+
 def _rows(layer: Layer, x: Array, dims: tuple[int, ...]) -> Array:
     if x.ndim <= len(dims) or tuple(x.shape[-len(dims) :]) != dims:
         wanted = ", ".join(map(str, dims))
@@ -187,7 +185,7 @@ class BatchNorm(Layer):
 
     def specs(self) -> dict[str, Spec]:
         shape = (self.num_features,)
-        affine = {"weight": Spec(shape, ones, norm=True), "bias": Spec(shape, zeros, norm=True)} if self.affine else {}
+        affine = _affine(shape) if self.affine else {}
         state = {"running_mean": Spec(shape, zeros, state=True), "running_var": Spec(shape, ones, state=True)}
         return affine | state
 
@@ -272,8 +270,7 @@ class GroupNorm(Layer):
         self.eps, self.affine = float(eps), bool(affine)
 
     def specs(self) -> dict[str, Spec]:
-        shape = (self.num_channels,)
-        return {"weight": Spec(shape, ones, norm=True), "bias": Spec(shape, zeros, norm=True)} if self.affine else {}
+        return _affine((self.num_channels,)) if self.affine else {}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != self.num_channels:

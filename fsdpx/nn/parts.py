@@ -19,8 +19,8 @@ from fsdpx.nn.cut import CutRequest, Cuts, Parts
 from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Portion
 
 __all__ = [
-    "MODES", "FieldLayer", "Reach", "dealt", "demand_dims", "demand_fit", "line_of", "over", "rank_along", "reaches",
-    "run_of",
+    "MODES", "FieldLayer", "Reach", "cells_of", "dealt", "demand_dims", "demand_fit", "line_of", "over", "rank_along",
+    "reaches", "run_of",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
@@ -206,6 +206,12 @@ class FieldLayer(Layer):
 def rank_along(env: Env, cuts: Cuts, d: int) -> int:
     """This rank's place in the line along dim d of the cells; 0 where it has the whole of it."""
     return 0 if len(cuts) == 2 else env.mesh.space[d].rank
+
+
+def cells_of(env: Env, cuts: Cuts, d: int) -> tuple[int, int]:
+    """The cells [start, stop) of this rank along dim d of the cells."""
+    rank = rank_along(env, cuts, d)
+    return cuts[rank], cuts[rank + 1]
 
 
 def demand_dims(layer: object, x: Array, dims: int, channels: int | None = None) -> None:

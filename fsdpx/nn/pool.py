@@ -13,7 +13,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, here
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.parts import demand_dims, rank_along
+from fsdpx.nn.parts import cells_of, demand_dims
 from fsdpx.nn.rims import fold, widen
 
 __all__ = ["AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"]
@@ -42,8 +42,7 @@ class Pool(WindowLayer):
         ShapeError if none fits."""
         demand_dims(self, x, self.dims)
         outputs, moves, inside = self.fitting(self.parts_of(x))
-        window, first = self.window, tuple(-pad for pad in inside)
-        strides = Strides(window.kernel, window.stride, window.dilation, first, 1)
+        strides = self.window.strides(tuple(-pad for pad in inside))
         return widen(env, x, moves, self.beyond), moves, strides, here(env, outputs)
 
 
@@ -124,8 +123,7 @@ class AvgPool(Pool):
             return None
         outputs, counts = self.window.outputs(parts), np.ones((1, 1, *(1,) * self.dims))
         for d in range(self.dims):
-            rank = rank_along(env, outputs.cuts[d], d)
-            first, last = outputs.cuts[d][rank : rank + 2]
+            first, last = cells_of(env, outputs.cuts[d], d)
             n, s, k, pad = parts.shape[d], self.window.stride[d], self.window.kernel[d], self.window.low[d]
             begin = np.arange(first, last) * s - pad
             end = np.minimum(begin + k, n + pad)

@@ -17,7 +17,7 @@ from fsdpx.nn.cut import Parts
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Params, Spec
 from fsdpx.nn.numeric import add_sum, destination
-from fsdpx.nn.parts import FieldLayer, Reach, dealt, demand_dims, rank_along
+from fsdpx.nn.parts import FieldLayer, Reach, cells_of, dealt, demand_dims, rank_along
 from fsdpx.nn.rims import fold, widen
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
@@ -118,10 +118,11 @@ class ConvTranspose(FieldLayer):
         """The window of the convolution whose gradient this is, over outputs of this rank, and how many there are."""
         window, firsts, sizes = self.window, [], []
         for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
-            rank = rank_along(env, out, d)
-            firsts.append(reach.needs[rank][0] * window.stride[d] - window.low[d] - out[rank])
-            sizes.append(out[rank + 1] - out[rank])
-        return Strides(window.kernel, window.stride, window.dilation, tuple(firsts), self.groups), tuple(sizes)
+            start, stop = cells_of(env, out, d)
+            needed, _ = reach.needs[rank_along(env, out, d)]
+            firsts.append(needed * window.stride[d] - window.low[d] - start)
+            sizes.append(stop - start)
+        return window.strides(tuple(firsts), self.groups), tuple(sizes)
 
 
 class ConvTranspose1d(ConvTranspose):

@@ -20,13 +20,13 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn import moves
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Chain
-from fsdpx.nn.conv import for_each
+from fsdpx.nn.conv import for_each, window_specs
 from fsdpx.nn.cut import Parts, share
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.init import normal, ones, uniform
+from fsdpx.nn.init import normal, ones
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, describe, positive
 from fsdpx.nn.numeric import add_sum, destination, products, wide
-from fsdpx.nn.parts import FieldLayer, demand_dims, rank_along
+from fsdpx.nn.parts import FieldLayer, cells_of, demand_dims
 from fsdpx.nn.shape import Add
 
 __all__ = ["FNO", "ChannelLinear", "ChannelScale", "GridEmbedding", "SpectralConv"]
@@ -137,11 +137,11 @@ class SpectralConv(FieldLayer):
         """For each dim the matrices that lead from this rank's cells to the modes, and back; of 16 bits in float32."""
         found, dtype = [], wide(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
-            rank = rank_along(env, cuts, d)
             last = d == len(self.modes) - 1
-            key = "spectral", cuts, rank, k, last, dtype.str
+            row = *cells_of(env, cuts, d), cuts[-1], k, last
+            key = "spectral", row, dtype.str
             if key not in env.constants:
-                to, back = _table(cuts[rank], cuts[rank + 1], cuts[-1], k, last)
+                to, back = _table(*row)
                 env.constants[key] = env.xp.asarray(to.astype(dtype)), env.xp.asarray(back.astype(dtype))
             found.append(env.constants[key])
         return found
@@ -172,45 +172,43 @@ class ChannelLinear(Layer):
     """
 
     fields = True
+    init = None
 
     def __init__(self, in_channels: int, out_channels: int, bias: bool = True) -> None:
         positive(self, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bool(bias)
 
     def specs(self) -> dict[str, Spec]:
-        default = uniform(1.0 / math.sqrt(self.in_channels))
-        specs = {"weight": Spec((self.out_channels, self.in_channels, 1), default)}
-        if self.bias:
-            specs["bias"] = Spec((self.out_channels,), default)
-        return specs
+        return window_specs(self, (self.out_channels, self.in_channels, 1))
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 3 or x.shape[1] != self.in_channels:
             raise ShapeError(f"{self!r} wants (samples, {self.in_channels}, *cells), got {tuple(x.shape)}")
-        cells = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
-        y = products(env.xp, p["weight"][None, :, :, 0], cells)
+        y = products(env.xp, p["weight"][None, :, :, 0], _in_a_row(x))
         if self.bias:
             y += p["bias"][:, None]
         return y.reshape(x.shape[0], self.out_channels, *x.shape[2:]), (x,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
-        cells = dy.reshape(*dy.shape[:2], math.prod(dy.shape[2:]))
-        return products(env.xp, p["weight"][None, :, :, 0].swapaxes(1, 2), cells).reshape(x.shape), (x, dy)
+        return products(env.xp, p["weight"][None, :, :, 0].swapaxes(1, 2), _in_a_row(dy)).reshape(x.shape), (x, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
         if is_on_gpu(dy):
-            x, dy = (v.reshape(*v.shape[:2], math.prod(v.shape[2:])) for v in (x, dy))
-            into = destination(g, "weight"), destination(g, "bias")
-            kernels.correlate_backward_params(env.xp, x, dy, Strides((1,), (1,), (1,), (0,), 1), *into)
+            into, window = (destination(g, "weight"), destination(g, "bias")), Strides((1,), (1,), (1,), (0,), 1)
+            kernels.correlate_backward_params(env.xp, _in_a_row(x), _in_a_row(dy), window, *into)
             return
         if "weight" in g:
-            a, b = (v.reshape(*v.shape[:2], math.prod(v.shape[2:])) for v in (dy, x))
-            a, b = (kernels.widened(env.xp, v) for v in (a, b))
+            a, b = (kernels.widened(env.xp, _in_a_row(v)) for v in (dy, x))
             g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+
+
+def _in_a_row(x: Array) -> Array:
+    """(samples, channels, *cells) as a field of one dim."""
+    return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
 
 
 class ChannelScale(Layer):
@@ -252,10 +250,9 @@ class GridEmbedding(FieldLayer):
         xp, parts = env.xp, self.parts_of(x)
         found = [x]
         for d, cuts in enumerate(parts.cuts):
-            rank = rank_along(env, cuts, d)
             shape = [1] * x.ndim
             shape[d + 2] = x.shape[d + 2]
-            at = xp.arange(cuts[rank], cuts[rank + 1], dtype=np.float64) / max(cuts[-1], 1)
+            at = xp.arange(*cells_of(env, cuts, d), dtype=np.float64) / max(cuts[-1], 1)
             places = xp.zeros((x.shape[0], 1, *x.shape[2:]), dtype=x.dtype)
             places += at.astype(x.dtype).reshape(shape)
             found.append(places)
@@ -347,28 +344,26 @@ def _table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarra
 
 def _forward(xp: Any, x: Array, tables: list[Array]) -> Array:
     """(samples, channels, *cells) to (samples, channels, *modes, 2), from the last dim to the first."""
-    last = tables[-1]
-    y = (x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) @ last).reshape(*x.shape[:-1], last.shape[1] // 2, 2)
-    for d in range(len(tables) - 2, -1, -1):
-        y = _along(xp, y, 2 + d, tables[d])
+    y = x[..., None]
+    for d in reversed(range(len(tables))):
+        y = _along(xp, y, 2 + d, tables[d], 2)
     return y
 
 
 def _backward(xp: Any, modes: Array, tables: list[Array]) -> Array:
     """The way back: (samples, channels, *modes, 2) to (samples, channels, *cells)."""
     y = modes
-    for d in range(len(tables) - 1):
-        y = _along(xp, y, 2 + d, tables[d])
-    last = tables[-1]
-    return (y.reshape(math.prod(y.shape[:-2]), last.shape[0]) @ last).reshape(*y.shape[:-2], last.shape[1])
+    for d, table in enumerate(tables):
+        y = _along(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
+    return y[..., 0]
 
 
-def _along(xp: Any, y: Array, dim: int, table: Array) -> Array:
-    """A product over `dim` and the parts of complex numbers, which lie in the last dim."""
+def _along(xp: Any, y: Array, dim: int, table: Array, parts: int) -> Array:
+    """A product over `dim` and the last dim, of a real part or of both parts, which the result has `parts` of."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
     product = turned.reshape(math.prod(shape), table.shape[0]) @ table
-    return xp.moveaxis(product.reshape(*shape, table.shape[1] // 2, 2), -2, dim)
+    return xp.moveaxis(product.reshape(*shape, table.shape[1] // parts, parts), -2, dim)
 
 
 def _multiply(xp: Any, rows: Array, w: Array) -> Array:

@@ -20,9 +20,9 @@ from fsdpx.array.kernels import activation
 from fsdpx.array.kernels import correlation as places
 from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled import direct
-from fsdpx.array.kernels.compiled.direct import WIDE, row_of_strips
+from fsdpx.array.kernels.compiled.direct import WIDE, pointer, read, row_of_strips, times
 from fsdpx.array.kernels.compiled.half import owned
-from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first, rows_of
+from fsdpx.array.kernels.compiled.images import as_first, as_last, cells_last, put_first
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.kernels.correlation import Strides, Sum, put
@@ -46,10 +46,11 @@ def combination(matrix: Matrix) -> Any:
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, to, to_step, source, source_step = arguments
             vector = ir.VectorType(like.type, LANES)
-            read = [_load(builder, vector, source, source_step, j) for j in range(len(matrix[0]))]
-            sums = [_sum(builder, vector, row, read) for row in matrix]
+            found = [read(builder, vector, source, source_step, j) for j in range(len(matrix[0]))]
+            sums = [_sum(builder, vector, row, found) for row in matrix]
             for i, value in enumerate(sums):
-                builder.store(value, _at(builder, vector, to, to_step, i), align=4)
+                at = builder.add(to, times(builder, to_step, i))
+                builder.store(value, pointer(builder, vector, at), align=4)
             return context.get_dummy_value()
 
         return types.void(like, types.int64, types.int64, types.int64, types.int64), code
@@ -57,17 +58,9 @@ def combination(matrix: Matrix) -> Any:
     return combine
 
 
-def _at(builder: Any, vector: Any, base: Any, step: Any, n: int) -> Any:
-    return builder.inttoptr(builder.add(base, builder.mul(step, step.type(n))), vector.as_pointer())
-
-
-def _load(builder: Any, vector: Any, base: Any, step: Any, n: int) -> Any:
-    return builder.load(_at(builder, vector, base, step, n), align=4)
-
-
-def _sum(builder: Any, vector: Any, row: Sequence[float], read: list[Any]) -> Any:
+def _sum(builder: Any, vector: Any, row: Sequence[float], found: list[Any]) -> Any:
     total = None
-    for factor, value in zip(row, read, strict=True):
+    for factor, value in zip(row, found, strict=True):
         if factor:
             size = ir.Constant(vector, [abs(factor)] * LANES)
             term = value if abs(factor) == 1 else builder.fmul(value, size, flags=["contract"])
@@ -240,7 +233,7 @@ def winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: b
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = _tiles(y.shape[1]), _tiles(y.shape[2])
     blocks = owned(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
-    rows, u = channels_last(blocks).reshape(-1, 3, 3, LANES), _planes(x, outer * inner)
+    rows, u = cells_last(blocks).reshape(-1, 3, 3, LANES), _planes(x, outer * inner)
     block, row = (LANES, outer) if back else (LANES * inner, LANES)
     _each(_of_reversed if back else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
     start = np.zeros(outer, x.dtype) if bias is None else owned(bias, x.dtype)
@@ -325,9 +318,9 @@ def correlate(
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
     at = blas.pointer(x.dtype) if out is None else 0
     if at and suits_winograd(x.shape, weight.shape, strides, sizes):
-        return channels_first(winograd(channels_last(x), weight, bias, -strides.first[0]))
+        return as_first(winograd(cells_last(x), weight, bias, -strides.first[0]))
     image = _cells(x)
-    y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else _last(out)
+    y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else as_last(out)
     if at and _dot(strides, image.shape[1:-1], sizes):
         blas.gemm(_flat(y), _flat(owned(image)), _matrix(weight).T)
         if bias is not None:
@@ -336,7 +329,7 @@ def correlate(
         for a, b, c in _groups(strides, image, y, weight):
             begin = None if bias is None else bias[c]
             direct.sums(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
-    return _first(y) if out is None else out
+    return as_first(y) if out is None else out
 
 
 @form(lambda x, w, s: [(*_field(x)[::-1], ALONG, (2, 3, 3)), (_image(x, 3), _slope(x), IMAGE, _image(x).shape)])
@@ -349,14 +342,14 @@ def correlate_backward_input(
         return plain(xp, weight, dy, strides, shape, bias)
     at = blas.pointer(dy.dtype)
     if at and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
-        return channels_first(winograd(channels_last(dy), weight, None, 2 + strides.first[0], True))
+        return as_first(winograd(cells_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _cells(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
     if at and bias is None and _dot(strides, shape[2:], dy.shape[2:]):
         blas.gemm(_flat(dx), _flat(owned(slope)), _matrix(weight))
     else:
         for a, b, c in _groups(strides, dx, slope, weight):
             direct.sums_backward_input(weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a])
-    return _first(dx)
+    return as_first(dx)
 
 
 @form(
@@ -380,7 +373,7 @@ def correlate_backward_params(
         return
     at, shape = blas.pointer(x.dtype), weight[0].shape
     if at and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
-        put_channels_first(weight, winograd_backward_weight(at, channels_last(x), owned(slope), -strides.first[0]))
+        put_first(weight, winograd_backward_weight(at, cells_last(x), owned(slope), -strides.first[0]))
         return
     image, (out, add) = _cells(x), weight
     here = out.dtype == x.dtype and out.flags.c_contiguous and out.flags.aligned
@@ -415,21 +408,9 @@ def _lies_last(x: np.ndarray) -> bool:
     return x.flags.aligned and (x.shape[1] == 1 or x.strides[1] == x.itemsize)
 
 
-def _last(x: np.ndarray) -> np.ndarray:
-    """Channels first as channels last, without the price of `numpy.moveaxis`."""
-    return x.transpose(0, *range(2, x.ndim), 1)
-
-
-def _first(y: np.ndarray) -> np.ndarray:
-    return y.transpose(0, y.ndim - 1, *range(1, y.ndim - 1))
-
-
 def _cells(x: np.ndarray) -> np.ndarray:
     """(samples, channels, *cells) with channels last, copied unless they lie next to each other."""
-    turned = _last(x)
-    if _lies_last(x):
-        return turned
-    return rows_of(x).reshape(turned.shape)
+    return as_last(x) if _lies_last(x) else cells_last(x)
 
 
 def _flat(rows: np.ndarray) -> np.ndarray:

@@ -23,7 +23,9 @@ from fsdpx.array.kernels.correlation import Strides
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import cgutils, intrinsic, ir, register_jitable, types
 
-__all__ = ["WIDE", "row_of_strips", "sums", "sums_backward_input", "sums_backward_weight"]
+__all__ = [
+    "WIDE", "pointer", "read", "row_of_strips", "sums", "sums_backward_input", "sums_backward_weight", "times",
+]  # fmt: skip
 
 WIDE, NARROW = 64, 32
 """Bytes of channels that are computed together, and of the last ones of a result."""

@@ -1,4 +1,4 @@
-"""Images with the channels of a pixel next to each other in memory, (samples, height, width, channels), and max and
+"""Fields with the channels of a cell next to each other in memory, (samples, *cells, channels), and max and
 mean of the windows of fields of one to three dims, sample by sample."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 
 from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import owned
-from fsdpx.array.kernels.correlation import Strides
+from fsdpx.array.kernels.correlation import Strides, put
 from fsdpx.array.parallel import over
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import register_jitable
 
-__all__ = ["cells_last", "channels_first", "channels_last", "put_channels_first", "rows_first", "rows_of"]
+__all__ = ["as_first", "as_last", "cells_last", "put_first", "rows_first", "rows_of"]
 
 BLOCK = 64  # pixels of a block that is turned inside the cache
 
@@ -35,56 +35,45 @@ def _turn(x, out, add):
                         out[n, p, c] = x[n, c, p]
 
 
-def channels_last(x: np.ndarray) -> np.ndarray:
-    """(samples, channels, height, width) as (samples, height, width, channels), contiguous; copied where needed."""
-    turned = x.transpose(0, 2, 3, 1)
-    if turned.flags.c_contiguous:
-        return owned(turned)
-    x = owned(x)
-    n, channels, height, width = x.shape
-    out = np.empty((n, height, width, channels), x.dtype)
-    pixels = height * width
-    over(_turn, (x.reshape(n, channels, pixels), out.reshape(n, pixels, channels)), False)
-    return out
+def as_last(x: np.ndarray) -> np.ndarray:
+    """(samples, channels, *cells) as (samples, *cells, channels): a view, without the price of `numpy.moveaxis`."""
+    return x.transpose(0, *range(2, x.ndim), 1)
 
 
-def channels_first(rows: np.ndarray) -> np.ndarray:
-    """(samples, height, width, channels) as (samples, channels, height, width): a view."""
-    return rows.transpose(0, 3, 1, 2)
-
-
-def put_channels_first(into: Any, rows: np.ndarray) -> None:
-    """Write or add an array with channels last to where a gradient with channels first goes."""
-    out, add = into
-    n, height, width, channels = rows.shape
-    if out.dtype == rows.dtype and out.flags.c_contiguous and out.flags.aligned:
-        over(_turn, (rows.reshape(n, height * width, channels), out.reshape(n, channels, height * width)), add)
-    elif add:
-        out += channels_first(rows).astype(out.dtype)
-    else:
-        out[...] = channels_first(rows)
-
-
-def rows_of(x: np.ndarray) -> np.ndarray:
-    """(samples, channels, ...) as rows of channels, one per sample and place, contiguous."""
-    if x.ndim == 2:
-        return owned(x)
-    turned = x.transpose(0, *range(2, x.ndim), 1)
-    if turned.flags.c_contiguous:
-        return owned(turned.reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1]))
-    flat = x if x.ndim == 4 else x.reshape(*x.shape[:2], math.prod(x.shape[2:]), 1)
-    return channels_last(flat).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
+def as_first(cells: np.ndarray) -> np.ndarray:
+    """The way back: a view."""
+    return cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def cells_last(x: np.ndarray) -> np.ndarray:
     """(samples, channels, *cells) as (samples, *cells, channels), contiguous; copied where needed."""
-    return rows_of(x).reshape(x.shape[0], *x.shape[2:], x.shape[1])
+    turned = as_last(x)
+    if turned.flags.c_contiguous:
+        return owned(turned)
+    x, out = owned(x), np.empty(turned.shape, x.dtype)
+    n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
+    over(_turn, (x.reshape(n, channels, cells), out.reshape(n, cells, channels)), False)
+    return out
+
+
+def put_first(into: Any, cells: np.ndarray) -> None:
+    """Write or add an array with channels last to where a gradient with channels first goes."""
+    out, add = into
+    n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
+    if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:
+        over(_turn, (cells.reshape(n, size, channels), out.reshape(n, channels, size)), add)
+    else:
+        put(into, as_first(cells))
+
+
+def rows_of(x: np.ndarray) -> np.ndarray:
+    """(samples, channels, ...) as rows of channels, one per sample and place, contiguous."""
+    return cells_last(x).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
 
 def rows_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Rows of channels as (samples, channels, ...): a view."""
-    cells = rows.reshape(shape[0], *shape[2:], shape[1])
-    return cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
+    return as_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 
 @register_jitable
@@ -189,7 +178,7 @@ def max_pool(xp: Any, x: np.ndarray, strides: Strides, sizes: Sequence[int]) -> 
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     winner = np.empty(y.shape, np.int32)
     over(_largest, (_deep(cells_last(x)), _deep(y), _deep(winner)), _numbers(strides))
-    return rows_first(y, _first(y)), rows_first(winner, _first(y))
+    return as_first(y), as_first(winner)
 
 
 @form(lambda x, w, s: (_pairs(x), _pairs(x, np.int32), PAIRS, (2, 3, 4)))
@@ -197,14 +186,14 @@ def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: Strides, shape: tu
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
     places = owned(np.moveaxis(winner, 1, -1), np.int32)
     over(_to_largest, (_deep(field), _deep(cells_last(dy)), _deep(places)), _numbers(strides))
-    return rows_first(field, shape)
+    return as_first(field)
 
 
 @form(lambda x, w, s: (_pairs(x), PAIRS, (1,), 2))
 def avg_pool(xp: Any, x: np.ndarray, strides: Strides, sizes: Sequence[int], divisor: int) -> np.ndarray:
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     over(_mean, (_deep(cells_last(x)), _deep(y)), _numbers(strides), divisor)
-    return rows_first(y, _first(y))
+    return as_first(y)
 
 
 @form(lambda x, w, s: (_pairs(x), PAIRS, (2, 3, 4), 2))
@@ -213,7 +202,7 @@ def avg_pool_backward(
 ) -> np.ndarray:
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
     over(_to_all, (_deep(field), _deep(cells_last(dy))), _numbers(strides), divisor)
-    return rows_first(field, shape)
+    return as_first(field)
 
 
 def _numbers(strides: Strides) -> np.ndarray:
@@ -225,7 +214,3 @@ def _numbers(strides: Strides) -> np.ndarray:
 def _deep(cells: np.ndarray) -> np.ndarray:
     """Of three dims of cells."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
-
-
-def _first(y: np.ndarray) -> tuple[int, ...]:
-    return y.shape[0], y.shape[-1], *y.shape[1:-1]
