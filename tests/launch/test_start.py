@@ -124,7 +124,6 @@ def run(folder: Path, what: str, rest: str = INIT, **variables: str) -> tuple[su
     pairs(
         [
             ("import nothing", "ended with ModuleNotFoundError", 1),
-            ("sys.exit(3)", "ended with exit status 3", 3),
             ("sys.exit(0)", "ended with exit status 0", 1),
             ("os._exit(7)", "ended with exit status 7", 7),
         ],
