@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+
+import numpy as np
 
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.parts import Reach, rank_along
+from fsdpx.nn.masks import chosen
+from fsdpx.nn.parts import Reach, cells_of
 from fsdpx.nn.rims import fold, widen
 
 __all__ = ["bare", "filled", "filled_backward"]
@@ -18,18 +20,14 @@ def filled(env: Env, y: Array, first: Array, parts: Parts) -> Array:
 
     Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they stay as
     they are in `first`. y : this rank's part, (samples, channels, *cells). parts : with ghost cells and periods."""
-    state = widen(env, y, _moves(parts))
-    for cells in _beyond_walls(env, parts):
-        state[cells] = first[cells]
-    return state
+    return env.xp.where(_beyond_walls(env, parts), first, widen(env, y, _moves(parts)))
 
 
 def filled_backward(env: Env, dstate: Array, dfirst: Array, parts: Parts) -> Array:
-    """The adjoint of `filled`: the gradient of `y`; that of `first` is added to `dfirst`. `dstate` is overwritten."""
-    for cells in _beyond_walls(env, parts):
-        dfirst[cells] += dstate[cells]
-        dstate[cells] = 0
-    return fold(env, dstate, _moves(parts))
+    """The adjoint of `filled`: the gradient of `y`; that of `first` is added to `dfirst`."""
+    beyond = _beyond_walls(env, parts)
+    dfirst += chosen(env, beyond, dstate, 0.0)
+    return fold(env, chosen(env, ~beyond, dstate, 0.0), _moves(parts))
 
 
 def bare(parts: Parts) -> Parts:
@@ -49,19 +47,12 @@ def _moves(parts: Parts) -> tuple[Reach, ...]:
     )
 
 
-def _beyond_walls(env: Env, parts: Parts) -> list[tuple[Any, ...]]:
-    """Where ghost cells of this rank lie beyond the ends of dims that are not periodic; no two of these overlap."""
-    found: list[tuple[Any, ...]] = []
-    inner: list[slice] = []
+def _beyond_walls(env: Env, parts: Parts) -> Array:
+    """Which cells of this rank's array lie beyond the ends of dims that are not periodic."""
+    found = np.zeros((1,) * len(parts.cuts), bool)
     for d, (cuts, g, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
-        rank, n = rank_along(env, cuts, d), cuts[-1]
-        low = 0 if periodic else min(max(g - cuts[rank], 0), 2 * g + cuts[rank + 1] - cuts[rank])
-        high = 0 if periodic else max(cuts[rank + 1] + g - n, 0)
-        before = (..., *inner)
-        after = (slice(None),) * (len(parts.cuts) - d - 1)
-        size = cuts[rank + 1] - cuts[rank] + 2 * g
-        high = min(high, size - low)
-        found += [(*before, slice(0, low), *after)] if low else []
-        found += [(*before, slice(size - high, size), *after)] if high else []
-        inner.append(slice(low, size - high))
-    return found
+        start, stop = cells_of(env, cuts, d)
+        at = np.arange(start - g, stop + g)
+        beyond = np.zeros(at.size, bool) if periodic else (at < 0) | (at >= cuts[-1])
+        found = found | beyond.reshape(-1, *(1,) * (len(parts.cuts) - d - 1))
+    return env.xp.asarray(found)

@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.errors import ShapeError
 from fsdpx.nn.layer import Array, Env, Layer, Params
 
-__all__ = ["FillNaN", "Mask"]
+__all__ = ["FillNaN", "Mask", "chosen"]
 
 
 class FillNaN(Layer):
@@ -27,10 +27,10 @@ class FillNaN(Layer):
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         known = ~env.xp.isnan(x)
-        return _chosen(env, known, x, self.value), (known,)
+        return chosen(env, known, x, self.value), (known,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return _chosen(env, saved[0], dy, 0.0), ()
+        return chosen(env, saved[0], dy, 0.0), ()
 
 
 class Mask(Layer):
@@ -54,23 +54,22 @@ class Mask(Layer):
         return f"Mask({self.value})"
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        if getattr(env.xp, "holds_no_data", False):  # it may stand for the whole field
-            return env.xp.empty(x.shape, dtype=x.dtype), ()
-        if x.shape[2:] != self.cells.shape:
-            raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {x.shape[2:]}")
-        return _chosen(env, self._mask(env), x, self.value), ()
+        return chosen(env, self._mask(env, x), x, self.value), ()
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        if getattr(env.xp, "holds_no_data", False):
-            return env.xp.empty(dy.shape, dtype=dy.dtype), ()
-        return _chosen(env, self._mask(env), dy, 0.0), ()
+        return chosen(env, self._mask(env, dy), dy, 0.0), ()
 
-    def _mask(self, env: Env) -> Array:
+    def _mask(self, env: Env, x: Array) -> Array:
+        if getattr(env.xp, "holds_no_data", False):  # x may stand for the whole field
+            return env.xp.empty(x.shape[2:], dtype=bool)
+        if x.shape[2:] != self.cells.shape:
+            raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {x.shape[2:]}")
         key = "mask", id(self)
         if key not in env.constants:
             env.constants[key] = env.xp.asarray(self.cells)
         return env.constants[key]
 
 
-def _chosen(env: Env, known: Array, x: Array, value: float) -> Array:
+def chosen(env: Env, known: Array, x: Array, value: float) -> Array:
+    """x where `known` is true, else `value`."""
     return env.xp.where(known, x, env.xp.asarray(value, dtype=x.dtype))

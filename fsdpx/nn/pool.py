@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -117,22 +118,17 @@ class AvgPool(Pool):
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
     def _shares(self, env: Env, parts: Parts, dtype: Any) -> Array | None:
-        """1 / the cells that count, for each output of this rank, as (1, 1, *cells); None: as many as for all."""
-        counted = self.count_include_pad or not any(self.window.low)
-        if self.divisor_override is not None or (counted and not self.ceil_mode):
+        """1 / the cells that count, for each output of this rank; None: as many as for all."""
+        all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
+        if self.divisor_override is not None or all_count:
             return None
-        outputs, counts = self.window.outputs(parts), np.ones((1, 1, *(1,) * self.dims))
-        for d in range(self.dims):
-            first, last = cells_of(env, outputs.cuts[d], d)
+        counts = []
+        for d, cuts in enumerate(self.window.outputs(parts).cuts):
             n, s, k, pad = parts.shape[d], self.window.stride[d], self.window.kernel[d], self.window.low[d]
-            begin = np.arange(first, last) * s - pad
-            end = np.minimum(begin + k, n + pad)
-            if not self.count_include_pad:
-                begin, end = np.maximum(begin, 0), np.minimum(end, n)
-            shape = [1] * (self.dims + 2)
-            shape[d + 2] = last - first
-            counts = counts * (end - begin).reshape(shape)
-        return env.xp.asarray((1.0 / counts).astype(dtype))
+            counted = pad if self.count_include_pad else 0
+            begin = np.arange(*cells_of(env, cuts, d)) * s - pad
+            counts.append(np.minimum(begin + k, n + counted) - np.maximum(begin, -counted))
+        return env.xp.asarray((1.0 / reduce(np.multiply.outer, counts)).astype(dtype))
 
 
 class MaxPool1d(MaxPool):
