@@ -124,7 +124,7 @@ class TextLimits:
 
 def is_one(prompt: Any) -> bool:
     """Whether this is one prompt, and no list of prompts."""
-    return not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 0) == 1 or all(np.ndim(part) == 0 for part in prompt)
+    return not isinstance(prompt, Iterable) or all(np.ndim(part) == 0 for part in prompt)
 
 
 def checked(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:

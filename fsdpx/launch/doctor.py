@@ -25,6 +25,7 @@ from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.launch import info
+from fsdpx.launch.launchers import trial
 from fsdpx.state import tuning
 from fsdpx.state.tuning import bytes_text
 from fsdpx.version import __version__
@@ -89,6 +90,8 @@ def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         *(("all-reduce", text) for text, _ in speed),
     ]
     notes = warnings_of(facts, devices.shared(seats) if seats else [])
+    if environment.read().launcher is None and comm.size == 1 and (why := trial()):
+        notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
     return healthy, [*rows, *(("warning", text) for text in notes)]
 

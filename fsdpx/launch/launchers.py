@@ -20,7 +20,7 @@ from fsdpx.launch.info import library
 from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
 from fsdpx.launch.rank import handed_over
 
-__all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find"]
+__all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find", "trial"]
 
 
 _SECONDS_TO_ANSWER = 15.0
@@ -157,6 +157,35 @@ def answering(found: Found, hosts: Sequence[HostSlots]) -> list[HostSlots]:
         asked.append(subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet))
     end = time.monotonic() + _SECONDS_TO_ANSWER
     return [host for host, process in zip(hosts, asked, strict=True) if _ended_well(process, end)]
+
+
+def trial() -> str:
+    """Why the launcher of `fsdpx run` does not start two processes here, in its own words; "" if it does."""
+    config = LaunchConfig(2)
+    try:
+        found = find(config)
+        always = _filled(found.kind.always) if found.kind is not None else []
+        words = [*found.words, *always, *_where(found, config, 2), "-n", "2", sys.executable, "-c", ""]
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER
+        )
+    except LaunchError as error:
+        return str(error)
+    except subprocess.TimeoutExpired:
+        return f"{shlex.join(words)} has not come to its end in {_SECONDS_TO_ANSWER:g} s"
+    if done.returncode == 0:
+        return ""
+    text = " ".join(re.sub("-{9,}", "", done.stderr).split())
+    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in text), "")
+    return f"{shlex.join(found.words)} starts no ranks here: {text[:400] or f'status {done.returncode}'}{remedy}"
+
+
+_REMEDIES = {
+    "sh_agent": "; Open MPI wants ssh even where all ranks are on this host: install openssh-client, or set "
+    "OMPI_MCA_plm_ssh_agent=false, of version 4 OMPI_MCA_plm_rsh_agent=false",
+    "as root": "; set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, as in containers",
+}
+"""A word of a launcher that fails -> what to do."""
 
 
 def _ended_well(process: subprocess.Popen[bytes], end: float) -> bool:

@@ -16,6 +16,7 @@ from fsdpx.checkpoint.save import Choices
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.generation.texts import Sampling, Stream, is_one
+from fsdpx.nn.numeric import as_taken
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
@@ -141,7 +142,8 @@ class Trainer:
             raise ConfigError("backward: call forward first; each forward serves one backward")
         self._refuse_to_mix("backward")
         given = tuple(dy) if len(session.place.stage.outputs) > 1 else (dy,)
-        arrays = tuple(batches.array_of(session.place, d) for d in given)
+        compute = session.place.formats.compute
+        arrays = tuple(as_taken(batches.array_of(session.place, d), "numbers", compute) for d in given)
         for array, shape in zip(arrays, self._shown, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")

@@ -16,6 +16,7 @@ from fsdpx import spawn
 from fsdpx.__main__ import main
 from fsdpx.launch.bench import VERBS, _groups, _text, measure
 from fsdpx.launch.doctor import RankFacts, diagnose, warnings_of
+from fsdpx.launch.launchers import Found
 
 VERSIONS = {"numpy": "2.1", "numba": "0.6"}
 GOOD = RankFacts("n1", VERSIONS, (0, 1), 1, 1 << 30, "/cache", True, (), False)
@@ -29,6 +30,41 @@ def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU arrays" not in text
     assert "all-reduce   4.00 MiB: " in text
     assert ", the sum is right" in text
+
+
+NO_SSH = """
+--------------------------------------------------------------------------
+The value of the MCA parameter "plm_rsh_agent" was set to a path
+that could not be found:
+
+  plm_rsh_agent: ssh : rsh
+--------------------------------------------------------------------------
+"""
+AS_ROOT = "mpirun has detected an attempt to run as root."
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the launcher is a script of sh")
+@pytest.mark.parametrize(
+    ("said", "status", "found"),
+    [
+        (NO_SSH, 213, r'plm_rsh_agent" was .* ssh : rsh; Open MPI wants ssh even .* OMPI_MCA_plm_ssh_agent=false, of '),
+        (AS_ROOT, 1, r"to run as root\.; set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+        ("", 7, "status 7$"),
+        ("", 0, ""),
+    ],
+)
+def test_a_launcher_that_starts_nothing_is_quoted(
+    said: str, status: int, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of Open MPI 4; it is none of the test's processes that fails."""
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text(f"#!/bin/sh\ncat >&2 <<.\n{said}\n.\nexit {status}\n")
+    mpiexec.chmod(0o700)
+    monkeypatch.setattr("fsdpx.launch.launchers.find", lambda config: Found((str(mpiexec),), None))
+    (comm,) = spawn(lambda comm: comm, 1)
+    warnings = [text for topic, text in diagnose(comm)[1] if topic == "warning" and "starts no ranks" in text]
+    assert len(warnings) == bool(status)
+    assert not status or re.match(rf"{re.escape(str(tmp_path))}/mpiexec starts no ranks here: .*{found}", warnings[0])
 
 
 def test_times_of_a_busy_machine_are_not_to_be_trusted() -> None:
