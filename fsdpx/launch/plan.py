@@ -46,7 +46,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--recompute", default=None, help="only this: all, attention, k (every k-th unit), or bytes")
     p.add_argument("--precision", default=None, help="only this one")
     p.add_argument("--codecs", default="", help="lossy ones that may be chosen, such as bf16,int8")
-    p.add_argument("--most", type=int, default=MOST, help="configurations to try at most")
+    p.add_argument("--most", type=int, default=MOST, help="configurations to predict at most")
     p.add_argument(
         "--stragglers", type=float, default=None, metavar="SPREAD", help="of the computing of ranks and steps: 0.05"
     )

@@ -20,7 +20,11 @@ from fsdpx.nn.sort import Node, Sorted, specs_of
 from fsdpx.program import constants
 from fsdpx.words import demand_match
 
-__all__ = ["GROUP_BYTES", "Costs", "Layout", "Spread", "Stages", "Unit", "balanced", "cut_stages", "deal", "lay_out"]
+__all__ = [
+    "GROUP_BYTES", "Costs", "Layout", "Spread", "Stages", "Unit", "balanced", "cut_stages", "deal", "demand_layers",
+    "lay_out",
+]  # fmt: skip
+
 
 GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
@@ -376,12 +380,7 @@ def cut_stages(
     costs: for the automatic cut; a layer that no pattern matches costs as much as it has elements of weight matrices.
     """
     nodes = model.nodes
-    if count > len(nodes):
-        layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
-        raise ConfigError(
-            f"{count} stages{why}, but the model has only {layers} to cut between ({_shown(nodes)}): use fewer "
-            + ("ranks in the pipe, or '1f1b', which has one stage on each" if why else "stages")
-        )
+    demand_layers(model, count, why)
     if stages is None:
         if costs is not None:
             _check_costs(nodes, costs)
@@ -395,6 +394,17 @@ def cut_stages(
             f"the layers are, in this order, {_shown(nodes)}"
         )
     return starts
+
+
+def demand_layers(model: Sorted, count: int, why: str) -> None:
+    """ConfigError where the model has fewer layers than stages. why: there are so many."""
+    nodes = model.nodes
+    if count > len(nodes):
+        layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
+        raise ConfigError(
+            f"{count} stages{why}, but the model has only {layers} to cut between ({_shown(nodes)}): use fewer "
+            + ("ranks in the pipe, or '1f1b', which has one stage on each" if why else "stages")
+        )
 
 
 def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:

@@ -58,8 +58,10 @@ class Plan:
     longest : positions of the longest sequences, or cells of the largest fields, at which it fits, found by doubling;
         () where the model takes no others
     scaling : the quickest one on other numbers of ranks, with the same global batch, fewest first
-    slow : options that were ruled out because a single rank is busy for longer than configurations that are shown take
-        in all, and the seconds for which it is busy
+    deepest : blocks and parameters of the deepest model of the same width at which it fits, at most 16 times as deep;
+        (0, 0) where the model repeats no block
+    slow : options that were ruled out because their layers alone take longer than configurations that are shown take
+        in all, and the seconds that a step takes at least
     """
 
     found: tuple[Candidate, ...]
@@ -75,6 +77,7 @@ class Plan:
     longest: tuple[int, ...] = ()
     scaling: tuple[Prediction, ...] = ()
     slow: tuple[tuple[str, float], ...] = ()
+    deepest: tuple[int, int] = (0, 0)
 
     @property
     def best(self) -> Candidate:
@@ -122,7 +125,7 @@ class Plan:
             "the quickest\n" + table([HEAD, *(one.row() for one in self.found[:SHOWN])]),
             "the quickest of each kind\n" + table([HEAD, *(one.row() for one in kinds)]),
             *(["refused\n" + "\n".join(refused[:SHOWN])] if refused else []),
-            *([f"ruled out, since one rank alone is busy for longer: {len(slow)}, such as\n{slow[0]}"] if slow else []),
+            *([f"ruled out, since their layers alone take longer: {len(slow)}, such as\n{slow[0]}"] if slow else []),
             f"where the time goes: {self.best.prediction}",
             self._limits(),
             f"on other numbers of ranks, with the same global batch\n{self._scaling()}",
@@ -134,7 +137,9 @@ class Plan:
     def _limits(self) -> str:
         what = "sequences" if len(self.longest) == 1 else "fields"
         size = f", or {what} of {' x '.join(map(str, self.longest))}" if self.longest else ""
-        return f"with these options a global batch of {self.largest} samples still fits{size}"
+        layers, count = self.deepest
+        deep = f", or {layers} blocks of this width, {count:,} parameters in all" * (layers > 0)
+        return f"with these options a global batch of {self.largest} samples still fits{size}{deep}"
 
     def _scaling(self) -> str:
         rows: list[tuple[str, ...]] = [("ranks", "step", "samples/s", "efficiency", "memory of a rank", "it sends")]
@@ -154,6 +159,7 @@ class Plan:
             "searched": self.searched,
             "largest_batch": self.largest,
             "longest": list(self.longest),
+            "deepest": dict(zip(("blocks", "parameters"), self.deepest, strict=True)) if self.deepest[0] else None,
             "scaling": [
                 {"ranks": one.mesh.size, "seconds": one.seconds, "memory": one.memory, "bytes": one.bytes}
                 for one in self.scaling

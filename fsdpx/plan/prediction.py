@@ -50,7 +50,7 @@ from fsdpx.trainer.recipe import OPTIONS, Recipe, Training, native
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.words import demand_known
 
-__all__ = ["Dry", "Prediction", "RankClass", "batch_of", "predict", "prepared"]
+__all__ = ["Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "predict", "prepared", "seldom", "step_of"]
 
 ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
 """Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
@@ -143,7 +143,7 @@ class Prediction:
             found = self
             if changes:
                 other = WorldStep.of(step.model, step.batch, step.mesh.size, step.options | changes)
-                found = cast(Dry, Dry.of(other, other.few())).on(self.machine, self.stragglers)
+                found = other.on(self.machine, self.stragglers)
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
@@ -250,26 +250,13 @@ def predict(
     ConfigError : what `fsdpx.distribute` would refuse; a mesh that the machine has no level for
     """
     steps = {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
-    options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision, "stragglers": stragglers}
-    return cast(Prediction, within(inf, model, batch, ranks, Machine.load(machine), options))
-
-
-def within(
-    most: float, model: nn.Layer, batch: tuple[Any, Any], ranks: int, machine: Machine, options: Mapping[str, Any]
-) -> Prediction | float:
-    """The prediction; or, if a rank alone is busy for more than `most` seconds, how long it is: a step takes no less.
-
-    options: those of `predict`."""
-    chosen = dict(options)
-    stragglers = chosen.pop("stragglers", None)
-    with keeping(), _seldom():
-        step = _step(model, batch, ranks, machine.compute.gpu, chosen)
-        found = Dry.of(step, step.few(), machine, most)
-        return found.on(machine, stragglers) if isinstance(found, Dry) else found
+    options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
+    where = Machine.load(machine)
+    return step_of(model, batch, ranks, where.compute.gpu, options).on(where, stragglers)
 
 
 @contextmanager
-def _seldom() -> Iterator[None]:
+def seldom() -> Iterator[None]:
     """Python looks for garbage after the block only: dry runs make many small objects, and drop few."""
     on = gc.isenabled()
     gc.disable()
@@ -283,14 +270,17 @@ def _seldom() -> Iterator[None]:
 def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **options: Any) -> Dry:
     """The dry runs of a step, for `Dry.on` and `Dry.held`. gpu: of machines that are GPUs. options: those of
     `predict`."""
-    step = _step(model, batch, ranks, gpu, options)
-    return cast(Dry, Dry.of(step, step.simulated()[0]))
+    step = step_of(model, batch, ranks, gpu, options)
+    return Dry.of(step, step.simulated()[0])
 
 
-def _step(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, options: dict[str, Any]) -> WorldStep:
-    batch = batch_of(batch)
-    model, options["loss"] = native(model, options.get("loss"))
-    return WorldStep.of(model, batch, ranks, _options(batch, gpu, options))
+def step_of(
+    model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, options: Mapping[str, Any]
+) -> WorldStep:
+    """The step that these options of `predict` ask for, on machines that are GPUs or not."""
+    batch, chosen = batch_of(batch), dict(options)
+    model, chosen["loss"] = native(model, chosen.get("loss"))
+    return WorldStep.of(model, batch, ranks, _options(batch, gpu, chosen))
 
 
 def _grid(space: Any, batch: tuple[Any, Any], mesh: Mesh) -> Grid | None:
@@ -468,6 +458,11 @@ class WorldStep:
         """The train states of all ranks, before any step."""
         return (self._trainer(rank, self.microbatches, 0).inspect.engine.state for rank in range(self.mesh.size))
 
+    def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
+        """What it takes on a machine."""
+        with keeping(), seldom():
+            return Dry.of(self, self.few()).on(machine, stragglers)
+
     def times(self, machine: Machine) -> StepTimes:
         """What actions and calls take there."""
         return StepTimes(Lines(self.mesh, machine, self.faces), half_name(_compute(self.options["precision"])))
@@ -518,18 +513,12 @@ class Dry:
     each: int
 
     @classmethod
-    def of(cls, step: WorldStep, ran: int, machine: Machine | None = None, most: float = inf) -> Dry | float:
-        """Runs with so many microbatches, at least `step.few()`. machine, most: see `within`."""
-        last, runs, others, way = step.members - 1, list[_Run](), list[_Run](), 0.0
+    def of(cls, step: WorldStep, ran: int) -> Dry:
+        """Runs with so many microbatches, at least `step.few()`."""
+        last, runs, others = step.members - 1, list[_Run](), list[_Run]()
         if last and step.samples % (last + 1):
             others += step.runs(0, ran)
-        for one in step.runs(last, ran):
-            runs.append(one)
-            if machine is not None and most < inf:
-                busy = _busy(one, step, ran, machine)
-                least, way = max(busy.whole, busy.passes + way), way + busy.way
-                if least > most:
-                    return least
+        runs += step.runs(last, ran)
         if step.grid is not None and len(step.grid.busiest) > 1:
             others += step.runs(last, ran, 1)
         return cls(step, runs, others, ran, *step.simulated())
@@ -589,35 +578,6 @@ class Dry:
         Of dry runs that made all of these events."""
         rows = by_rank(prediction.events)
         return [_held(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
-
-
-class _Busy(NamedTuple):
-    """Seconds in which a rank computes, or waits inside of layers. whole: in a step. passes: forward and backward of
-    all microbatches. way: of the first one forward, and of the last one back, through the first of its stages."""
-
-    whole: float
-    passes: float
-    way: float
-
-
-def _busy(run: _Run, step: WorldStep, ran: int, machine: Machine) -> _Busy:
-    """How long a rank is busy. A step takes at least `whole`. It also takes at least `passes` and the `way` of all
-    ranks that are before this rank in the pipe: they work before its first action and after its last."""
-    times, (few, each) = step.times(machine), step.simulated()
-    prices = {a: times.price(cost) for a, cost in run.costs.items() if not VERBS[a.op].moves}
-    seconds = {a: own + sum(moving.values()) for a, (own, moving) in prices.items()}
-    both = [_actions(run.program(n), ran) for n in (few, few + each)]
-
-    def busy(passes: bool) -> float:
-        begin, more = (
-            sum(n * seconds.get(a, 0.0) for a, n in counts.items() if a.mb is not None or not passes) for counts in both
-        )
-        return begin + ((more - begin) * (step.microbatches - few) / each if each else 0.0)
-
-    units = run.program(few).stage.parts[0][1]
-    ends = {("F", 0), ("C", 0)} | ({("B", ran - 1)} if all(a.op != "W" for a in seconds) else set())
-    way = sum(s for a, s in seconds.items() if (a.op, a.mb) in ends and a.unit in units)
-    return _Busy(busy(False), busy(True), way)
 
 
 def _held(run: _Run, microbatches: int, row: list[Event]) -> dict[str, list[tuple[float, int]]]:

@@ -7,18 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 from fsdpx import nn
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.sort import keeping, sort
+from fsdpx.plan.depth import deeper, depth, parameters
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
 from fsdpx.plan.kept import kept
+from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
-from fsdpx.plan.prediction import Prediction, batch_of, within
+from fsdpx.plan.prediction import Prediction, WorldStep, batch_of, seldom, step_of
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import native
 
@@ -27,12 +29,14 @@ __all__ = ["search"]
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """From most memory to least."""
 MOST = 400
-"""Configurations that are tried."""
+"""Configurations that are predicted."""
 FINE = 3
 """Configurations, the quickest, of which other `group_bytes` and codecs are tried."""
 GROUPS = 256 << 10, 4 << 20
 """Beside 1 MiB, bytes of a unit."""
 OFFLOADED = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
+LOOKS, DEEP = 6, 16
+"""Depths of a model that are looked at, and how many times as deep it is made at most."""
 DISK = "/local/disk"
 """Stands for the folder of what is offloaded."""
 ANY = "any"
@@ -40,7 +44,10 @@ ANY = "any"
 GRIDS = 4
 """Grids of so many ranks that are tried, those with the smallest faces."""
 CLOSE = 1.3
-"""What is tried further: whatever takes at most so many times as long as the quickest."""
+"""Whatever takes at most so many times as long as the quickest is predicted."""
+RECOMPUTE = None, "all"
+SCHEDULES = "1f1b", "interleaved", "zb-h1"
+"""Of pipes; without one the first means nothing."""
 
 
 def search(
@@ -60,8 +67,8 @@ def search(
     """The quickest configurations that fit, by `predict`.
 
     First each strategy on each mesh, with the microbatches and recomputing that fit; where nothing does, those that
-    need least with state on disk. Then, of those that are close to the quickest, other schedules and microbatches, and
-    of the first three other `group_bytes` and codecs.
+    need least with state on disk. Then all microbatches, schedules and recomputing of each, and of the first three
+    other `group_bytes` and codecs. What its layers alone make slower than 1.3 times the quickest is not predicted.
 
     Parameters
     ----------
@@ -71,7 +78,7 @@ def search(
     machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
     memory : bytes that a rank may take, "16GiB"; by default what the machine says
     codecs : those that may be tried beside the plain one, which lose bits of gradients: `("bf16", "int8")`
-    most : configurations that are tried at most
+    most : configurations that are predicted at most
     say : called with a line now and then
     cache : read and write the answer in `FSDPX_CACHE/plan`: the same question is answered at once
     options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`; `space="any"` tries the
@@ -115,6 +122,7 @@ class _Search:
     refused: dict[str, str] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
+    predicted: int = 0
 
     @property
     def samples(self) -> int:
@@ -122,26 +130,45 @@ class _Search:
 
     def found_plan(self) -> Plan:
         """Search, and say what was found."""
-        with keeping():
+        with keeping(), seldom():
             self.run()
             return self.plan()
 
     def run(self) -> None:
         """Fill `found` and `refused`."""
-        for strategy, mesh, space in self._placements():
-            for precision in self._choices("precision", "bf16" if self.machine.compute.gpu else None):
-                for recompute in self._choices("recompute", None, "all"):
-                    chosen = {"strategy": strategy, "mesh": mesh, "space": space}
-                    if self._fits_somehow(chosen | {"recompute": recompute, "precision": precision}):
-                        break
+        formats = self._choices("precision", "bf16" if self.machine.compute.gpu else None)
+        placed = [
+            {"strategy": strategy, "mesh": mesh, "space": space, "precision": precision}
+            for strategy, mesh, space in self._placements()
+            for precision in formats
+        ]
+        for chosen in placed:
+            for recompute in self._choices("recompute", *RECOMPUTE):
+                if self._fits_somehow(chosen | {"recompute": recompute}):
+                    break
         if not self.found and "offload" not in self.fixed:
             self._offload()
-        for one in sorted(self.found, key=_seconds):
-            if one.prediction.seconds > CLOSE * self._least():
-                break
-            self._vary(one)
-        for one in sorted(self.found, key=_seconds)[:FINE]:
+        others = [(self._at_least(other), other) for chosen in placed for other in self._others(chosen)]
+        for _, options in sorted(others, key=lambda one: one[0]):
+            self.attempt(options, all_kinds=True)
+        spread = [one for one in sorted(self.found, key=_seconds) if one.prediction.mesh.width("data") > 1]
+        for one in spread[:FINE]:
             self._fine(one)
+
+    def _others(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """All of a placement: recomputing, microbatches and schedules."""
+        pipe, rows = self._pipe_rows(chosen)
+        for recompute in self._choices("recompute", *RECOMPUTE):
+            for microbatches in self._choices("microbatches", *_doubled(min(pipe, rows), rows)):
+                for schedule in self._choices("schedule", *SCHEDULES[: None if pipe > 1 else 1]):
+                    more = {"recompute": recompute, "microbatches": microbatches}
+                    yield chosen | more | ({"schedule": schedule} if schedule != SCHEDULES[0] else {})
+
+    def _at_least(self, options: dict[str, Any]) -> float:
+        """Seconds that a step takes at least; 0 where it cannot run."""
+        with suppress(FsdpxError):
+            return least_seconds(self._step(self.batch, self.ranks, options), self.machine)
+        return 0.0
 
     def _offload(self) -> None:
         """What lies on disk, of those that need least memory."""
@@ -152,17 +179,12 @@ class _Search:
 
     def _fine(self, one: Candidate) -> None:
         """Other sizes of units, and the codecs that are allowed."""
-        if one.prediction.mesh.width("data") == 1:
-            return
         for codec in self._choices("codec", *self.codecs):
             self.attempt({**one.options, "codec": codec})
         for group_bytes in self._choices("group_bytes", *GROUPS):
             made = self.attempt({**one.options, "group_bytes": group_bytes})
             if made is not None and _seconds(made) == _seconds(one):  # its units are larger anyway
                 self.found.remove(made)
-
-    def _least(self) -> float:
-        return min(one.prediction.seconds for one in self.found)
 
     def _choices(self, name: str, *values: Any) -> tuple[Any, ...]:
         return (self.fixed[name],) if name in self.fixed else values
@@ -208,10 +230,7 @@ class _Search:
 
     def _fits_somehow(self, chosen: dict[str, Any]) -> bool:
         """Try few microbatches, then more until it fits. Whether it does."""
-        mesh, space = chosen["mesh"] or Mesh(), chosen["space"]
-        pipe = mesh.pipe or 1
-        data = self.ranks // pipe // (mesh.tensor or 1) // prod(_dims(space))
-        rows = -(-self.samples // data)
+        pipe, rows = self._pipe_rows(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._choices("microbatches", *_doubled(first, rows)):
             before, slow = len(self.large), len(self.slow)
@@ -221,34 +240,35 @@ class _Search:
                 return False  # refused for another reason, or more microbatches would not help
         return False
 
-    def _vary(self, one: Candidate) -> None:
-        """Other schedules and microbatches."""
-        options = dict(one.options)
-        pipe = one.prediction.mesh.width("pipe")
-        now = one.prediction.microbatches
-        for microbatches in self._choices("microbatches", *{max(now // 2, 1), now * 2, now * 4}):
-            self.attempt(options | {"microbatches": microbatches})
-        for schedule in self._choices("schedule", "interleaved", "zb-h1") if pipe > 1 else ():
-            for microbatches in self._choices("microbatches", now, now * 2):
-                self.attempt(options | {"microbatches": microbatches, "schedule": schedule})
+    def _pipe_rows(self, chosen: dict[str, Any]) -> tuple[int, int]:
+        """Ranks of the pipe, and samples of a data rank."""
+        mesh, space = chosen["mesh"] or Mesh(), chosen["space"]
+        pipe = mesh.pipe or 1
+        data = self.ranks // pipe // (mesh.tensor or 1) // prod(_dims(space))
+        return pipe, -(-self.samples // data)
 
-    def attempt(self, options: dict[str, Any]) -> Candidate | None:
-        """The candidate, if it can run and fits."""
+    def attempt(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
+        """The candidate, if it can run, fits, and may be shown. all_kinds: not only as the quickest of its own."""
         shown = {name: value for name, value in options.items() if value is not None}
         words = options_text(shown)
-        if words in self.seen or len(self.seen) >= self.most:
+        if words in self.seen:
             return None
         self.seen.add(words)
-        if self.say is not None and len(self.seen) % 20 == 0:
-            self.say(f"{len(self.seen)} configurations, {len(self.found)} fit")
         try:
-            made = self._within(self._most_seconds(options), self.batch, self.ranks, options)
+            step = self._step(self.batch, self.ranks, options)
+            least = least_seconds(step, self.machine)
+            if least > self._most_seconds(None if all_kinds else _kind(step.mesh, options)):
+                self.slow[words] = least
+                return None
+            if self.predicted == self.most:
+                raise ConfigError(f"most={self.most} others were predicted before it")
+            made = step.on(self.machine, self.fixed.get("stragglers"))
         except FsdpxError as error:
             self.refused[words] = str(error)
             return None
-        if isinstance(made, float):
-            self.slow[words] = made
-            return None
+        self.predicted += 1
+        if self.say is not None and self.predicted % 20 == 0:
+            self.say(f"{len(self.seen)} configurations, {self.predicted} predicted, {len(self.found)} fit")
         one = Candidate(_kind(made.mesh, options), shown, made)
         if self.limit is not None and made.memory > self.limit:
             self.refused[words] = f"more memory than {bytes_text(self.limit)} of a rank"
@@ -257,12 +277,10 @@ class _Search:
         self.found.append(one)
         return one
 
-    def _most_seconds(self, options: Mapping[str, Any]) -> float:
-        """A configuration that takes longer is not shown, and nothing like it is tried further."""
-        mesh = (options.get("mesh") or Mesh()).filled(options["strategy"], self.ranks)
-        kind = _kind(replace(mesh, space=_dims(options.get("space"))), options)
+    def _most_seconds(self, kind: str | None) -> float:
+        """A configuration of this kind, or of any, that takes longer is not shown, or far from the quickest."""
         seconds = sorted(one.prediction.seconds for one in self.found)
-        own = [one.prediction.seconds for one in self.found if one.kind == kind]
+        own = [one.prediction.seconds for one in self.found if kind in (None, one.kind)]
         return max(CLOSE * seconds[0], seconds[SHOWN - 1], min(own)) if own and len(seconds) >= SHOWN else inf
 
     def plan(self) -> Plan:
@@ -276,14 +294,16 @@ class _Search:
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
         fixed = options_text({name: value for name, value in self.fixed.items() if value is not None})
         given = f", with {fixed}" * bool(fixed)
-        bound = f", {len(self.slow)} ruled out by a bound" * bool(self.slow)
-        searched = f"{len(self.seen)} configurations: {what}{given}; {len(self.refused)} refused{bound}"
+        rest = len(self.seen) - self.predicted - len(self.slow)
+        counts = f"{self.predicted} predicted, {len(self.slow)} ruled out by a bound, {rest} cannot run"
+        searched = f"{len(self.seen)} configurations: {what}{given}; {counts}"
         loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[1][1]) else nn.MSE())
         cells, best = self.batch[0][0][2:], found[0]
-        rest = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
+        about = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
         largest, longest, scaling = self._largest(best), self._longest(best), self._scaling(best)
+        deepest = self._deepest(best)
         slow = tuple(self.slow.items())
-        return Plan(found, tuple(self.refused.items()), searched, largest, *rest, longest, scaling, slow)
+        return Plan(found, tuple(self.refused.items()), searched, largest, *about, longest, scaling, slow, deepest)
 
     def _largest(self, one: Candidate) -> int:
         """Samples of the largest global batch."""
@@ -295,6 +315,24 @@ class _Search:
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
         times = self._times(one, first, last) if last > first else None
         return () if times is None else tuple(n * times for n in shape[first:last])
+
+    def _deepest(self, one: Candidate) -> tuple[int, int]:
+        """Blocks and parameters of the deepest model that fits; (0, 0) where none are repeated.
+
+        Memory grows evenly with depth but for stages of a pipe, so two depths say which one to look at next."""
+        now, limit = depth(self.model), self.limit
+        if not now or limit is None:
+            return 0, 0
+        known, layers, fits = {now: one.prediction.memory}, 2 * now, now
+        while layers not in known and len(known) < LOOKS:
+            model = deeper(self.model, layers)
+            with suppress(FsdpxError):  # a schedule that takes other numbers of layers
+                known[layers] = self._step(self.batch, self.ranks, one.options, model).on(self.machine).memory
+            fits = max(n for n, memory in known.items() if memory <= limit)
+            other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))
+            each = (known[other] - known[fits]) / (other - fits) if other != fits else inf
+            layers = min(fits + int((limit - known[fits]) / each), DEEP * now) if each > 0 else DEEP * now
+        return fits, parameters(deeper(self.model, fits))
 
     def _times(self, one: Candidate, first: int, last: int) -> int | None:
         """How many times as large dims of the batch may be, by doubling, at most 64. None where the model refuses."""
@@ -314,10 +352,11 @@ class _Search:
         return times
 
     def _predicted(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
-        return cast(Prediction, self._within(inf, batch, ranks, options))
+        return self._step(batch, ranks, options).on(self.machine, self.fixed.get("stragglers"))
 
-    def _within(self, most: float, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction | float:
-        return within(most, self.model, batch, ranks, self.machine, {**self.fixed, **options})
+    def _step(self, batch: Any, ranks: int, options: Mapping[str, Any], model: nn.Layer | None = None) -> WorldStep:
+        chosen = {name: value for name, value in {**self.fixed, **options}.items() if name != "stragglers"}
+        return step_of(model or self.model, batch, ranks, self.machine.compute.gpu, chosen)
 
     def _scaling(self, one: Candidate) -> tuple[Prediction, ...]:
         """The same on other numbers of ranks: its data axis is narrower and wider."""

@@ -25,7 +25,7 @@ from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError, warn
-from fsdpx.layout.units import Layout, Spread, cut_stages, deal, lay_out
+from fsdpx.layout.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
 from fsdpx.messages import say, slow
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, over_parts, parallelise
@@ -211,6 +211,7 @@ def _pages(
     axes = ranks.axes
     distribution, pipe = _dealt(recipe.distribution, model, axes.pipe.size)
     assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
+    demand_layers(model, axes.pipe.size, "")  # before a schedule of so many ranks is made
     home = pipe.home(reducing.each)
     starts = cut_stages(model, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
     bitwise = reducing.accumulation.bitwise

@@ -267,6 +267,13 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
         assert max(ran) + 1 > 6  # more than dry runs make
 
 
+def test_a_pipe_that_is_too_wide_is_refused_before_its_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is long, of hundreds of ranks."""
+    monkeypatch.setattr("fsdpx.state.placement.schedule", None)
+    with pytest.raises(ConfigError, match=r"^512 stages, but the model has only 7 layers to cut between"):
+        predict(gpt(), batch(512), ranks=512, machine=FLAT, mesh=fsdpx.Mesh(pipe=512), schedule="zb-h1")
+
+
 def test_a_pipe_is_proved_once() -> None:
     """Not by each of its ranks."""
     before = prove.cache_info()
