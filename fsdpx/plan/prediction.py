@@ -459,7 +459,7 @@ class WorldStep:
         return (self._trainer(rank, self.microbatches, 0).inspect.engine.state for rank in range(self.mesh.size))
 
     def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
-        """What it takes on a machine."""
+        """The prediction for a machine."""
         with keeping(), seldom():
             return Dry.of(self, self.few()).on(machine, stragglers)
 

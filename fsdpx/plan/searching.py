@@ -121,6 +121,7 @@ class _Search:
     large: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
+    least: dict[str, float] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     predicted: int = 0
 
@@ -148,8 +149,7 @@ class _Search:
                     break
         if not self.found and "offload" not in self.fixed:
             self._offload()
-        others = [(self._at_least(other), other) for chosen in placed for other in self._others(chosen)]
-        for _, options in sorted(others, key=lambda one: one[0]):
+        for options in sorted((other for chosen in placed for other in self._others(chosen)), key=self._at_least):
             self.attempt(options, all_kinds=True)
         spread = [one for one in sorted(self.found, key=_seconds) if one.prediction.mesh.width("data") > 1]
         for one in spread[:FINE]:
@@ -166,9 +166,12 @@ class _Search:
 
     def _at_least(self, options: dict[str, Any]) -> float:
         """Seconds that a step takes at least; 0 where it cannot run."""
-        with suppress(FsdpxError):
-            return least_seconds(self._step(self.batch, self.ranks, options), self.machine)
-        return 0.0
+        words = _words(options)
+        if words not in self.least:
+            self.least[words] = 0.0
+            with suppress(FsdpxError):
+                self.least[words] = least_seconds(self._step(self.batch, self.ranks, options), self.machine)
+        return self.least[words]
 
     def _offload(self) -> None:
         """What lies on disk, of those that need least memory."""
@@ -249,14 +252,12 @@ class _Search:
 
     def attempt(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
         """The candidate, if it can run, fits, and may be shown. all_kinds: not only as the quickest of its own."""
-        shown = {name: value for name, value in options.items() if value is not None}
-        words = options_text(shown)
+        words, least = _words(options), self._at_least(options)
         if words in self.seen:
             return None
         self.seen.add(words)
         try:
             step = self._step(self.batch, self.ranks, options)
-            least = least_seconds(step, self.machine)
             if least > self._most_seconds(None if all_kinds else _kind(step.mesh, options)):
                 self.slow[words] = least
                 return None
@@ -269,7 +270,7 @@ class _Search:
         self.predicted += 1
         if self.say is not None and self.predicted % 20 == 0:
             self.say(f"{len(self.seen)} configurations, {self.predicted} predicted, {len(self.found)} fit")
-        one = Candidate(_kind(made.mesh, options), shown, made)
+        one = Candidate(_kind(made.mesh, options), _given(options), made)
         if self.limit is not None and made.memory > self.limit:
             self.refused[words] = f"more memory than {bytes_text(self.limit)} of a rank"
             self.large.append(one)
@@ -292,7 +293,7 @@ class _Search:
         disk = ", offload" * any("offload" in words for words in self.seen)
         codecs = "".join(f", codec {codec!r}" for codec in self.codecs)
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
-        fixed = options_text({name: value for name, value in self.fixed.items() if value is not None})
+        fixed = _words(self.fixed)
         given = f", with {fixed}" * bool(fixed)
         rest = len(self.seen) - self.predicted - len(self.slow)
         counts = f"{self.predicted} predicted, {len(self.slow)} ruled out by a bound, {rest} cannot run"
@@ -393,6 +394,14 @@ class _Search:
             )
         whys = list(dict.fromkeys(why.splitlines()[0] for why in self.refused.values()))
         return f"no configuration of {self.ranks} ranks can run: " + "; ".join(whys[:3])
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _words(options: Mapping[str, Any]) -> str:
+    return options_text(_given(options))
 
 
 def _seconds(one: Candidate) -> tuple[float, int]:
