@@ -13,6 +13,7 @@ from fsdpx.nn.container import Recomputed
 from fsdpx.nn.layer import Layer
 from fsdpx.program import Action, Program
 from fsdpx.shapes.array import Meter, Root, ShapeArray
+from fsdpx.shapes.known import made_of, plan_of
 from fsdpx.shapes.work import Work, counting, repeat
 from fsdpx.trainer.trainer import Trainer
 
@@ -130,7 +131,7 @@ class Costing(Recording):
         meter = self.meter
         meter.peak = max(meter.peak, meter.live + made.inner)
         flags.write(made.flags)
-        return _made(made.plan, roots)
+        return made_of(made.plan, roots)
 
     def _first(self, key: Any, run: Callable[[], Any], roots: list[Root], flags: _Flags, constants: Any) -> Any:
         there, meter, before = len(constants), self.meter, self.counters.copy()
@@ -142,7 +143,7 @@ class Costing(Recording):
         if len(constants) > there:
             return found
         try:
-            plan = _plan(found, roots)
+            plan = plan_of(found, roots, constants=(Recomputed,))
         except TypeError:  # it gives something that is not known here
             self._known[key] = None
             return found
@@ -238,35 +239,3 @@ def _shape_of(value: Any, roots: list[Root]) -> Any:
     if isinstance(value, dict):
         return kind, *[(name, _shape_of(one, roots)) for name, one in value.items()]
     return value if isinstance(value, int | float | str | bool) else kind
-
-
-def _plan(value: Any, roots: list[Root]) -> Any:
-    """How to make such a value again: of an array its shape, dtype, number of the root and what the root takes; a new
-    root is added to `roots`. TypeError for what cannot be made again."""
-    if isinstance(value, ShapeArray):
-        place = next((n for n, root in enumerate(roots) if root is value.root), len(roots))
-        if place == len(roots):
-            roots.append(value.root)
-        return ShapeArray, value.shape, value.dtype, place, value.root.nbytes
-    if isinstance(value, tuple | list):
-        return type(value), [_plan(one, roots) for one in value]
-    if isinstance(value, dict):
-        return dict, list(value), [_plan(one, roots) for one in value.values()]
-    if value is None or isinstance(value, int | float | str | Recomputed):
-        return None, value
-    raise TypeError(f"{type(value)} is not known")
-
-
-def _made(plan: Any, roots: list[Root]) -> Any:
-    kind, value, *more = plan
-    if kind is ShapeArray:
-        dtype, place, nbytes = more
-        if place == len(roots):
-            roots.append(Root(nbytes))
-        return ShapeArray(value, dtype, roots[place])
-    if kind is None:
-        return value
-    if kind is dict:
-        return dict(zip(value, [_made(one, roots) for one in more[0]], strict=True))
-    parts = [_made(one, roots) for one in value]
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)

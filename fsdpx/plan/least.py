@@ -73,7 +73,7 @@ def least_seconds(step: WorldStep, machine: Machine) -> float:
 
 
 def _layers(step: WorldStep, rows: int, split: bool) -> _Layers:
-    """The costs of one microbatch, on ranks with all layers; with half of them where backward is split, as in a pipe."""
+    """The costs of one microbatch, on ranks with all layers; with half of them where backward is split, in a pipe."""
     options, grid, pipe = step.options, step.mesh.space, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width("tensor"))

@@ -161,8 +161,8 @@ class _Search:
         for recompute in self._choices("recompute", *RECOMPUTE):
             for microbatches in self._choices("microbatches", *_doubled(min(pipe, rows), rows)):
                 for schedule in self._choices("schedule", *SCHEDULES[: None if pipe > 1 else 1]):
-                    more = {"recompute": recompute, "microbatches": microbatches}
-                    yield chosen | more | ({"schedule": schedule} if schedule != SCHEDULES[0] else {})
+                    said = {} if schedule == SCHEDULES[0] or "schedule" in self.fixed else {"schedule": schedule}
+                    yield chosen | {"recompute": recompute, "microbatches": microbatches, **said}
 
     def _at_least(self, options: dict[str, Any]) -> float:
         """Seconds that a step takes at least; 0 where it cannot run."""

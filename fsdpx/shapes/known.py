@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from fsdpx.shapes.array import Root, ShapeArray, as_one
 from fsdpx.shapes.work import Work, fused, repeat
 
-__all__ = ["known"]
+__all__ = ["known", "made_of", "plan_of"]
 
 MOST = 4096
 """Calls that are remembered; when there are this many, all are forgotten."""
@@ -32,10 +33,10 @@ def known(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) ->
     if result is not None:
         plan, work = result
         repeat(work)
-        return _made(plan, [a.root for a in arrays], arrays)
+        return made_of(plan, [a.root for a in arrays], arrays)
     found, work = _worked(call, arrays, xp, *arguments, **options)
-    plan = _plan(found, [a.root for a in arrays], arrays)
-    if plan is not None:
+    with suppress(TypeError):
+        plan = plan_of(found, [a.root for a in arrays], arrays)
         if len(_results) >= MOST:
             _results.clear()
         _results[key] = plan, work
@@ -79,30 +80,43 @@ def _frozen(kind: type) -> bool:
     return parameters is not None and parameters.frozen
 
 
-def _plan(result: Any, roots: list[Root], arrays: list[ShapeArray]) -> Any:
-    """How to make such a result again: of an array its shape, dtype, number of the root and what the root takes; a new
-    root is added to `roots`. None: it cannot be said."""
-    if isinstance(result, tuple):
-        parts = [_plan(one, roots, arrays) for one in result]
-        return None if None in parts else (tuple, parts)
-    if isinstance(result, ShapeArray):
-        for n, a in enumerate(arrays):
-            if a is result:
-                return "argument", n
-        place = next((n for n, root in enumerate(roots) if root is result.root), len(roots))
+def plan_of(
+    value: Any, roots: list[Root], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
+) -> Any:
+    """How to make such a value again: of an array its shape, dtype, number of the root and what the root takes, or
+    which of `arrays` it is. A new root is added to `roots`. TypeError for what cannot be made again.
+
+    constants: types of what stays as it is, beside numbers and text."""
+    if isinstance(value, ShapeArray):
+        same = next((n for n, a in enumerate(arrays) if a is value), None)
+        if same is not None:
+            return "argument", same
+        place = next((n for n, root in enumerate(roots) if root is value.root), len(roots))
         if place == len(roots):
-            roots.append(result.root)
-        return ShapeArray, result.shape, result.dtype, place, result.root.nbytes
-    return ("constant", result) if result is None or isinstance(result, int | float) else None
+            roots.append(value.root)
+        return ShapeArray, value.shape, value.dtype, place, value.root.nbytes
+    if isinstance(value, tuple | list):
+        return type(value), [plan_of(one, roots, arrays, constants) for one in value]
+    if isinstance(value, dict):
+        return dict, list(value), [plan_of(one, roots, arrays, constants) for one in value.values()]
+    if value is None or isinstance(value, (int, float, str, *constants)):
+        return None, value
+    raise TypeError(f"{type(value)} is not known")
 
 
-def _made(plan: Any, roots: list[Root], arrays: list[ShapeArray]) -> Any:
-    what, value, *more = plan
-    if what is tuple:
-        return tuple([_made(one, roots, arrays) for one in value])
-    if what is ShapeArray:
+def made_of(plan: Any, roots: list[Root], arrays: Sequence[ShapeArray] = ()) -> Any:
+    """The value of a plan, with new arrays on these roots and on new ones."""
+    kind, value, *more = plan
+    if kind is ShapeArray:
         dtype, place, nbytes = more
         if place == len(roots):
             roots.append(Root(nbytes))
         return ShapeArray(value, dtype, roots[place])
-    return arrays[value] if what == "argument" else value
+    if kind is None:
+        return value
+    if kind == "argument":
+        return arrays[value]
+    if kind is dict:
+        return dict(zip(value, [made_of(one, roots, arrays) for one in more[0]], strict=True))
+    parts = [made_of(one, roots, arrays) for one in value]
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)

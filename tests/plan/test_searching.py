@@ -85,7 +85,8 @@ def test_a_model_without_a_longest_sequence_says_how_long_they_may_be() -> None:
     options = {**made.best.options, "ranks": 2, "machine": "laptop"}
     fits = [predict(llama, (((16, n), "int64"),) * 2, **options).memory <= 2 << 20 for n in (length, 2 * length)]
     assert fits == [True, False]
-    assert f"a global batch of {made.largest} samples still fits, or sequences of {length}, or {made.deepest[0]} blocks" in str(made)
+    sizes = f"{made.largest} samples still fits, or sequences of {length}, or {made.deepest[0]} blocks of this width"
+    assert f"a global batch of {sizes}" in str(made)
     assert fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", strategy="fsdp").longest == ()
 
 
