@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdpx.array.kernels import square_sums
+from fsdpx.array.namespace import to_host
 
 __all__ = ["GRAIN", "PARTS", "block_squares", "chan", "exact_sum", "expansion", "padded"]
 
@@ -17,7 +18,7 @@ PARTS = 40
 
 def block_squares(xp: Any, x: Any) -> list[float]:
     """Sums of squares in float64 over blocks of `GRAIN` elements, the last one perhaps shorter."""
-    sums: list[float] = square_sums(xp, x, GRAIN).tolist()
+    sums: list[float] = to_host(square_sums(xp, x, GRAIN)).tolist()
     return sums
 
 

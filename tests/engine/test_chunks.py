@@ -221,6 +221,23 @@ def test_a_rank_keeps_what_its_chunks_owe_and_a_dry_run_knows() -> None:
     assert {key: n for key, n in traffic.items() if key[0] != "world"} == dry.report.predicted
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_dry_run_of_chunks_makes_the_norm_without_numbers(strategy: str) -> None:
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+    options: dict[str, Any] = {"strategy": strategy, "chunks": 4, "clip_norm": 1.0, "group_bytes": 2048, "seed": 3}
+
+    def real(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp", **options)
+        trainer.step(x[2 * comm.rank :][:2], y[2 * comm.rank :][:2])
+        return str(trainer.program), trainer.report().memory
+
+    case = CASES["mlp"]
+    more = {"loss": case.loss, "optimizer": optim.AdamW(lr=1e-2, eps=1e-5), "precision": "float64"}
+    dry = fsdpx.dry_run(case.model(), x[:2], y[:2], ranks=2, **more, **options)
+    assert "NORM" in str(dry.program)
+    assert spawn(real, 2)[0] == (str(dry.program), dry.report.memory)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
