@@ -13,7 +13,7 @@ from fsdpx import nn
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.nn.sort import keeping, sort
+from fsdpx.nn.sort import keeping, once, sort
 from fsdpx.plan.depth import deeper, depth, parameters
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
 from fsdpx.plan.kept import kept
@@ -121,13 +121,15 @@ class _Search:
     large: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
-    least: dict[str, float] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
-    predicted: int = 0
+    seen: dict[str, bool] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
         return int(self.batch[0][0][0])
+
+    @property
+    def predicted(self) -> int:
+        return sum(self.seen.values())
 
     def found_plan(self) -> Plan:
         """Search, and say what was found."""
@@ -161,17 +163,18 @@ class _Search:
         for recompute in self._choices("recompute", *RECOMPUTE):
             for microbatches in self._choices("microbatches", *_doubled(min(pipe, rows), rows)):
                 for schedule in self._choices("schedule", *SCHEDULES[: None if pipe > 1 else 1]):
-                    said = {} if schedule == SCHEDULES[0] or "schedule" in self.fixed else {"schedule": schedule}
-                    yield chosen | {"recompute": recompute, "microbatches": microbatches, **said}
+                    more = {} if schedule == SCHEDULES[0] or "schedule" in self.fixed else {"schedule": schedule}
+                    yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _at_least(self, options: dict[str, Any]) -> float:
         """Seconds that a step takes at least; 0 where it cannot run."""
-        words = _words(options)
-        if words not in self.least:
-            self.least[words] = 0.0
+
+        def find() -> float:
             with suppress(FsdpxError):
-                self.least[words] = least_seconds(self._step(self.batch, self.ranks, options), self.machine)
-        return self.least[words]
+                return least_seconds(self._step(self.batch, self.ranks, options), self.machine)
+            return 0.0
+
+        return once(("least", _words(options)), find)
 
     def _offload(self) -> None:
         """What lies on disk, of those that need least memory."""
@@ -255,19 +258,19 @@ class _Search:
         words, least = _words(options), self._at_least(options)
         if words in self.seen:
             return None
-        self.seen.add(words)
+        self.seen[words] = False
         try:
             step = self._step(self.batch, self.ranks, options)
             if least > self._most_seconds(None if all_kinds else _kind(step.mesh, options)):
                 self.slow[words] = least
                 return None
-            if self.predicted == self.most:
+            if self.predicted >= self.most:
                 raise ConfigError(f"most={self.most} others were predicted before it")
             made = step.on(self.machine, self.fixed.get("stragglers"))
         except FsdpxError as error:
             self.refused[words] = str(error)
             return None
-        self.predicted += 1
+        self.seen[words] = True
         if self.say is not None and self.predicted % 20 == 0:
             self.say(f"{len(self.seen)} configurations, {self.predicted} predicted, {len(self.found)} fit")
         one = Candidate(_kind(made.mesh, options), _given(options), made)
