@@ -183,7 +183,7 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
     _found("show:add_options")(p)
     p.add_argument("--ranks", type=int, default=None, help="number of ranks (default: those of the mesh, or 4)")
-    p.add_argument("--rank", type=int, default=None, help="the rank to look at (default: the first that has samples)")
+    p.add_argument("--rank", type=int, default=None, help="the rank to look at (default: the first with samples)")
     p.add_argument("--ranks-per-host", type=int, default=None, help="ranks that share memory (default: all)")
     p.add_argument("--memory", default=None, help="say whether a rank keeps this budget, such as 2GiB")
     p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")

@@ -81,8 +81,10 @@ def show(args: argparse.Namespace) -> str:
     if ranks < 1 or batch < 1:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     full = (mesh or Mesh()).filled(Distribution(args.strategy, mesh).within(ranks), ranks)
-    rank, rows = _rank(args, replace(full, space=dims), ranks, batch)
-    (example, space), whole = _over_field(args, example, full, dims, rank), _over_field(args, example, full, (), 0)[0]
+    cells, grid = _field(args, example, dims)
+    rank, rows = _rank(args, replace(full, space=dims), ranks, batch, 0 if grid is None else grid.busiest[0])
+    space = None if grid is None else grid.seen_by(_data_rank(full, rank))
+    example, whole = (example.over(cells, one) if cells else example for one in (space, None))
     options = _options(args, example, full, ranks, rank) | {"space": space}
     run = dry_run(example.model(), example.x(rows), example.y(rows), **options)
 
@@ -156,17 +158,14 @@ def no_field(example: str) -> ConfigError:
     return ConfigError(f"--space and --field: {example} takes no fields; {fields} do")
 
 
-def _over_field(
-    args: argparse.Namespace, example: CatalogModel, mesh: Mesh, dims: tuple[int, ...], rank: int
-) -> tuple[CatalogModel, Grid | None]:
-    """The model on the fields that were asked for, and the grid that cuts them."""
+def _field(
+    args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
+) -> tuple[tuple[int, ...], Grid | None]:
+    """Cells of the fields that were asked for, and the grid that cuts them."""
     cells = numbers("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
         raise no_field(args.example)
-    if not example.cells:
-        return example, None
-    grid = Grid.even(cells, dims, mesh.line(mesh.coordinates(rank), ("replica", "shard")).index(rank)) if dims else None
-    return example.over(cells, grid), grid
+    return cells, Grid.even(cells, dims) if dims else None
 
 
 def _cut(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
@@ -179,12 +178,13 @@ def _cut(example: CatalogModel, batch: str | None, chunks: int | None) -> Catalo
     return replace(example, batch=fits)
 
 
-def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int) -> tuple[int, int]:
-    """The rank to look at, and how many samples it has: that of the command line, else the first that has some."""
+def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int) -> tuple[int, int]:
+    """The rank to look at, and how many samples it has: that of the command line, else the first that has some, or the
+    part of this number of them."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run reports the error
     rows = [_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
-    first = next(rank for rank, own in enumerate(rows) if own)
+    first = next(rank for rank, own in enumerate(rows) if own and _data_rank(mesh, rank) % prod(mesh.space) == part)
     if args.rank is not None and not rows[args.rank]:
         what = f"{batch} samples" if args.chunks is None else f"{args.chunks} chunks"
         raise ConfigError(f"--rank {args.rank}: of {what} this one of {ranks} ranks gets none; say --rank {first}")
@@ -203,12 +203,15 @@ def _ranks(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
 
 def _rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Samples of the global batch of this rank's data rank."""
-    place, size = mesh.coordinates(rank), mesh.width("data")
-    data_rank = place.replica * mesh.width("shard") + place.shard
-    data_rank, size = data_rank // prod(mesh.space), size // prod(mesh.space)
+    data_rank, size = _data_rank(mesh, rank) // prod(mesh.space), mesh.width("data") // prod(mesh.space)
     if chunks is not None:
         return batch // chunks * len(chunks_of(chunks, data_rank, size))
     return batch * (data_rank + 1) // size - batch * data_rank // size
+
+
+def _data_rank(mesh: Mesh, rank: int) -> int:
+    place = mesh.coordinates(rank)
+    return place.replica * mesh.width("shard") + place.shard
 
 
 def _program(run: DryRun) -> str:

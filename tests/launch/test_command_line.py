@@ -82,6 +82,8 @@ def test_show_of_a_field_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "rank 0 of 8, batch 1, with 48 x 40 x 32 cells of Grid((96, 80, 64) cells over (2, 2, 2) ranks" in out
     assert "send over space" in out
+    assert main(["show", "unet3d", "--space", "3,1,1", "--field", "80,32,32"]) == 0  # the busiest part, not the first
+    assert "rank 1 of 3, batch 1, with 27 x 32 x 32 cells of" in capsys.readouterr().out
     assert main(["show", "unet2d", "--mesh", "replica=2,space=2x1", "--batch", "2"]) == 0
     assert "fsdp on replica=2 x shard=2, rank 0 of 4, batch 2, with 128 x 256 cells" in capsys.readouterr().out
 
