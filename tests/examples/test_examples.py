@@ -31,6 +31,7 @@ def start(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments on so many ranks, to its end."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
     environ["OPENBLAS_NUM_THREADS"] = "1"  # small products on a busy machine: threads would only wait for each other
+    environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH's ranks that wait leave the cores to those that work
     command = [*([str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
