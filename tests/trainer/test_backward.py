@@ -94,7 +94,7 @@ def test_backward_gives_the_gradient_of_the_inputs_on_every_mesh(size: int, opti
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
 def test_a_gradient_of_whole_numbers_is_one_of_numbers(dtype: Any) -> None:
     def run(comm: Communicator) -> None:
-        trainer, (x, y) = make(comm, "mlp"), CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
+        trainer, (x, _) = make(comm, "mlp"), CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
         dy = np.random.default_rng(comm.rank).integers(0, 2, trainer.forward(x).shape)
         wanted = trainer.backward(dy.astype(np.float64))
         trainer.forward(x)
