@@ -165,8 +165,12 @@ class ModelBuilder:
             raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
 
 
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
 def _change(plan: dict[str, Any], change: str) -> None:
-    """Put `section.key=value` into the plan. A value that is not TOML is a string: strategy=ddp."""
+    """Put `section.key=value` into the plan. A value that is not TOML is a switch in another spelling, tie=False or no,
+    or else a string: strategy=ddp."""
     path, equals, text = change.partition("=")
     *tables, key = path.strip().split(".")
     if not equals or not key or not tables:
@@ -174,7 +178,7 @@ def _change(plan: dict[str, Any], change: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        value = _SWITCHES.get(text.strip().lower(), text)
     for table in tables:
         plan = plan.setdefault(table, {})
         if not isinstance(plan, dict):

@@ -98,6 +98,8 @@ def train(args: argparse.Namespace) -> int:
     builder = ModelBuilder.read(args.file, args.changes)
     options, comm = builder.fit_options(), init()
     batches, unit = options.pop("validation_batches", None), options.get("unit", "samples")
+    if not (batches is None or (isinstance(batches, int) and batches > 0)):
+        raise ConfigError(f"{args.file}: [fit] validation_batches={batches!r}: a whole number, at least 1")
     folder, _ = choose(Path(args.file).stem, args.run, args.resume, comm)
     trainer = builder.build(comm)
     train_on, held_out = builder.loaders(trainer)

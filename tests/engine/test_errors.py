@@ -350,7 +350,7 @@ def test_fit_without_batches_ends() -> None:
     assert text(iter([])).endswith(f"fit: the loader gives no batch in epoch 1{once}")
     batch = CASES["mlp"].batch(np.random.default_rng(0), 2)
     assert text(batch for _ in range(2)).endswith(f"fit: the loader gives no batch in epoch 2{once}")
-    assert "fit(steps=0): at least 1" in alike(1, lambda comm: make(comm, "mlp").fit([], steps=0))
+    assert "fit(steps=0): a whole number, at least 1" in alike(1, lambda comm: make(comm, "mlp").fit([], steps=0))
 
 
 def test_calls_that_cannot_be_mixed() -> None:

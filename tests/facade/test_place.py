@@ -309,6 +309,9 @@ def test_changes_of_a_file(tmp_path):
     assert plan["optimizer"] == {"make": "SGD", "lr": 0.5}
     assert plan["distribute"] == {"strategy": "ddp"}
     assert plan["fit"] == {"validation": {"every": 3}}
+    changes = ["model.a=True", "model.b= no", "model.c=Off", "model.d=true", "model.e='no'", "model.f=none"]
+    plan = fsdpx.ModelBuilder.read(file, changes).plan["model"]
+    assert plan == {"make": "GELU", "a": True, "b": False, "c": False, "d": True, "e": "no", "f": "none"}
     for change, said in (("lr=3", "a change is written section.key=value"), ("optimizer.lr.x=1", "lr is a value")):
         with pytest.raises(ConfigError, match=said):
             fsdpx.ModelBuilder.read(file, [change])
@@ -340,6 +343,8 @@ def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, caps
         assert folder.name.startswith("run-")
         for name in ("config.json", "report.html", "metrics.jsonl", "model/model.safetensors", "checkpoints/step-6"):
             assert (folder / name).exists(), name
+        assert main([*line, "fit.validation_batches=0"]) == 2
+        assert "[fit] validation_batches=0: a whole number, at least 1" in capsys.readouterr().err
         assert main(["train", "run.toml"]) == 2
         assert "fsdpx train: run.toml: no run file can be read there" in capsys.readouterr().err
     finally:
