@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,18 +39,26 @@ def test_without_mpi():
 """
 
 
-def run(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+Done = subprocess.CompletedProcess[str]
+
+
+def pytest_in(folder: Path, *options: str, by: Sequence[str] = (), **variables: str) -> Done:
+    """With our conftest.py. by: what starts it on several ranks."""
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
-    (folder / "test_some.py").write_text(TESTS)
     quick = "[pytest]\naddopts = -p no:zarr -p no:anyio -p no:hypothesispytest\n"
     (folder / "pytest.ini").write_text(f"{quick}markers =\n    world: all ranks\n    jobs: starts some\n")
-    (folder / "tmp").mkdir()
+    (folder / "tmp").mkdir(exist_ok=True)
     path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}"
-    done = subprocess.run(
-        [str(MPIEXEC), "-n", "3", sys.executable, "-m", "pytest", *options],
+    return subprocess.run(
+        [*by, sys.executable, "-m", "pytest", *options],
         cwd=folder, env=environment(PYTHONPATH=path, TMPDIR=str(folder / "tmp"), **variables),
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
+
+
+def run(folder: Path, *options: str, **variables: str) -> Done:
+    (folder / "test_some.py").write_text(TESTS)
+    done = pytest_in(folder, *options, by=[str(MPIEXEC), "-n", "3"], **variables)
     assert none_left(folder)
     assert list((folder / "tmp").glob("rank-*")) == []
     return done
@@ -80,6 +89,16 @@ def test_above_communicators_there_is_one_transport_and_with_two_ranks_more_the_
         assert [one for one in kept if one in then] == below
         assert sorted(one.nodeid for one in kept[:-2]) == ["tests/a.py::one[x]", "tests/a.py::two[x]"]
         assert len({one.callspec.params["world"] for one in kept[:-2]}) == 2
+
+
+def test_what_was_skipped_for_want_of_a_library_runs_alone_when_that_is_there(tmp_path: Path) -> None:
+    needs, one = "import pytest; pytest.importorskip('lacking')\n", "def test_it(): pass\n"
+    (tmp_path / "test_all.py").write_text(needs + one)
+    (tmp_path / "test_one.py").write_text(f"{one}def test_with():\n    {needs}")
+    assert "1 passed, 2 skipped" in pytest_in(tmp_path).stdout
+    (tmp_path / "lacking.py").touch()
+    for _ in range(2):  # what it runs is still what the other run lacked
+        assert "2 passed, 1 deselected" in pytest_in(tmp_path, "--wanting").stdout
 
 
 @pytest.mark.jobs
