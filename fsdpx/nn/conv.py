@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.correlation import Strides
@@ -217,7 +217,6 @@ class Conv(WindowLayer):
     init : of `weight`, instead of the uniform distribution
     """
 
-    dims: ClassVar[int]
     takes_ghosts = True
     runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
@@ -284,21 +283,15 @@ class Conv(WindowLayer):
         return self.window.strides(tuple(-pad - at for pad, at in zip(inside, box.at, strict=True)), self.groups)
 
 
-class Conv1d(Conv):
+class Conv1d(Conv, dims=1):
     """`Conv` of (samples, in_channels, length)."""
 
-    dims = 1
 
-
-class Conv2d(Conv):
+class Conv2d(Conv, dims=2):
     """`Conv` of (samples, in_channels, height, width). On CPUs 3 x 3 windows that move by 1 pixel, of multiples of 16
     channels, need a quarter of the multiplications (Winograd's F(4 x 4, 3 x 3)), with errors of a few 1e-6 in float32.
     """
 
-    dims = 2
 
-
-class Conv3d(Conv):
+class Conv3d(Conv, dims=3):
     """`Conv` of (samples, in_channels, depth, height, width)."""
-
-    dims = 3

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -187,6 +187,13 @@ class FieldLayer(Layer):
 
     parts: Parts | None = None
     """How it is; None: this rank has the whole."""
+    dims: ClassVar[int]
+    """Of cells, for a class that reads fields of so many alone, as `class Conv2d(Conv, dims=2)`."""
+
+    def __init_subclass__(cls, dims: int | None = None) -> None:
+        super().__init_subclass__()
+        if dims is not None:
+            cls.dims = dims
 
     def outputs(self, parts: Parts) -> Parts:
         """Who has which outputs."""

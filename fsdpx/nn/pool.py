@@ -23,7 +23,6 @@ __all__ = ["AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "Max
 class Pool(WindowLayer):
     """The base of pools: a window over (samples, channels, *cells), on parts of fields as `Conv`."""
 
-    dims: ClassVar[int]
     beyond: ClassVar[float] = 0.0
     """What lies beyond the ends of a field."""
 
@@ -131,37 +130,25 @@ class AvgPool(Pool):
         return env.xp.asarray((1.0 / reduce(np.multiply.outer, counts)).astype(dtype))
 
 
-class MaxPool1d(MaxPool):
+class MaxPool1d(MaxPool, dims=1):
     """`MaxPool` of (samples, channels, length)."""
 
-    dims = 1
 
-
-class MaxPool2d(MaxPool):
+class MaxPool2d(MaxPool, dims=2):
     """`MaxPool` of (samples, channels, height, width)."""
 
-    dims = 2
 
-
-class MaxPool3d(MaxPool):
+class MaxPool3d(MaxPool, dims=3):
     """`MaxPool` of (samples, channels, depth, height, width)."""
 
-    dims = 3
 
-
-class AvgPool1d(AvgPool):
+class AvgPool1d(AvgPool, dims=1):
     """`AvgPool` of (samples, channels, length)."""
 
-    dims = 1
 
-
-class AvgPool2d(AvgPool):
+class AvgPool2d(AvgPool, dims=2):
     """`AvgPool` of (samples, channels, height, width)."""
 
-    dims = 2
 
-
-class AvgPool3d(AvgPool):
+class AvgPool3d(AvgPool, dims=3):
     """`AvgPool` of (samples, channels, depth, height, width)."""
-
-    dims = 3

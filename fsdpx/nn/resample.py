@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +44,6 @@ class ConvTranspose(FieldLayer):
     init : of `weight`, instead of the uniform distribution
     """
 
-    dims: ClassVar[int]
     runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
@@ -125,22 +124,16 @@ class ConvTranspose(FieldLayer):
         return window.strides(tuple(firsts), self.groups), tuple(sizes)
 
 
-class ConvTranspose1d(ConvTranspose):
+class ConvTranspose1d(ConvTranspose, dims=1):
     """`ConvTranspose` of (samples, in_channels, length)."""
 
-    dims = 1
 
-
-class ConvTranspose2d(ConvTranspose):
+class ConvTranspose2d(ConvTranspose, dims=2):
     """`ConvTranspose` of (samples, in_channels, height, width)."""
 
-    dims = 2
 
-
-class ConvTranspose3d(ConvTranspose):
+class ConvTranspose3d(ConvTranspose, dims=3):
     """`ConvTranspose` of (samples, in_channels, depth, height, width)."""
-
-    dims = 3
 
 
 UPSAMPLE = ("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear")
