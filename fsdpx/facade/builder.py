@@ -165,7 +165,7 @@ class ModelBuilder:
             raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
 
 
-_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def _change(plan: dict[str, Any], change: str) -> None:
@@ -178,7 +178,7 @@ def _change(plan: dict[str, Any], change: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = _SWITCHES.get(text.strip().lower(), text)
+        value = _BOOLS.get(text.strip().lower(), text)
     for table in tables:
         plan = plan.setdefault(table, {})
         if not isinstance(plan, dict):
