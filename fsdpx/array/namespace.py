@@ -69,6 +69,8 @@ def to_host(array: Any) -> np.ndarray:
 
 def unmasked(value: Any) -> np.ndarray:
     """`np.asarray(value)`; DataError where that would make numbers of masked elements, as of netCDF4's fill values."""
+    if type(value) is np.ndarray:
+        return value
     if isinstance(value, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(value).sum())):
         raise DataError(f"{count:,} of {value.size:,} elements are masked: give them values, as x.filled(0.0) does")
     return np.asarray(value)
