@@ -296,9 +296,9 @@ def test_pipes_have_no_more_ranks_than_the_model_has_layers() -> None:
 def test_the_same_question_is_answered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
     options: dict[str, Any] = {"batch": (X, X), "ranks": 2, "machine": "laptop", "strategy": "fsdp"}
-    calls, lines, search = list[Any](), list[str](), searching._Search.run
-    once = lambda self: calls.append(calls[0] if calls else search(self)) or calls[0]  # noqa: E731  the later ones count
-    monkeypatch.setattr(searching._Search, "run", once)
+    calls, lines = list[int](), list[str]()
+    search = searching._Search.run
+    monkeypatch.setattr(searching._Search, "run", lambda self: calls.append(1) or search(self))
     made = fsdpx.plan(gpt(), **options)
     model = gpt()
     again = fsdpx.plan(model, say=lines.append, **options)
