@@ -91,6 +91,7 @@ def test_above_communicators_there_is_one_transport_and_with_two_ranks_more_the_
         assert len({one.callspec.params["world"] for one in kept[:-2]}) == 2
 
 
+@pytest.mark.jobs
 def test_what_was_skipped_for_want_of_a_library_runs_alone_when_that_is_there(tmp_path: Path) -> None:
     needs, one = "import pytest; pytest.importorskip('lacking')\n", "def test_it(): pass\n"
     (tmp_path / "test_all.py").write_text(needs + one)

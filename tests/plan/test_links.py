@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
@@ -183,6 +184,7 @@ def in_order(rows: Sequence[tuple[float, float]], apart: float) -> bool:
     return all(one[1] < other[1] for one in rows for other in rows if one[0] * apart < other[0])
 
 
+@in_full
 def test_strategies_are_ranked_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over each kind of links; also by clocks that links alone move. Quick links leave latency, and what calls do
     meanwhile inside of hosts."""
