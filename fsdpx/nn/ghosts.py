@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import numpy as np
+from typing import Any
 
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.masks import chosen
 from fsdpx.nn.parts import Reach, cells_of
-from fsdpx.nn.rims import fold, widen
+from fsdpx.nn.rims import at_dim, fold, widen
 
 __all__ = ["bare", "filled", "filled_backward"]
 
@@ -20,14 +18,18 @@ def filled(env: Env, y: Array, first: Array, parts: Parts) -> Array:
 
     Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they stay as
     they are in `first`. y : this rank's part, (samples, channels, *cells). parts : with ghost cells and periods."""
-    return env.xp.where(_beyond_walls(env, parts), first, widen(env, y, _moves(parts)))
+    state = widen(env, y, _moves(parts))
+    for cells in _beyond_walls(env, parts):
+        state[cells] = first[cells]
+    return state
 
 
 def filled_backward(env: Env, dstate: Array, dfirst: Array, parts: Parts) -> Array:
-    """The adjoint of `filled`: the gradient of `y`; that of `first` is added to `dfirst`."""
-    beyond = _beyond_walls(env, parts)
-    dfirst += chosen(env, beyond, dstate, 0.0)
-    return fold(env, chosen(env, ~beyond, dstate, 0.0), _moves(parts))
+    """The adjoint of `filled`: the gradient of `y`; that of `first` is added to `dfirst`. `dstate` is overwritten."""
+    for cells in _beyond_walls(env, parts):
+        dfirst[cells] += dstate[cells]
+        dstate[cells] = 0  # at corners, nothing is left for the second dim
+    return fold(env, dstate, _moves(parts))
 
 
 def bare(parts: Parts) -> Parts:
@@ -47,12 +49,12 @@ def _moves(parts: Parts) -> tuple[Reach, ...]:
     )
 
 
-def _beyond_walls(env: Env, parts: Parts) -> Array:
-    """Which cells of this rank's array lie beyond the ends of dims that are not periodic."""
-    found = np.zeros((1,) * len(parts.cuts), bool)
+def _beyond_walls(env: Env, parts: Parts) -> list[tuple[Any, ...]]:
+    """Where ghost cells of this rank lie beyond the ends of dims that are not periodic; at corners twice."""
+    found = []
     for d, (cuts, g, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         start, stop = cells_of(env, cuts, d)
-        at = np.arange(start - g, stop + g)
-        beyond = np.zeros(at.size, bool) if periodic else (at < 0) | (at >= cuts[-1])
-        found = found | beyond.reshape(-1, *(1,) * (len(parts.cuts) - d - 1))
-    return env.xp.asarray(found)
+        if not periodic:
+            low, high = slice(0, max(g - start, 0)), slice(max(cuts[-1] + g - start, 0), stop - start + 2 * g)
+            found += [at_dim(env.xp, d + 2, one) for one in (low, high)]
+    return found

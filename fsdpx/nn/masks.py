@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.errors import ShapeError
 from fsdpx.nn.layer import Array, Env, Layer, Params
 
-__all__ = ["FillNaN", "Mask", "chosen"]
+__all__ = ["FillNaN", "Mask"]
 
 
 class FillNaN(Layer):
@@ -27,10 +27,10 @@ class FillNaN(Layer):
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         known = ~env.xp.isnan(x)
-        return chosen(env, known, x, self.value), (known,)
+        return _chosen(env, known, x, self.value), (known,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return chosen(env, saved[0], dy, 0.0), ()
+        return _chosen(env, saved[0], dy, 0.0), ()
 
 
 class Mask(Layer):
@@ -54,10 +54,10 @@ class Mask(Layer):
         return f"Mask({self.value})"
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return chosen(env, self._mask(env, x), x, self.value), ()
+        return _chosen(env, self._mask(env, x), x, self.value), ()
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return chosen(env, self._mask(env, dy), dy, 0.0), ()
+        return _chosen(env, self._mask(env, dy), dy, 0.0), ()
 
     def _mask(self, env: Env, x: Array) -> Array:
         if getattr(env.xp, "holds_no_data", False):  # x may stand for the whole field
@@ -70,6 +70,5 @@ class Mask(Layer):
         return env.constants[key]
 
 
-def chosen(env: Env, known: Array, x: Array, value: float) -> Array:
-    """x where `known` is true, else `value`."""
+def _chosen(env: Env, known: Array, x: Array, value: float) -> Array:
     return env.xp.where(known, x, env.xp.asarray(value, dtype=x.dtype))

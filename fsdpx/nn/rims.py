@@ -17,7 +17,7 @@ from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, Layer, Params
 from fsdpx.nn.parts import Reach, line_of, rank_along, run_of
 
-__all__ = ["Box", "Rims", "Shift", "fold", "fold_rims", "widen"]
+__all__ = ["Box", "Rims", "Shift", "at_dim", "fold", "fold_rims", "widen"]
 
 HALO, HALO_GRADIENT = 2, 3
 """Tags of messages that carry cells to ranks that need them, and the gradients of these back."""
