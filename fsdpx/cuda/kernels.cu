@@ -413,14 +413,14 @@ KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, doubl
     }
 }
 
-KERNEL(cross_entropy_backward)(const real* logits, const number* target, const wide* lse, real* dx, number n, double seed, number ignored, double smoothing) {
+KERNEL(cross_entropy_backward)(const real* logits, const number* target, const wide* lse, real* dx, number n, double seed, number ignored, double rest, double share) {
     number row = blockIdx.x, wanted = target[row];
-    wide share = smoothing / n, rest = 1 - smoothing, all = lse[row], factor = wanted == ignored ? 0 : seed;
+    wide all = lse[row], factor = wanted == ignored ? 0 : seed;
     logits += row * n, dx += row * n;
     PACKS_ALONG(i, n) {
         Pack a(logits, i, n);
         LANE(k) {
-            wide v = power(a.at[k] - all) - (i + k == wanted ? rest : 0) - share;
+            wide v = power(a.at[k] - all) - (i + k == wanted ? (wide)rest : 0) - (wide)share;
             a.at[k] = factor ? v * factor : 0;
         }
         a.write(dx, i, n);

@@ -330,10 +330,11 @@ def cross_entropy(
 @form("real index wide any any any")
 def cross_entropy_backward(
     launch: Launch, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = 0.0, classes: int = 0,
 ) -> Any:  # fmt: skip
     dx, wanted = launch.xp.empty_like(logits), target.astype(np.int64, copy=False)
-    numbers = logits.shape[1], float(seed), int(ignore_index), float(label_smoothing)
+    share = label_smoothing / max(classes, logits.shape[1])
+    numbers = logits.shape[1], float(seed), int(ignore_index), 1 - float(label_smoothing), share
     launch.rows("cross_entropy_backward", *logits.shape, logits, wanted, lse, dx, *numbers)
     return dx
 

@@ -322,13 +322,13 @@ def _squares(run: ProgramRun, totals: Values) -> list[float]:
 
 
 def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
-    """The part of this rank's elements that counts in sums over all: page of those trained, and where, parameter by
-    parameter where ranks hold the same. Each element counts once: in one replica, on the rank of the tensor axis that
-    has it, not in copies."""
+    """The part of this rank's elements that counts in sums over all: page of those trained, and where; with chunks
+    parameter by parameter, else neighbours together. Each element counts once: in one replica, on the rank of the
+    tensor axis that has it, not in copies."""
     place = run.place
     if place.axes.replica.rank > 0 and place.pace.together:
         return []
-    found: list[tuple[int, slice]] = []
+    found, first = list[tuple[int, slice]](), 0
     for n, p in enumerate(run.stage.trained):
         if p in place.layout.copies:
             continue
@@ -339,7 +339,12 @@ def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
         for piece in page.page.pieces(page.mine):
             spec = place.layout.specs[page.page.fields[piece.have].source]
             if place.axes.tensor.rank == 0 or spec.cut is not None:
-                found.append((n, slice(piece.start - page.mine.start, piece.stop - page.mine.start)))
+                start, stop = piece.start - page.mine.start, piece.stop - page.mine.start
+                if not place.accumulation.bitwise and found and found[-1] == (n, slice(first, start)):
+                    found.pop()
+                else:
+                    first = start
+                found.append((n, slice(first, stop)))
     return found
 
 

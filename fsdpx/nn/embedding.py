@@ -283,8 +283,8 @@ class VocabCrossEntropy(Loss):
     """`CrossEntropy` of logits that are cut along their last dim: y `(samples, ..., this rank's classes)`.
 
     Every rank has the full target `(samples, ...)` and gets the same total and weight, those of all classes. Forward
-    all-reduces the largest logit of each position and then its sum of exponentials, the target's logit and, with
-    smoothing, the sum of logits: 3 or 4 arrays of (positions,) in all, in float64. Backward communicates nothing.
+    all-reduces the log of each position's sum of exponentials, first its maximum and then the sum, with one number, or
+    two with smoothing: two arrays of (positions,) in all, in float64. Backward communicates nothing.
 
     Parameters
     ----------
@@ -293,6 +293,7 @@ class VocabCrossEntropy(Loss):
     """
 
     acts_on = "position"
+    runs = CrossEntropy.runs
 
     def __init__(self, classes: int, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         positive(self, classes=classes)
@@ -301,38 +302,37 @@ class VocabCrossEntropy(Loss):
         self.label_smoothing = float(label_smoothing)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        xp, comm = env.xp, env.mesh.tensor
+        xp, comm, smooth = env.xp, env.mesh.tensor, self.label_smoothing
         logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
-        logits = logits.astype(wide(y.dtype), copy=False)
-        top = xp.max(logits, axis=1).astype(np.float64)
+        here, counted = self._labels(env, labels, logits.shape[1]), labels != self.ignore_index
+        below, _, part = kernels.cross_entropy(xp, logits, here, logits.shape[1])
+        part = part.astype(np.float64)
+        top = part.copy()
         comm.all_reduce(top, "max", what="largest logits").wait()
-        exponentials = xp.exp(logits - top.astype(logits.dtype)[:, None])
-        inside, index = _local_index(env, labels, self.classes)
-        picked = xp.take_along_axis(logits, index[:, None], axis=1)[:, 0]
-        rows = [xp.sum(exponentials, axis=1, dtype=np.float64), xp.where(inside, picked, 0).astype(np.float64)]
-        if self.label_smoothing:
-            rows.append(xp.sum(logits, axis=1, dtype=np.float64))
-        sums = moves.sum(xp, comm, xp.stack(rows), fresh=True, what="sums of logits")
-        lse = xp.log(sums[0]) + top
-        counted = labels != self.ignore_index
-        each = (1.0 - self.label_smoothing) * (lse - sums[1])
-        if self.label_smoothing:
-            each += self.label_smoothing * (lse - sums[2] / self.classes)
-        total = xp.sum(xp.where(counted, each, 0.0))
-        return float(total), float(xp.sum(counted)), (y, labels, lse.astype(logits.dtype))
+        picked = float(xp.sum(xp.where(here < logits.shape[1], part, 0.0))) - below
+        means = [float(xp.sum(xp.where(counted, xp.sum(logits, axis=1, dtype=np.float64), 0.0)))] if smooth else []
+        sums = xp.concatenate([xp.exp(part - top), xp.asarray([picked, *means])])
+        sums = moves.sum(xp, comm, sums, fresh=True, what="sums of logits")
+        lse = xp.log(sums[: labels.size]) + top
+        total = float(xp.sum(xp.where(counted, lse, 0.0)))
+        wanted = [float(one) for one in sums[labels.size :]]
+        loss = (1.0 - smooth) * (total - wanted[0])
+        if smooth:
+            loss += smooth * (total - wanted[1] / self.classes)
+        return loss, float(xp.sum(counted)), (y, labels, lse.astype(wide(y.dtype)))
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         y, labels, lse = saved
-        xp, kind = env.xp, lse.dtype.type
         logits = y.reshape(-1, y.shape[-1])
-        gradient = xp.exp(logits.astype(lse.dtype, copy=False) - lse[:, None])
-        if self.label_smoothing:
-            gradient -= kind(self.label_smoothing / self.classes)
+        none = logits.shape[1] + 1
+        here = env.xp.where(labels != self.ignore_index, self._labels(env, labels, logits.shape[1]), none)
+        given = seed, none, self.label_smoothing, self.classes
+        return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
+
+    def _labels(self, env: Env, labels: Array, none: int) -> Array:
+        """By position the class among those of this rank, or `none`."""
         inside, index = _local_index(env, labels, self.classes)
-        wanted = xp.where(inside, kind(1.0 - self.label_smoothing), kind(0))
-        gradient[xp.arange(labels.size), index] -= wanted
-        gradient *= xp.where(labels != self.ignore_index, kind(seed), kind(0))[:, None]
-        return gradient.astype(y.dtype, copy=False).reshape(y.shape)
+        return env.xp.where(inside & (labels != self.ignore_index), index, none)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         self._whole.validate((*shape[:-1], self.classes), target)

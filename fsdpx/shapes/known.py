@@ -50,7 +50,8 @@ def _worked(call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any,
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
     work.products = Counter({p._replace(itemsize=itemsize): times for p, times in work.products.items()})
     work.kernels = 1
-    work.inner = Counter({getattr(call, "__name__", ""): work.inner.total()})
+    inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4  # sums of other kernels are float32
+    work.inner = Counter({getattr(call, "__name__", ""): inner})
     work.nbytes = sum(a.nbytes for a in (*arrays, *(found if isinstance(found, tuple) else (found,))) if _is_shape(a))
     repeat(work)
     return found, work

@@ -12,13 +12,16 @@ import pytest
 from steps import demand_equal, observed
 
 import fsdpx
-from fsdpx import nn, optim
+from fsdpx import nn, optim, shapes
+from fsdpx.array import kernels
+from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.nn.sort import once
 from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
 from fsdpx.program import prove
+from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.work import counting
 
 TOKENS = "int64"
@@ -187,6 +190,29 @@ def test_flops_of_attention_count_all_heads() -> None:
     head = 2 * b * s * h * 32
     layers, attention = 24 * b * s * h * h, 4 * b * s * s * h
     assert found.seconds * 1e12 == pytest.approx(3 * (layers + head) + attention * 3.5)  # scores are made once more
+
+
+def test_neighbours_are_one_sum_of_squares() -> None:
+    """Of a tensor axis, too: parameters of all ranks and those of each lie between each other on the first of them."""
+    for tensor in (1, 2):
+        found = prepared(gpt(), batch(2), 2, True, precision="fp16", mesh=fsdpx.Mesh(replica=2 // tensor, tensor=tensor))
+        (run,) = found.runs
+        (norm,) = [cost for action, cost in run.costs.items() if action.op == "NORM"]
+        pages = sum(action.op == "UPDATE" for action in run.costs)
+        assert norm.work.kernels == (pages if run.found.place.replica == 0 else 0)
+
+
+def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
+    """Scores (2, 3, 8, 8) inside of attention, and numbers that are made wider; what a loss has inside is float32."""
+    inner = {}
+    for name in ("bfloat16", "float32"):
+        q, y = (ShapeArray(shape, dtype_of(name)) for shape in ((2, 3, 8, 4), (16, 9)))
+        with counting() as work:
+            kernels.attention(shapes, q, q, q, True, 1.0)
+            kernels.cross_entropy(shapes, y, ShapeArray((16,), np.dtype(np.int64)))
+        inner[name] = work.inner
+    assert 0.5 < inner["bfloat16"]["attention"] / inner["float32"]["attention"] < 0.75
+    assert 1.0 <= inner["bfloat16"]["cross_entropy"] / inner["float32"]["cross_entropy"] < 1.5
 
 
 def test_nothing_is_counted_outside() -> None:

@@ -82,12 +82,15 @@ def cross_entropy(
 
 @kernel()
 def cross_entropy_backward(
-    xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> Any:
-    """seed (softmax(logits) - wanted), zero in rows that do not count; lse as `cross_entropy` returned it."""
+    xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
+    classes: int = 0,
+) -> Any:  # fmt: skip
+    """seed (softmax(logits) - wanted), zero in rows that do not count; lse as `cross_entropy` returned it.
+
+    classes: of the whole rows of which logits (n, some) are a part; 0: some. A target `some` is a class beside it."""
     counted = target != ignore_index
     onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]
-    share = label_smoothing / max(logits.shape[1], 1)
+    share = label_smoothing / max(classes, logits.shape[1], 1)
     gradient = xp.exp(logits - lse[:, None]) - onehot * (1.0 - label_smoothing) - share
     return xp.where(counted[:, None], gradient * seed, 0.0).astype(logits.dtype, copy=False)
 

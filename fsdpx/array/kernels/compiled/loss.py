@@ -98,14 +98,17 @@ def _backward(logits, target, lse, gradient, seed, ignored, wanted, share):
             continue
         for j in range(logits.shape[1]):
             gradient[i, j] = put(gradient, (exp(real(logits[i, j]) - lse[i]) - share) * seed)
+        if target[i] == logits.shape[1]:
+            continue
         picked = exp(real(logits[i, target[i]]) - lse[i])
         gradient[i, target[i]] = put(gradient, (picked - wanted - share) * seed)
 
 
-def _checked(logits: Any, target: Any, ignored: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Logits and target in the layout of the loops, and the number of rows that count; IndexError for a bad target."""
+def _checked(logits: Any, target: Any, ignored: int, beside: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+    """Logits and target in the layout of the loops, and the number of rows that count; IndexError for a bad target.
+    beside: 1 where a target may be a class beside these logits."""
     logits, target = np.ascontiguousarray(logits), owned(target, np.int64)
-    counted = _survey(target, logits.shape[1], ignored)
+    counted = _survey(target, logits.shape[1] + beside, ignored)
     if counted < 0:
         row = -1 - counted
         raise IndexError(f"cross_entropy: target {target[row]} of row {row} is not in [0, {logits.shape[1]})")
@@ -124,11 +127,12 @@ def cross_entropy(
 
 @form(lambda x, w, s: (x, FIRST, s[:2], 1.0))
 def cross_entropy_backward(
-    xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0
-) -> np.ndarray:
-    logits, target, _ = _checked(logits, target, ignore_index)
+    xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
+    classes: int = 0,
+) -> np.ndarray:  # fmt: skip
+    logits, target, _ = _checked(logits, target, ignore_index, beside=1)
     gradient, kind = np.empty_like(logits), wide(logits.dtype).type
-    share, wanted = kind(label_smoothing / max(logits.shape[1], 1)), kind(1.0 - label_smoothing)
+    share, wanted = kind(label_smoothing / max(classes, logits.shape[1], 1)), kind(1.0 - label_smoothing)
     over(_backward, (logits, target, lse, gradient), kind(seed), ignore_index, wanted, share)
     return gradient
 
