@@ -44,8 +44,8 @@ class Product(NamedTuple):
 @dataclass
 class Work:
     """products: how often each. nbytes: that other kernels read and write. kernels: how many of these there are. inner:
-    by name of a kernel, bytes that the steps inside of it would read and write if each were a kernel of its own; between
-    products in the format of their operands."""
+    by name of a kernel, bytes that the steps inside of it would read and write if each were a kernel of its own, where
+    these are between products in the format of their operands."""
 
     products: Counter[Product] = field(default_factory=Counter)
     nbytes: int = 0

@@ -21,6 +21,7 @@ ROWS, N = 70, 45  # more rows than a part of a sum has, and columns that no bloc
 X, DY, W, B = noise(ROWS, N), noise(ROWS, N, seed=1), noise(N, seed=2), noise(N, seed=3)
 TARGET = np.random.default_rng(4).integers(0, N, ROWS)
 TARGET[::7] = -100
+BESIDE = np.where(TARGET % 3, TARGET, N)  # some classes are of another rank
 INDEX = np.random.default_rng(5).integers(0, 9, ROWS)
 MEAN, RSTD = X.mean(1), 1 / np.sqrt(X.var(1) + 1e-5)
 LSE = np.log(np.exp(X).sum(1))
@@ -87,7 +88,9 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "softmax": [(5 * X,)],
     "softmax_backward": [(Y, DY)],
     "cross_entropy": [(X, TARGET), (X, TARGET, -100, 0.1)],
-    "cross_entropy_backward": [(X, TARGET, LSE, 0.3), (X, TARGET, LSE, 0.3, -100, 0.1)],
+    "cross_entropy_backward": [
+        (X, TARGET, LSE, 0.3), (X, TARGET, LSE, 0.3, -100, 0.1), (X, BESIDE, LSE, 0.3, -100, 0.1, 3 * N),
+    ],
     "attention": [
         (Q, K, V, True, 0.4),
         (Q, K2, V2, False, 0.4),

@@ -195,8 +195,8 @@ def test_flops_of_attention_count_all_heads() -> None:
 def test_neighbours_are_one_sum_of_squares() -> None:
     """Of a tensor axis, too: parameters of all ranks and those of each lie between each other on the first of them."""
     for tensor in (1, 2):
-        found = prepared(gpt(), batch(2), 2, True, precision="fp16", mesh=fsdpx.Mesh(replica=2 // tensor, tensor=tensor))
-        (run,) = found.runs
+        mesh = fsdpx.Mesh(replica=2 // tensor, tensor=tensor)
+        (run,) = prepared(gpt(), batch(2), 2, True, precision="fp16", mesh=mesh).runs
         (norm,) = [cost for action, cost in run.costs.items() if action.op == "NORM"]
         pages = sum(action.op == "UPDATE" for action in run.costs)
         assert norm.work.kernels == (pages if run.found.place.replica == 0 else 0)
