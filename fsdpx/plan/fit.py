@@ -23,10 +23,10 @@ __all__ = ["FITTED", "MeasuredStep", "errors", "fit_report", "fitted", "rows_of"
 
 FITTED = {
     "efficiency": 0.02, "half": 1.0, "memory_efficiency": 0.05, "launch": 1.0, "spill": 1.0, "overhead": 2.0,
-    "levels.0.latency": 0.5, "levels.0.bandwidth": 0.05,
 }  # fmt: skip
-"""The numbers of a machine that are fitted, and how far they may be from those of its file: a standard deviation of
-their logarithm. Steps of one size say little about others, so what is known beforehand counts as well."""
+"""The numbers of computing that are fitted, and how far they may be from those of the machine's file: a standard
+deviation of their logarithm. Steps of one size say little about others, and steps of one host about its links, so what
+is known beforehand counts as well."""
 NOISE = 0.08
 """Standard deviation of the logarithm of a measured step from a predicted one."""
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tensor", "data", "pipe")
@@ -96,14 +96,13 @@ def fitted(
 
     Gauss-Newton on logarithms, damped as by Levenberg and Marquardt; derivatives are differences. Nothing is drawn by
     chance."""
-    first = np.log([max(_get(machine, name), 1e-12) for name in names])
+    first = np.log([max(getattr(machine.compute, name), 1e-12) for name in names])
     widths, damping = np.array(list(names.values())), 1e-2
 
     def made(values: np.ndarray) -> Machine:
-        found = machine
-        for name, value in zip(names, np.exp(values), strict=True):
-            found = _put(found, name, float(value))
-        return found
+        found = zip(names, np.exp(values), strict=True)
+        numbers = {name: float(min(value, 1.0) if name in SHARES else value) for name, value in found}
+        return replace(machine, compute=replace(machine.compute, **numbers))
 
     def off(values: np.ndarray) -> np.ndarray:
         return np.concatenate([np.log1p(errors(made(values), dries, seconds)) / NOISE, (values - first) / widths])
@@ -123,21 +122,6 @@ def fitted(
         words = ", ".join(f"{name} {value:.4g}" for name, value in zip(names, np.exp(values), strict=True))
         say(f"mean error {np.mean(np.abs(np.expm1(now[: len(dries)] * NOISE))):.2%}: {words}")
     return made(values)
-
-
-def _get(machine: Machine, name: str) -> float:
-    head, *rest = name.split(".")
-    return float(getattr(machine.levels[int(rest[0])], rest[1]) if rest else getattr(machine.compute, head))
-
-
-def _put(machine: Machine, name: str, value: float) -> Machine:
-    head, *rest = name.split(".")
-    changed: dict[str, Any] = {(rest[1] if rest else head): min(value, 1.0) if head in SHARES else value}
-    if not rest:
-        return replace(machine, compute=replace(machine.compute, **changed))
-    levels = list(machine.levels)
-    levels[int(rest[0])] = replace(levels[int(rest[0])], **changed)
-    return replace(machine, levels=tuple(levels))
 
 
 def fit_report(path: str | PathLike[str], name: str | PathLike[str], seed: int, rows: int) -> str:
@@ -162,7 +146,7 @@ def fit_report(path: str | PathLike[str], name: str | PathLike[str], seed: int, 
         key = tuple(one.numbers[word] for word in ("gpus", "global_batch", "hidden", "layers", "seq"))
         groups.setdefault(key, []).append((p, one.seconds))
     costs = [min(pairs)[1] / min(seconds for _, seconds in pairs) - 1 for pairs in groups.values() if len(pairs) > 1]
-    numbers = ", ".join(f"{word} {_get(machine, word):.4g}" for word in FITTED)
+    numbers = ", ".join(f"{word} {getattr(machine.compute, word):.4g}" for word in FITTED)
     lines = [f"fitted to {len(used)} of {len(steps)} steps, seed {seed}: {numbers}"]
     for words, part in (("the half that was fitted", off[:half]), ("the other half", off[half:])):
         size = np.abs(part)

@@ -16,7 +16,7 @@ from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Level, Machine, Plan, predict, searching
-from fsdpx.plan.fit import FITTED, MeasuredStep, _get, _put, errors, fitted, rows_of
+from fsdpx.plan.fit import FITTED, MeasuredStep, errors, fitted, rows_of
 from fsdpx.plan.found import SHOWN
 from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Storage
@@ -367,9 +367,9 @@ def test_numbers_are_found_from_steps_that_they_predict() -> None:
     rows = [row for row in rows_of(ROWS) if row.numbers["layers"] == 12][:40:4]
     dries = [row.dry() for row in rows]
     seconds = [dry.on(truth).seconds for dry in dries]
-    begin = _put(_put(truth, "launch", 2e-5), "overhead", 1e-2)
+    begin = replace(truth, compute=replace(truth.compute, launch=2e-5, overhead=1e-2))
     made = fitted(begin, dries, seconds, {"launch": 10.0, "overhead": 10.0})
-    assert _get(made, "launch") == pytest.approx(_get(truth, "launch"), rel=1e-2)
+    assert made.compute.launch == pytest.approx(truth.compute.launch, rel=1e-2)
     assert set(FITTED) > {"launch", "overhead"}
 
 
