@@ -101,7 +101,7 @@ def fitted(
 
     def made(values: np.ndarray) -> Machine:
         found = zip(names, np.exp(values), strict=True)
-        numbers = {name: float(min(value, 1.0) if name in SHARES else value) for name, value in found}
+        numbers: dict[str, Any] = {name: float(min(value, 1.0) if name in SHARES else value) for name, value in found}
         return replace(machine, compute=replace(machine.compute, **numbers))
 
     def off(values: np.ndarray) -> np.ndarray:
