@@ -127,6 +127,8 @@ class Machine:
         """
         if isinstance(name_or_path, Machine):
             return name_or_path
+        if not isinstance(name_or_path, str | PathLike):
+            raise ConfigError(f"machine={name_or_path!r}: a name, the path of a machine.toml or a Machine is needed")
         path = Path(name_or_path)
         if str(name_or_path) in cls.names():
             path = SHIPPED / f"{name_or_path}.toml"

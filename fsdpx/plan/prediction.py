@@ -50,7 +50,10 @@ from fsdpx.trainer.recipe import OPTIONS, Recipe, Training, native
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.words import demand_known
 
-__all__ = ["Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "predict", "prepared", "seldom", "step_of"]
+__all__ = [
+    "Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "dims_of", "predict", "prepared", "seldom", "step_of",
+    "whole",
+]  # fmt: skip
 
 ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
 """Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
@@ -280,12 +283,29 @@ def step_of(
     """The step that these options of `predict` ask for, on machines that are GPUs or not."""
     batch, chosen = batch_of(batch), dict(options)
     model, chosen["loss"] = native(model, chosen.get("loss"))
-    return WorldStep.of(model, batch, ranks, _options(batch, gpu, chosen))
+    chosen = _options(batch, gpu, chosen)
+    Recipe(Training(model)).changed({name: value for name, value in chosen.items() if name != "space"})  # checks them
+    return WorldStep.of(model, batch, whole("ranks", ranks), chosen)
+
+
+def whole(name: str, value: Any) -> int:
+    """The value of an option that is a whole number, 1 or more; ConfigError for all else."""
+    if not hasattr(value, "__index__") or value < 1:
+        raise ConfigError(f"{name}={value!r}: a whole number, 1 or more")
+    return int(value)
+
+
+def dims_of(space: Any) -> tuple[int, ...]:
+    """Ranks along each dim of a field; () where it is not cut. ConfigError for what says no such numbers."""
+    dims = getattr(space, "dims", () if space is None else space)
+    if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
+        raise ConfigError(f"space={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")
+    return tuple(map(int, dims))
 
 
 def _grid(space: Any, batch: tuple[Any, Any], mesh: Mesh) -> Grid | None:
     """The grid of the first field. ConfigError where the data axis does not consist of such grids."""
-    if not space:
+    if not dims_of(space):
         return None
     if not isinstance(space, Grid):
         cells = batch[0][0][2:]

@@ -20,9 +20,9 @@ from fsdpx.plan.kept import kept
 from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
-from fsdpx.plan.prediction import Prediction, WorldStep, batch_of, seldom, step_of
+from fsdpx.plan.prediction import Prediction, WorldStep, batch_of, dims_of, seldom, step_of, whole
 from fsdpx.state.tuning import bytes_text
-from fsdpx.trainer.recipe import native
+from fsdpx.trainer.recipe import Recipe, Training, native
 
 __all__ = ["search"]
 
@@ -91,13 +91,17 @@ def search(
     where = Machine.load(machine)
     if (ranks is None) == (hosts is None):
         raise ConfigError(f"ranks={ranks}, hosts={hosts}: say one of them")
-    size = int(ranks if ranks is not None else (hosts or 0) * where.host)
+    if ranks is None and where.host == inf:
+        raise ConfigError(f"hosts={hosts}: machine {where.name!r} does not say how many ranks a host has; say ranks=")
+    size = whole("hosts", hosts) * int(where.host) if ranks is None else whole("ranks", ranks)
     limit = where.compute.capacity if memory is None else byte_count(memory, "memory")
-    if size < 1:
-        raise ConfigError(f"ranks={ranks}, hosts={hosts}: at least one rank is needed")
     space, shapes = options.pop("space", None), batch_of(batch)
+    most, codecs = whole("most", most), (codecs,) if isinstance(codecs, str) else codecs
     if space == ANY and len(shapes[0][0]) < 3:
         raise ConfigError(f"space={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells")
+    if space != ANY:
+        dims_of(space)
+    Recipe(Training(model)).changed({"mesh": options.get("mesh")})  # checks it
     model, options["loss"] = native(model, options.get("loss"))
     tried = _Search(model, shapes, size, where, None if limit is None else int(limit), most, say, options, space)
     tried.codecs = tuple(codecs)
@@ -223,7 +227,7 @@ class _Search:
         """The grids over which so many data ranks cut fields, of which each has a sample at least. None: no grid."""
         space = self.space
         if space is not None and space != ANY:
-            return [space] if tensor == 1 and data % prod(_dims(space)) == 0 else []
+            return [space] if tensor == 1 and data % prod(dims_of(space)) == 0 else []
         found: list[Any] = [None] if data <= self.samples else []
         if space is None or tensor > 1:
             return found
@@ -250,7 +254,7 @@ class _Search:
         """Ranks of the pipe, and samples of a data rank."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["space"]
         pipe = mesh.pipe or 1
-        data = self.ranks // pipe // (mesh.tensor or 1) // prod(_dims(space))
+        data = self.ranks // pipe // (mesh.tensor or 1) // prod(dims_of(space))
         return pipe, -(-self.samples // data)
 
     def attempt(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
@@ -421,11 +425,6 @@ def _widths(ranks: int, most: int) -> list[int]:
     """Divisors of a number of ranks that are powers of two, and the number itself."""
     found = [width for width in (2**n for n in range(20)) if width <= most and ranks % width == 0]
     return found
-
-
-def _dims(space: Any) -> tuple[int, ...]:
-    """Ranks along each dim of a field."""
-    return tuple(getattr(space, "dims", space) or ())
 
 
 def _factors(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:

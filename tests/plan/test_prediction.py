@@ -183,6 +183,24 @@ def test_a_batch_that_is_none() -> None:
         predict(mlp(), rows(2), ranks=1, machine=FLAT, comm=None)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ranks": 0}, "^ranks=0: a whole number, 1 or more$"),
+        ({"ranks": "4"}, "^ranks='4': a whole number, 1 or more$"),
+        ({"ranks": 2.5}, r"^ranks=2\.5: a whole number, 1 or more$"),
+        ({"microbatches": 0}, "^microbatches=0: a whole number, 1 or more$"),
+        ({"mesh": "pipe=2"}, r"^mesh='pipe=2': fsdpx\.Mesh\(\.\.\.\) is needed, such as fsdpx\.Mesh\.parse"),
+        ({"machine": None}, r"^machine=None: a name, the path of a machine\.toml or a Machine is needed$"),
+        ({"space": 5}, r"^space=5: a fsdpx\.Grid is needed, or ranks along each dim, such as \(2, 2\)$"),
+        ({"space": (0, 2)}, r"^space=\(0, 2\): a fsdpx\.Grid is needed"),
+    ],
+)
+def test_options_that_are_none_are_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        predict(mlp(), rows(8), **{"ranks": 4, "machine": FLAT} | options)
+
+
 def test_flops_of_attention_count_all_heads() -> None:
     """Of one block: 24 b s h^2 of its layers forward, and 4 b s^2 h of attention (Narayanan et al. 2021)."""
     b, s, h = 3, 8, 16

@@ -236,8 +236,23 @@ def test_ranks_that_no_mesh_fills() -> None:
 def test_numbers_that_are_none() -> None:
     with pytest.raises(ConfigError, match="ranks=2, hosts=1: say one of them"):
         fsdpx.plan(gpt(), batch=(X, X), ranks=2, hosts=1, machine="laptop")
-    with pytest.raises(ConfigError, match="at least one rank is needed"):
-        fsdpx.plan(gpt(), batch=(X, X), ranks=0, machine="laptop")
+    flat = replace(Machine.load("laptop"), name="flat", levels=(Level("host", 0.0, 1e9),))
+    for options, says in (
+        ({"ranks": 0}, "^ranks=0: a whole number, 1 or more$"),
+        ({"ranks": 2.5}, r"^ranks=2\.5: a whole number, 1 or more$"),
+        ({"hosts": -1}, "^hosts=-1: a whole number, 1 or more$"),
+        ({"hosts": 2, "machine": flat}, "^hosts=2: machine 'flat' does not say how many ranks a host has; say ranks=$"),
+        ({"ranks": 2, "most": "few"}, "^most='few': a whole number, 1 or more$"),
+        ({"ranks": 2, "space": "some"}, "^space='some': a fsdpx.Grid is needed, or ranks along each dim"),
+        ({"ranks": 2, "mesh": "pipe=2"}, r"^mesh='pipe=2': fsdpx\.Mesh\(\.\.\.\) is needed"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            fsdpx.plan(gpt(), batch=(X, X), **{"machine": "laptop"} | options)
+
+
+def test_one_codec_may_be_given_alone() -> None:
+    made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="ethernet-10g", strategy="ddp", mesh=None, codecs="bf16")
+    assert made.kinds.keys() == {"ddp", "ddp + bf16"}
 
 
 def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
