@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import accumulate
 from math import inf, prod
 from os import PathLike
@@ -655,16 +655,12 @@ PriceOf = Callable[[int, Action], Price]
 
 def _prices(runs: list[_Run], timing: StepTimes) -> PriceOf:
     """Each is asked for once."""
-    few = min(min(run.programs) for run in runs)
-    places = [run.found.rank for run in runs]
-    prices: list[dict[Action, Price]] = [{} for _ in runs]
+    few, places = min(min(run.programs) for run in runs), [run.found.rank for run in runs]
 
+    @cache
     def price(rank: int, action: Action) -> Price:
-        known = prices[rank]
-        if action not in known:
-            found = _known(action, few)
-            known[action] = _price(runs[rank], found, places, timing) if found is action else price(rank, found)
-        return known[action]
+        found = _known(action, few)
+        return _price(runs[rank], found, places, timing) if found is action else price(rank, found)
 
     return price
 

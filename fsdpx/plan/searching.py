@@ -333,9 +333,11 @@ class _Search:
             return 0, 0
         known, layers, fits = {now: one.prediction.memory}, 2 * now, now
         while layers not in known and len(known) < LOOKS:
-            model = deeper(self.model, layers)
-            with suppress(FsdpxError):  # a schedule that takes other numbers of layers
+            try:
+                model = deeper(self.model, layers)
                 known[layers] = self._step(self.batch, self.ranks, one.options, model).on(self.machine).memory
+            except FsdpxError:  # options that do not take so many
+                break
             fits = max(n for n, memory in known.items() if memory <= limit)
             other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))
             each = (known[other] - known[fits]) / (other - fits) if other != fits else inf

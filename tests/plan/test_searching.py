@@ -16,6 +16,7 @@ from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Level, Machine, Plan, predict, searching
+from fsdpx.plan.depth import deeper
 from fsdpx.plan.fit import FITTED, MeasuredStep, errors, fitted, rows_of
 from fsdpx.plan.found import SHOWN
 from fsdpx.plan.least import least_seconds
@@ -171,6 +172,17 @@ def test_the_deepest_model_that_fits(make: Any) -> None:
     assert count == sum(spec.size for spec in models[0].specs().values())
     assert f", or {blocks} blocks of this width, {count:,} parameters in all\n" in str(made)
     assert made.as_json()["deepest"] == {"blocks": blocks, "parameters": count}
+
+
+def test_depths_that_cannot_run_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def upto(model: nn.Layer, layers: int) -> nn.Layer:
+        if layers > 9:
+            raise ConfigError("too deep")
+        return deeper(model, layers)
+
+    monkeypatch.setattr(searching, "deeper", upto)
+    made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", memory="1GiB", strategy="ddp", mesh=None)
+    assert made.deepest[0] == 8
 
 
 def test_a_model_that_repeats_no_block_has_no_deepest() -> None:
