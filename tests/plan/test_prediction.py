@@ -20,6 +20,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.sort import once
 from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
+from fsdpx.plan.seconds import Lines, StepTimes
 from fsdpx.program import prove
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.work import counting
@@ -161,6 +162,13 @@ def test_ranks_that_share_a_link_take_longer() -> None:
         for levels in (alone, shared)
     )
     assert slow.parts["replica"] == pytest.approx(4 * quick.parts["replica"], rel=0.01)
+
+
+def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling() -> None:
+    """As MPI does it; of an axis, whose arrays NCCL may move, a ring."""
+    lines = Lines(fsdpx.Mesh(replica=1 << 20), replace(FLAT, levels=(Level("host", 1e-6, 1e12),)))
+    seconds = {axis: StepTimes(lines, "").call(axis, "all_gather", (1 << 20) - 1.0) for axis in ("world", "replica")}
+    assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=1e-3), "replica": pytest.approx(1.0486, rel=1e-3)}
 
 
 def test_a_level_too_few() -> None:
