@@ -122,7 +122,7 @@ class StepTimes:
         """Seconds of a call in which this rank sends as many bytes: the quickest of a ring, a tree and a hierarchy.
 
         ring          steps of the largest latency, bytes at the speed of the slowest link
-        tree          log2(ranks) steps, the whole array each way; or the pieces so far (Bruck et al. 1997), by MPI alone
+        tree          log2(ranks) steps, the whole array each way; or the pieces so far (Bruck et al. 1997), by MPI
         hierarchy     level by level, each with what the levels inside of it have left
 
         A message to a neighbour of the line takes one latency; it arrives meanwhile.

@@ -166,9 +166,9 @@ def test_ranks_that_share_a_link_take_longer() -> None:
 
 def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling() -> None:
     """As MPI does it; of an axis, whose arrays NCCL may move, a ring."""
-    lines = Lines(fsdpx.Mesh(replica=1 << 20), replace(FLAT, levels=(Level("host", 1e-6, 1e12),)))
+    lines = Lines(fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(Level("host", 1e-6, 1e12),)))
     seconds = {axis: StepTimes(lines, "").call(axis, "all_gather", (1 << 20) - 1.0) for axis in ("world", "replica")}
-    assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=1e-3), "replica": pytest.approx(1.0486, rel=1e-3)}
+    assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=0.01), "replica": pytest.approx(1.0486, rel=1e-3)}
 
 
 def test_a_level_too_few() -> None:
