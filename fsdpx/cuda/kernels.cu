@@ -397,7 +397,9 @@ KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, doubl
         total = total * power(top - most) + more;
         top = most;
     }
-    wide whole = over_block<true>(top), all = log(sum(total * power(top - whole))) + whole;
+    wide whole = over_block<true>(top);
+    if (whole == least) whole = 0;  // a sum of nothing
+    wide all = log(sum(total * power(top - whole))) + whole;
     double mean = 0;
     if (smoothing) {
         ALONG(i, n) mean += get(logits, i);

@@ -21,6 +21,8 @@ ROWS, N = 70, 45  # more rows than a part of a sum has, and columns that no bloc
 X, DY, W, B = noise(ROWS, N), noise(ROWS, N, seed=1), noise(N, seed=2), noise(N, seed=3)
 TARGET = np.random.default_rng(4).integers(0, N, ROWS)
 TARGET[::7] = -100
+FAR = X.copy()
+FAR[0] = -np.inf  # of a row that does not count
 BESIDE = np.where(TARGET % 3, TARGET, N)  # some classes are of another rank
 INDEX = np.random.default_rng(5).integers(0, 9, ROWS)
 MEAN, RSTD = X.mean(1), 1 / np.sqrt(X.var(1) + 1e-5)
@@ -87,7 +89,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "embedding_backward": [(noise(9, N), INDEX, DY)],
     "softmax": [(5 * X,)],
     "softmax_backward": [(Y, DY)],
-    "cross_entropy": [(X, TARGET), (X, TARGET, -100, 0.1)],
+    "cross_entropy": [(X, TARGET), (X, TARGET, -100, 0.1), (FAR, TARGET)],
     "cross_entropy_backward": [
         (X, TARGET, LSE, 0.3), (X, TARGET, LSE, 0.3, -100, 0.1), (X, BESIDE, LSE, 0.3, -100, 0.1, 3 * N),
     ],

@@ -69,6 +69,7 @@ def cross_entropy(
     logits (n, classes), target (n,) of integers in [0, classes), or ignore_index for a row that does not count.
     Returns the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row."""
     top = xp.max(logits, axis=1, keepdims=True)
+    top = xp.where(top == -np.inf, logits.dtype.type(0), top)
     lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
     counted = target != ignore_index
     picked = xp.take_along_axis(logits, xp.where(counted, target, 0)[:, None], axis=1)[:, 0]

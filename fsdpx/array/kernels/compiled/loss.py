@@ -78,6 +78,8 @@ def _forward(logits, target, lse, each, ignored, smoothing):
         numbers(logits[i], row)
         mean = _total64(row) / classes if smoothing != 0.0 else 0.0
         top = largest(row)
+        if top == -np.inf:  # a sum of nothing
+            top = lse.dtype.type(0)
         exponentials(row, top)
         lse[i] = top + lse.dtype.type(np.log(_total64(row)))
         if target[i] == ignored:
