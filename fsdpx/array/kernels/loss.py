@@ -70,10 +70,11 @@ def cross_entropy(
     Returns the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row."""
     top = xp.max(logits, axis=1, keepdims=True)
     top = xp.where(top == -np.inf, logits.dtype.type(0), top)
-    lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
     counted = target != ignore_index
     picked = xp.take_along_axis(logits, xp.where(counted, target, 0)[:, None], axis=1)[:, 0]
-    each = (lse - picked).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):  # of a row of -inf
+        lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
+        each = (lse - picked).astype(np.float64)
     if label_smoothing:
         mean = xp.mean(logits, axis=1, dtype=np.float64)
         each = (1.0 - label_smoothing) * each + label_smoothing * (lse - mean)
