@@ -328,7 +328,7 @@ def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
     place = run.place
     if place.axes.replica.rank > 0 and place.pace.together:
         return []
-    found, first = list[tuple[int, slice]](), 0
+    found: list[tuple[int, slice]] = []
     for n, p in enumerate(run.stage.trained):
         if p in place.layout.copies:
             continue
@@ -339,12 +339,10 @@ def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
         for piece in page.page.pieces(page.mine):
             spec = place.layout.specs[page.page.fields[piece.have].source]
             if place.axes.tensor.rank == 0 or spec.cut is not None:
-                start, stop = piece.start - page.mine.start, piece.stop - page.mine.start
-                if not place.accumulation.bitwise and found and found[-1] == (n, slice(first, start)):
-                    found.pop()
-                else:
-                    first = start
-                found.append((n, slice(first, stop)))
+                at = slice(piece.start - page.mine.start, piece.stop - page.mine.start)
+                if not place.accumulation.bitwise and found and found[-1] == (n, slice(found[-1][1].start, at.start)):
+                    at = slice(found.pop()[1].start, at.stop)
+                found.append((n, at))
     return found
 
 

@@ -304,12 +304,13 @@ class VocabCrossEntropy(Loss):
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, comm, smooth = env.xp, env.mesh.tensor, self.label_smoothing
         logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
-        here, counted = self._labels(env, labels, logits.shape[1]), labels != self.ignore_index
-        below, _, part = kernels.cross_entropy(xp, logits, here, logits.shape[1])
+        beside, counted = logits.shape[1], labels != self.ignore_index
+        here = self._labels(env, labels, beside)
+        below, _, part = kernels.cross_entropy(xp, logits, here, beside)
         part = part.astype(np.float64)
         top = part.copy()
         comm.all_reduce(top, "max", what="largest logits").wait()
-        picked = float(xp.sum(xp.where(here < logits.shape[1], part, 0.0))) - below
+        picked = float(xp.sum(xp.where(here < beside, part, 0.0))) - below
         means = [float(xp.sum(xp.where(counted, xp.sum(logits, axis=1, dtype=np.float64), 0.0)))] if smooth else []
         sums = xp.concatenate([xp.exp(part - top), xp.asarray([picked, *means])])
         sums = moves.sum(xp, comm, sums, fresh=True, what="sums of logits")
@@ -324,15 +325,15 @@ class VocabCrossEntropy(Loss):
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         y, labels, lse = saved
         logits = y.reshape(-1, y.shape[-1])
-        none = logits.shape[1] + 1
-        here = env.xp.where(labels != self.ignore_index, self._labels(env, labels, logits.shape[1]), none)
-        given = seed, none, self.label_smoothing, self.classes
+        beside, ignored = logits.shape[1], logits.shape[1] + 1
+        here = env.xp.where(labels != self.ignore_index, self._labels(env, labels, beside), ignored)
+        given = seed, ignored, self.label_smoothing, self.classes
         return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
 
-    def _labels(self, env: Env, labels: Array, none: int) -> Array:
-        """By position the class among those of this rank, or `none`."""
+    def _labels(self, env: Env, labels: Array, beside: int) -> Array:
+        """By position the class among those of this rank; `beside` where it has none of them, or nothing counts."""
         inside, index = _local_index(env, labels, self.classes)
-        return env.xp.where(inside & (labels != self.ignore_index), index, none)
+        return env.xp.where(inside & (labels != self.ignore_index), index, beside)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         self._whole.validate((*shape[:-1], self.classes), target)
