@@ -169,10 +169,10 @@ class Target:
         self.release()
 
     def release(self) -> None:
-        if self.lock is not None:
+        lock, self.lock = self.lock, None
+        if lock is not None:
             beside(self.path, LOCK).unlink(missing_ok=True)
-            os.close(self.lock)
-            self.lock = None
+            os.close(lock)
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -324,20 +324,28 @@ def hold(name: Path, busy: str) -> int:
         except files.Untrusted as error:
             raise CheckpointError(f"{error}: remove it if no other job writes there, or choose another place") from None
         try:
-            if fcntl is not None:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 1000, 0).decode(errors="replace")
+            if not _locked(fd):
+                owner = os.pread(fd, 1000, 0).decode(errors="replace")
+                raise CheckpointError(f"{busy}: {owner or 'it has just begun'}")
+            if _still(fd, name):
+                text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+                with suppress(OSError):  # the text is for people; a full disk is noticed in a moment
+                    files.sign(fd, json.dumps(text))
+                return fd
+        except BaseException:  # Ctrl-C, too: the process may go on, and would hold the lock for good
             os.close(fd)
-            raise CheckpointError(f"{busy}: {owner or 'it has just begun'}") from None
-        except OSError:
-            pass  # a file system without locks
-        if _still(fd, name):
-            text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            with suppress(OSError):  # the text is for people; a full disk is noticed in a moment
-                files.sign(fd, json.dumps(text))
-            return fd
+            raise
         os.close(fd)  # its owner has deleted it meanwhile
+
+
+def _locked(fd: int) -> bool:
+    """Lock an open file unless another has it; also true on a file system without locks."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def _still(fd: int, name: Path) -> bool:

@@ -240,12 +240,16 @@ class Background:
 
     def __init__(self, state: TrainState, prepared: Prepared) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in prepared.pieces(state)]
         self._problem: str | None = None
         self._ended: str | None = None  # why the commit failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"fsdpx save (rank {self.world.rank})")
-        self._thread.start()
+        self._running = threading.Lock()  # a `join` that Ctrl-C breaks off takes the thread for ended (Python 3.11)
+        try:
+            self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in prepared.pieces(state)]
+            threading.Thread(target=self._run, name=f"fsdpx save (rank {self.world.rank})").start()
+        except BaseException:
+            self.abandon()
+            raise
 
     def wait(self) -> None:
         """Return when the checkpoint is whole; CheckpointError, the same on all ranks, if it cannot be. Collective."""
@@ -254,16 +258,14 @@ class Background:
             together(self.world, where, self._demand_written)
             alone(self.world, where, self._demand_committed)
         except BaseException:
-            self._stopped.set()
-            self._thread.join()
-            self.prepared.abandon()
+            self.abandon()
             raise
 
     def abandon(self) -> None:
         """Another rank has died: no rank will find it whole. What was there before stays."""
         self._stopped.set()
-        self._thread.join()
-        self.prepared.abandon()
+        with self._running:
+            self.prepared.abandon()
 
     def _demand_written(self) -> None:
         self._wrote.wait()
@@ -271,28 +273,35 @@ class Background:
             raise CheckpointError(self._problem)
 
     def _demand_committed(self) -> None:
-        self._thread.join()
+        with self._running:
+            pass
         if self._ended is not None:
             raise CheckpointError(self._ended)
 
     def _run(self) -> None:
+        with self._running:
+            if self._stopped.is_set() or (sums := self._written()) is None:
+                return
+            try:
+                if (total := self._everyone(sums)) is not None:
+                    self.prepared.finish(total)
+            except BaseException as error:
+                self._ended = in_words(error)
+
+    def _written(self) -> np.ndarray | None:
+        """The sums of what this rank wrote; None where rank 0 takes them from the folder, or it cannot be written."""
         prepared, rank = self.prepared, self.world.rank
         try:
             sums = write(prepared.folder, prepared.plan, self._copies)
             self._copies = []
-            if rank > 0:
-                _leave(prepared.folder, rank, sums)
+            if rank == 0:
+                return sums
+            _leave(prepared.folder, rank, sums)
         except BaseException as error:
             self._problem = in_words(error)
-        self._wrote.set()
-        if rank > 0 or self._problem is not None:
-            return
-        try:
-            total = self._everyone(sums)
-            if total is not None:
-                prepared.finish(total)
-        except BaseException as error:
-            self._ended = in_words(error)
+        finally:
+            self._wrote.set()
+        return None
 
     def _everyone(self, sums: np.ndarray) -> np.ndarray | None:
         """All ranks' sums together; None if one of them says that it cannot write."""

@@ -371,9 +371,13 @@ def spawn(
         world.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    late = _join(threads, world)
+    try:
+        for thread in threads:
+            thread.start()
+        late = _join(threads, world)
+    except BaseException as stop:  # Ctrl-C in a session that goes on: ranks end at their next call
+        world.fail(stop)
+        raise
     if failures:
         rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
         error.add_note(f"[rank {rank}] of {size} thread ranks")

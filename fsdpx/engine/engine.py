@@ -63,16 +63,20 @@ class Engine:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
         overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
         with flushed(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
-            run = self._begin(executable, feed)
-            for planned in executable.steps:
-                self._act(run, planned)
-            if self._sends:
-                for transfer in self._sends:
-                    transfer.wait()
-                self._sends.clear()
-            if self._flying:
-                self._poke()
-            return {slot: self._result(slot) for slot in executable.program.results}
+            try:
+                run = self._begin(executable, feed)
+                for planned in executable.steps:
+                    self._act(run, planned)
+                if self._sends:
+                    for transfer in self._sends:
+                        transfer.wait()
+                    self._sends.clear()
+                if self._flying:
+                    self._poke()
+                return {slot: self._result(slot) for slot in executable.program.results}
+            except BaseException:  # Ctrl-C in a session that goes on, too
+                self.state.forget()
+                raise
 
     def _begin(self, executable: Executable, feed: Feed) -> ProgramRun:
         state, program = self.state, executable.program
@@ -144,7 +148,6 @@ class Engine:
         """An action has raised this error: it becomes a part of it where that was."""
         if self.recorder is not None and isinstance(error, CommTimeout):
             self.recorder.timed_out()
-        self.state.forget()
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _issue(self, action: Action, transfer: Transfer) -> None:

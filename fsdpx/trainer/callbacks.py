@@ -84,12 +84,12 @@ class Log:
         self._write(trainer, history, {"validation_loss": history.validation[-1][1], **metrics})
 
     def on_train_end(self, trainer: Any, history: History) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:  # first: closing a file may fail
+            (self.folder / LOCK).unlink(missing_ok=True)
+            os.close(lock)
         for file in self._files or ():
             file.close()
-        if self._lock is not None:
-            (self.folder / LOCK).unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
         if self._text_log is not None:
             LOGGER.removeHandler(self._text_log)
             self._text_log.close()
@@ -244,9 +244,11 @@ class Events:
         self._ends = ExitStack()
 
     def __enter__(self) -> Events:
-        for listener in self._listeners:
-            self._ends.callback(self._call, listener, "on_train_end")
-            self._call(listener, "on_train_begin")
+        with self._ends as begun:
+            for listener in self._listeners:
+                begun.callback(self._call, listener, "on_train_end")
+                self._call(listener, "on_train_begin")
+            self._ends = begun.pop_all()
         return self
 
     def __exit__(

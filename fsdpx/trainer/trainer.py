@@ -91,9 +91,7 @@ class Trainer:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
         self._refuse_to_mix("accumulate")
         feed = self._host.feed(x, y, "step")
-        session = self._host.session
-        session.state.adding = "accumulate"
-        loss = self._updated(session.run("step", feed))
+        loss = self._updated(self._host.session.run("step", feed))
         self._demand_finite(loss)
         return loss
 
@@ -104,8 +102,9 @@ class Trainer:
         self._place.accumulation.demand_pieces("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
         feed = self._host.feed(x, y, "accumulate")
+        found = self._session.run("local" if self._local else "accumulate", feed)[MEAN]
         self._session.state.adding = "accumulate"
-        return float(self._session.run("local" if self._local else "accumulate", feed)[MEAN].value)
+        return float(found.value)
 
     @hosted(KEEPS)
     @contextmanager
@@ -151,12 +150,12 @@ class Trainer:
             arrays = tuple(field.grid.entering(array, field.outputs, "dy") for array in arrays)
         if session.place.stage.scores:
             session.state.store[Slot("seed", None, 0)] = tuple(cut_output(session.place, array) for array in arrays)
-        session.state.adding = "backward"
         if not self._local:
             session.begin("backward")
         (batch,) = feed.batch
         assert batch is not None
         found = session.run("backward", feed, local=self._local)
+        session.state.adding = "backward"
         return _one(session.leaving(input_gradients(session.place, found, batch, session.state.scaler.value), feed))
 
     @hosted(KEEPS)

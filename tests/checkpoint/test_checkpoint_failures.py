@@ -167,8 +167,55 @@ def test_the_background_commits_without_another_call(comm: Communicator, tmp_pat
     trainer = make(comm, "wide")
     trainer.save(tmp_path / "a", background=True)
     if comm.rank == 0:
-        trainer.host.saving._thread.join(20)  # type: ignore[union-attr]
+        saving = trainer.host.saving
+        assert saving._wrote.wait(20)  # type: ignore[union-attr]
+        assert saving._running.acquire(timeout=20)  # type: ignore[union-attr]
         assert (tmp_path / "a/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "place", [(commit.files, "sign"), (commit, "_demand_free"), (saving, "to_host"), (saving.threading.Thread, "start")]
+)
+def test_ctrl_c_in_a_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide")
+        with monkeypatch.context() as broken:
+            broken.setattr(*place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.save(tmp_path / "a", background=True)
+        assert not list(tmp_path.glob("a.partial-*"))
+        trainer.save(tmp_path / "a")  # this process may go on, as in a notebook
+
+    spawn(body, 1)
+    assert (tmp_path / "a/manifest.json").exists()
+
+
+def test_ctrl_c_in_the_wait_for_a_save_lets_its_thread_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    finish = saving.Prepared.finish
+
+    def later(self: saving.Prepared, sums: np.ndarray) -> None:
+        assert go_on.wait(20)
+        finish(self, sums)
+
+    def interrupt(self: saving.Background) -> None:
+        threading.Timer(0.05, go_on.set).start()
+        raise KeyboardInterrupt
+
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide")
+        monkeypatch.setattr(saving.Prepared, "finish", later)
+        monkeypatch.setattr(saving.Background, "_demand_committed", interrupt)
+        trainer.save(tmp_path / "a", background=True)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.host.wait_saved()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+        assert loaded(tmp_path / "a") == trainer.inspect.fingerprint()
+
+    spawn(body, 1)
 
 
 def test_no_permission_and_no_folder(tmp_path: Path) -> None:

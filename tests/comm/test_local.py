@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -90,6 +91,26 @@ def test_the_first_exception_wakes_the_others_and_comes_back_with_its_rank():
         spawn(body, 3, timeout=20)
     assert caught.value.__notes__ == ["[rank 1] of 3 thread ranks"]
     assert sorted(woken) == [(rank, "another rank failed first: KeyError: 'lost'") for rank in (0, 2)]
+
+
+def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypatch):
+    woken = queue.SimpleQueue()
+
+    def body(comm):
+        try:
+            while True:
+                comm.barrier().wait()
+        except Aborted as error:
+            woken.put(str(error))
+            raise
+
+    def interrupt(threads, world):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening, "_join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        spawn(body, 2, timeout=20)
+    assert [woken.get(timeout=20) for _ in range(2)] == ["another rank failed first: KeyboardInterrupt: "] * 2
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,42 @@ def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
             demand_close(got, want)  # (strategy, local)
 
 
+class Interrupted(nn.Layer):
+    """Ctrl-C in the backward that it is armed for."""
+
+    armed = False
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x, ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        if Interrupted.armed:
+            Interrupted.armed = False
+            raise KeyboardInterrupt
+        return dy, ()
+
+    def backward_params(self, env: Any, g: Any, kept: Any) -> None: ...
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 3}, {"chunks": 4}])
+def test_a_step_that_ctrl_c_breaks_off_leaves_no_gradients(options: dict[str, Any]) -> None:
+    def run(comm: Communicator, interrupts: bool) -> Any:
+        model = nn.Chain(nn.Linear(4, 8), Interrupted(), nn.Linear(8, 3))
+        adam = optim.AdamW(lr=1e-2)
+        trainer = model.as_distributed(loss=nn.MSE(), optimizer=adam, comm=comm, precision="float64", **options)
+        x = np.random.default_rng(0).normal(size=(12, 4))
+        if interrupts:
+            Interrupted.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step(x, x[:, :3])
+            with pytest.raises(ConfigError, match="update: there are no gradients"):
+                trainer.update()
+        trainer.step(x, x[:, :3])
+        return trainer.inspect.fingerprint()
+
+    assert spawn(run, 1, True) == spawn(run, 1, False)
+
+
 @in_full
 @pytest.mark.parametrize("optimizer", [optim.AdamW(lr=1e-2, eps=1e-5, weight_decay=0.1), optim.LAMB(lr=1e-2)])
 @pytest.mark.parametrize(("case", "pattern"), [("mlp", "2.*"), ("gpt", "head.weight")])

@@ -190,6 +190,21 @@ def test_an_error_in_a_callback_still_ends_the_others() -> None:
     assert ranks(2, run) == [["begin", "step 1", "end"]] * 2
 
 
+def test_a_callback_that_cannot_begin_ends_those_that_have(tmp_path: Path) -> None:
+    class Fails:
+        def on_train_begin(self, trainer: Any, history: History) -> None:
+            raise ValueError("mine")
+
+    def run(comm: Communicator) -> list[str]:
+        trainer, notes = make(comm, "mlp"), Notes()
+        with pytest.raises(ValueError, match="mine"):
+            trainer.fit(loader(trainer), log=tmp_path, callbacks=[notes, Fails()], progress=False)
+        trainer.fit(loader(trainer), log=tmp_path, progress=False)  # the log is not locked
+        return notes.seen
+
+    assert ranks(1, run) == [["begin", "end"]]
+
+
 def test_callbacks_that_would_never_be_called() -> None:
     class Wrong:
         def on_step(self, trainer: Any, history: History) -> None: ...
