@@ -198,6 +198,7 @@ def _show(p: argparse.ArgumentParser) -> None:
         "--offload", default=None, metavar="WHAT,...", help="on disk: optimizer, parameters, activations, gradients"
     )
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    p.add_argument("--lower", action="store_true", help="what alone would lower the peak: ten more dry runs")
     p.add_argument("--grid", action="store_true", help="the schedule of all ranks of the pipe, and its bubble")
     p.add_argument("--json", action="store_true", help="the same for programs")
     p.add_argument("--png", default=None, help="draw a step, as it is simulated on --machine, into this file")

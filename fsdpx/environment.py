@@ -9,8 +9,8 @@ from pathlib import Path
 from fsdpx.errors import LaunchError
 
 __all__ = [
-    "Environment", "StartedBy", "Store", "alike", "allocated", "allocation", "alone", "check_alone", "check_size",
-    "hosts_of_job", "read",
+    "SWITCHES", "Environment", "StartedBy", "Store", "alike", "allocated", "allocation", "alone", "check_alone",
+    "check_size", "hosts_of_job", "read",
 ]  # fmt: skip
 
 ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
@@ -19,8 +19,8 @@ TCP = "tcp://"
 """How FSDPX_STORE begins where it is a port of a host."""
 RECORDED = 3
 """Steps of which values are recorded, unless FSDPX_RECORD_STEPS says otherwise."""
-_YES = ("1", "true", "yes", "on")
-_NO = ("", "0", "false", "no", "off")
+SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+"""How people write yes and no, here and in changes of run files."""
 
 
 _LAUNCHERS = {
@@ -144,7 +144,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         watch=_switch(environ, "FSDPX_WATCH", "1"),
         run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
         restart=_restart(environ),
-        ulfm=environ.get("OMPI_MCA_mpi_ft_enable", "").strip().lower() in _YES,
+        ulfm=SWITCHES.get(environ.get("OMPI_MCA_mpi_ft_enable", "").strip().lower(), False),
         slurm_job=environ.get("SLURM_JOB_ID"),
         threads=_threads(environ),
     )
@@ -260,7 +260,7 @@ def _store(environ: Mapping[str, str]) -> Store | None:
         return Store(file=place)
     if _missing(environ):
         return None
-    served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower() in _YES
+    served = SWITCHES.get(environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower(), False)
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "") if served else ""
     return Store(environ["MASTER_ADDR"].strip(), int(environ["MASTER_PORT"]), served=served, start=start)
 
@@ -412,6 +412,6 @@ def _wants_retuning(environ: Mapping[str, str]) -> bool:
 
 def _switch(environ: Mapping[str, str], variable: str, default: str = "0") -> bool:
     text = environ.get(variable, default).strip().lower()
-    if text not in _YES + _NO:
+    if text and text not in SWITCHES:
         raise LaunchError(f"{variable}={text!r} is neither yes nor no: set it to 1 or 0")
-    return text in _YES
+    return SWITCHES.get(text, False)

@@ -153,6 +153,11 @@ class Mesh:
             rank, place[axis] = divmod(rank, self.width(axis))
         return Coordinates(**place)
 
+    def data_rank(self, rank: int) -> int:
+        """The number on the data axis of the samples that `rank` works on."""
+        place = self.coordinates(rank)
+        return place.replica * self.width("shard") + place.shard
+
     def rank(self, coordinates: Coordinates) -> int:
         """The rank at these coordinates."""
         rank = 0

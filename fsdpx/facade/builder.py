@@ -15,6 +15,7 @@ import numpy as np
 from fsdpx import codecs, config, data, nn, optim, strategies
 from fsdpx.comm import mesh
 from fsdpx.data.loader import DataLoader
+from fsdpx.environment import SWITCHES
 from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import OPTIONS, distribute
 from fsdpx.files import read
@@ -165,9 +166,6 @@ class ModelBuilder:
             raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
 
 
-_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
 def _change(plan: dict[str, Any], change: str) -> None:
     """Put `section.key=value` into the plan. A value that is not TOML is a switch in another spelling, tie=False or no,
     or else a string: strategy=ddp."""
@@ -178,7 +176,7 @@ def _change(plan: dict[str, Any], change: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = _BOOLS.get(text.strip().lower(), text)
+        value = SWITCHES.get(text.strip().lower(), text)
     for table in tables:
         plan = plan.setdefault(table, {})
         if not isinstance(plan, dict):

@@ -83,7 +83,7 @@ def show(args: argparse.Namespace) -> str:
     full = (mesh or Mesh()).filled(Distribution(args.strategy, mesh).within(ranks), ranks)
     cells, grid = _field(args, example, dims)
     rank, rows = _rank(args, replace(full, space=dims), ranks, batch, 0 if grid is None else grid.busiest[0])
-    space = None if grid is None else grid.seen_by(_data_rank(full, rank))
+    space = None if grid is None else grid.seen_by(full.data_rank(rank))
     example, whole = (example.over(cells, one) if cells else example for one in (space, None))
     options = _options(args, example, full, ranks, rank) | {"space": space}
     run = dry_run(example.model(), example.x(rows), example.y(rows), **options)
@@ -94,7 +94,8 @@ def show(args: argparse.Namespace) -> str:
     def peak(changes: dict[str, Any]) -> tuple[int, None]:
         return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).peak.nbytes, None
 
-    changes, simulated = lowered(options, rows, peak), _simulated(args, whole, options | {"space": dims or None})
+    changes = lowered(options, rows, peak) if args.lower else None
+    simulated = _simulated(args, whole, options | {"space": dims or None})
     if args.json:
         return json.dumps(_as_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
     budget = _budget(run, args.memory, partial(remedies, options, count, rows=rows))
@@ -102,14 +103,15 @@ def show(args: argparse.Namespace) -> str:
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     head += "" if space is None else f", with {' x '.join(map(str, space.parts.local(space.place)))} cells of {space}"
     parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
-    parts += [str(run.peak), lowered_text(changes, run.peak.nbytes), f"{run.footprint}{budget}"]
+    parts += [str(run.peak), *([] if changes is None else [lowered_text(changes, run.peak.nbytes)])]
+    parts += [f"{run.footprint}{budget}"]
     schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
     parts += simulated
     return "\n\n".join(parts)
 
 
-def _as_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[Change]) -> dict[str, Any]:
+def _as_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[Change] | None) -> dict[str, Any]:
     """The same for programs."""
     moved = [{"axis": axis, "call": call, **vars(n)} for (axis, call), n in sorted(run.report.traffic.items())]
     process = {name: {"rss": part.rss, "pss": part.pss} for name, part in run.footprint.parts.items()}
@@ -118,7 +120,8 @@ def _as_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[Cha
         "model": args.example, "strategy": args.strategy, "rank": axes.world.rank, "ranks": axes.world.size,
         "mesh": {axis: axes.mesh.width(axis) for axis in AXES}, "samples": rows, "program": str(run.program).split(),
         "traffic": moved, "memory": run.report.memory, "activations": run.activations, "disk": run.report.disk,
-        "peak": run.peak.as_json(), "lower": [one.as_json() for one in changes], "process": process,
+        "peak": run.peak.as_json(), "process": process,
+        **({} if changes is None else {"lower": [one.as_json() for one in changes]}),
     }  # fmt: skip
 
 
@@ -184,7 +187,7 @@ def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: in
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run reports the error
     rows = [_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
-    first = next(rank for rank, own in enumerate(rows) if own and _data_rank(mesh, rank) % prod(mesh.space) == part)
+    first = next(rank for rank, own in enumerate(rows) if own and mesh.data_rank(rank) % prod(mesh.space) == part)
     if args.rank is not None and not rows[args.rank]:
         what = f"{batch} samples" if args.chunks is None else f"{args.chunks} chunks"
         raise ConfigError(f"--rank {args.rank}: of {what} this one of {ranks} ranks gets none; say --rank {first}")
@@ -203,15 +206,10 @@ def _ranks(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
 
 def _rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Samples of the global batch of this rank's data rank."""
-    data_rank, size = _data_rank(mesh, rank) // prod(mesh.space), mesh.width("data") // prod(mesh.space)
+    data_rank, size = mesh.data_rank(rank) // prod(mesh.space), mesh.width("data") // prod(mesh.space)
     if chunks is not None:
         return batch // chunks * len(chunks_of(chunks, data_rank, size))
     return batch * (data_rank + 1) // size - batch * data_rank // size
-
-
-def _data_rank(mesh: Mesh, rank: int) -> int:
-    place = mesh.coordinates(rank)
-    return place.replica * mesh.width("shard") + place.shard
 
 
 def _program(run: DryRun) -> str:

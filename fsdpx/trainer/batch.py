@@ -283,7 +283,7 @@ def agree(
     table = exchange(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
     alone = comm.size < axes.world.size
     ranks = axes.mesh.line(axes.coordinates, REPLICA) if alone else range(comm.size)
-    lines = [place.replica * axes.shard.size + place.shard for place in map(axes.mesh.coordinates, ranks)]
+    lines = list(map(axes.mesh.data_rank, ranks))
     first = [lines.index(line) for line in sorted(set(lines))]
     same = (table == table[[lines.index(line) for line in lines]]).all()
     if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:

@@ -21,13 +21,6 @@ MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathse
 pytestmark = pytest.mark.mpi_skip
 
 
-@pytest.fixture(autouse=True)
-def _peaks_as_they_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would lower a peak takes `show` ten more dry runs: they are made where that is looked at."""
-    if "any_example_and_strategy" not in request.node.name:
-        monkeypatch.setattr("fsdpx.launch.show.lowered", lambda *given: [])
-
-
 def job(ranks: int, *arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
     command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", *arguments]
@@ -76,7 +69,8 @@ def test_show_without_grouping_has_a_unit_per_layer(capsys: pytest.CaptureFixtur
     pairs(["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"], ["gpt-tiny", "mlp", "digits"]),
 )
 def test_show_any_example_and_strategy(example: str, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", example, "--strategy", strategy, "--ranks", "4", "--rank", "3", "--microbatches", "2"]) == 0
+    line = f"show {example} --strategy {strategy} --ranks 4 --rank 3 --microbatches 2 --lower"
+    assert main(line.split()) == 0
     text = capsys.readouterr().out
     assert "program," in text
     assert "activations at their peak" in text

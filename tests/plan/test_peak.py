@@ -135,15 +135,20 @@ def test_a_prediction_says_what_would_lower_its_peak() -> None:
 
 
 def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("show gpt-tiny --ranks 4 --strategy ddp".split()) == 0
+    assert main("show gpt-tiny --ranks 4 --strategy ddp --lower".split()) == 0
     text = capsys.readouterr().out
     assert "is in B3.0 (unit 'blocks.3..head'), action " in text
     assert "\nwhat alone would lower it" in text
-    assert main("show gpt-tiny --ranks 4 --strategy ddp --json".split()) == 0
+    assert main("show gpt-tiny --ranks 4 --strategy ddp --lower --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak"]["action"] == "B3.0"
     assert found["peak"]["bytes"] == sum(found["peak"]["kinds"].values())
     assert min(one["nbytes"] for one in found["lower"]) < found["peak"]["bytes"]
+    for more in ("", " --json"):
+        assert main(f"show gpt-tiny --ranks 4 --strategy ddp{more}".split()) == 0
+        text = capsys.readouterr().out
+        assert "peak" in text
+        assert "lower" not in text  # ten more dry runs, where they are asked for
     assert main("plan gpt-tiny --ranks 2 --machine laptop --batch 4 --most 2 --strategy fsdp --json".split()) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["peak"]["bytes"] == planned["found"][0]["memory"]
