@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import edges
@@ -99,3 +102,11 @@ def test_a_death_before_distribute_is_told_with_its_rank(tmp_path: Path) -> None
     done = job(tmp_path, DEATH_BEFORE_DISTRIBUTE, 3)
     assert re.search(r"RankLost: opening a communicator on rank [02] of 3: rank 1 has died\n", done.err), done.err
     assert not done.out
+
+
+def test_the_script_for_many_kills_compares_with_what_jobs_compute() -> None:
+    """Started by hand, it chooses no other BLAS library for the undisturbed run than its jobs have."""
+    script = Path(__file__).parent / "chaos_elastic.py"
+    kept = {name: value for name, value in os.environ.items() if name != "FSDPX_TUNE"}
+    done = subprocess.run([sys.executable, script, "1"], env=kept, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "0 of 1 seeds failed" in done.stdout) == (0, True), done.stdout + done.stderr
