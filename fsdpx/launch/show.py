@@ -26,7 +26,7 @@ from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, lowered, lowered_text
 from fsdpx.plan.prediction import Dry, Prediction, prepared
 from fsdpx.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
-from fsdpx.state.gradients import chunks_of
+from fsdpx.state.gradients import rows_of
 from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
@@ -206,10 +206,8 @@ def _ranks(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
 
 def _rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Samples of the global batch of this rank's data rank."""
-    data_rank, size = mesh.data_rank(rank) // prod(mesh.space), mesh.width("data") // prod(mesh.space)
-    if chunks is not None:
-        return batch // chunks * len(chunks_of(chunks, data_rank, size))
-    return batch * (data_rank + 1) // size - batch * data_rank // size
+    grid = prod(mesh.space)
+    return rows_of(batch, mesh.data_rank(rank) // grid, mesh.width("data") // grid, chunks)
 
 
 def _program(run: DryRun) -> str:

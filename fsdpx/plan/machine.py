@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from math import ceil, inf, isfinite
+from itertools import pairwise, takewhile
+from math import ceil, inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,14 @@ from fsdpx.words import demand_known
 __all__ = ["Compute", "Level", "Machine", "Storage"]
 
 SHIPPED = Path(__file__).with_name("machines")
-POSITIVE = ("ranks", "bandwidth", "memory", "capacity", "cores", "mtbf", "write", "read", "total")
-"""Keys whose values are above 0; of the others some may be 0."""
-FORMATS = {"float64": "float64", "float32": "float32", "bfloat16": "bf16", "bf16": "bf16", "float16": "float16"}
+SHARES = ("efficiency", "memory_efficiency", "spill", "contention")
+"""Keys whose values are at most 1."""
+POSITIVE = (
+    "ranks", "bandwidth", "memory", "efficiency", "memory_efficiency", "capacity", "cores", "mtbf", "write", "read",
+    "total",
+)  # fmt: skip
+"""Keys whose values are above 0; those of others may be 0."""
+FORMATS = {"float64", "float32", "bf16", "float16"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class Machine:
         path = Path(name_or_path)
         if str(name_or_path) in cls.names():
             path = SHIPPED / f"{name_or_path}.toml"
-        elif path.suffix != ".toml" and not path.exists():
+        elif path.suffix != ".toml" and not os.path.exists(path):
             names = ", ".join(cls.names())
             raise ConfigError(f"machine={str(name_or_path)!r} is none of {names}, and no file of that name exists")
         try:
@@ -168,82 +175,63 @@ class _File:
 
     def machine(self, found: dict[str, Any]) -> Machine:
         levels, compute, disk = (found.get(name) for name in ("levels", "compute", "disk"))
+        name = found.get("name", self.path.stem)
+        if wanted := _wanted("name", name):
+            raise self._error("the machine", f"name = {name!r}", wanted, "name")
         if not isinstance(levels, list) or not levels:
             raise self._error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
-        if not isinstance(compute, dict):
+        if compute is None:
             raise self._error("[compute]", "missing", "say flops and memory")
-        for key in found:
-            demand_known(f"machine file {self.path}", [key], ["name", "about", "levels", "compute", "disk"])
-        if not isinstance(disk, dict | None):
-            raise self._error("[disk]", f"disk = {disk!r}", "a table is needed, with write and read", "disk")
-        made = tuple(self._record(Level, level, "[[levels]]", n) for n, level in enumerate(levels))
-        for one, two in zip(made, made[1:], strict=False):
-            if not one.ranks < two.ranks:
+        demand_known(f"machine file {self.path}", found, ["name", "about", "levels", "compute", "disk"])
+        made = [self._record(Level, level, "[[levels]]", n) for n, level in enumerate(levels)]
+        for n, (one, two) in enumerate(pairwise(made)):
+            if one.ranks == inf:
+                raise self._error("[[levels]]", "ranks is missing", "only the last level holds all", number=n)
+            if one.ranks >= two.ranks:
                 wanted = f"more than the {one.ranks:g} of the level before"
-                raise self._error("[[levels]]", f"{two.name} holds {two.ranks:g} ranks", wanted, "ranks", two.name)
+                raise self._error("[[levels]]", f"{two.name} holds {two.ranks:g} ranks", wanted, "ranks", n + 1)
         there = None if disk is None else self._record(Storage, disk, "[disk]")
-        name = str(found.get("name", self.path.stem))
-        return Machine(name, made, self._record(Compute, compute, "[compute]"), there)
+        return Machine(name, tuple(made), self._record(Compute, compute, "[compute]"), there)
 
-    def _record(self, kind: Any, given: dict[str, Any], section: str, number: int = 0) -> Any:
-        known = {field.name: field for field in fields(kind)}
+    def _record(self, kind: Any, given: Any, section: str, number: int = 0) -> Any:
+        known = {field.name: field.default for field in fields(kind)}
+        needed = [key for key, default in known.items() if default is MISSING]
+        if not isinstance(given, dict):
+            wanted = f"a table is needed, with {' and '.join(needed)}"
+            raise self._error(section, f"{section.strip('[]')} = {given!r}", wanted)
         for key, value in given.items():
             if key not in known:
-                names = ", ".join(known)
-                raise self._error(section, f"{key} is not known", f"the keys here are {names}", key, number=number)
-            self._check(section, key, value, number)
-        for key, field in known.items():
-            if key not in given and field.default is MISSING:
+                raise self._error(section, f"{key} is not known", f"the keys here are {', '.join(known)}", key, number)
+            if wanted := _wanted(key, value):
+                raise self._error(section, f"{key} = {value!r}", wanted, key, number)
+        for key in needed:
+            if key not in given:
                 raise self._error(section, f"{key} is missing", "say it", number=number)
         return kind(**given)
 
-    def _check(self, section: str, key: str, value: Any, number: int) -> None:
-        if key in ("name", "gpu"):
-            kind = str if key == "name" else bool
-            if not isinstance(value, kind):
-                raise self._error(section, f"{key} = {value!r}", f"a {kind.__name__} is needed", key, number=number)
-            return
-        if key == "flops":
-            if not isinstance(value, dict) or not value:
-                wanted = "a table by format is needed, such as {float32 = 19.5e12}"
-                raise self._error(section, f"flops = {value!r}", wanted, key, number=number)
-            for name, one in value.items():
-                if name not in FORMATS.values():
-                    wanted = f"the formats are {', '.join(dict.fromkeys(FORMATS.values()))}"
-                    raise self._error(section, f"flops of {name}", wanted, key, number=number)
-                self._number(section, f"flops of {name}", one, key, number, least=True)
-            return
-        self._number(section, key, value, key, number, key in POSITIVE)
-        most = key in ("efficiency", "memory_efficiency", "contention", "spill")
-        if most and value > 1:
-            raise self._error(section, f"{key} = {value!r}", "at most 1 is needed", key, number=number)
+    def _error(self, section: str, what: str, wanted: str, key: str = "", number: int = 0) -> ConfigError:
+        """The error of a key of the section of this number, with the line where it stands, or the section begins."""
+        starts = [n for n, line in enumerate(self.lines, 1) if re.sub(r"\s|#.*", "", line) == section]
+        at = starts[number] if number < len(starts) else 0
+        body = takewhile(lambda line: not line[1].lstrip().startswith("["), enumerate(self.lines[at:], at + 1))
+        found = [n for n, line in body if key and re.match(rf"\s*{re.escape(key)}\s*[.=]", line)]
+        return ConfigError(f"machine file {self.path}, line {[*found, at or 1][0]}, {section}: {what}; {wanted}")
 
-    def _number(self, section: str, what: str, value: Any, key: str, number: int, least: bool) -> None:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if not good or value < 0 or (least and value == 0):
-            wanted = f"a number {'above' if least else 'of at least'} 0 is needed"
-            raise self._error(section, f"{what} = {value!r}", wanted, key, number=number)
 
-    def _error(
-        self, section: str, what: str, wanted: str, key: str = "", name: str = "", number: int = 0
-    ) -> ConfigError:
-        line = next(self._lines(section, key, name, number), 1)
-        return ConfigError(f"machine file {self.path}, line {line}, {section}: {what}; {wanted}")
-
-    def _lines(self, section: str, key: str, name: str, number: int) -> Iterator[int]:
-        """Where a key stands, of the section of this number or with this name; else where the section begins."""
-        starts = [n for n, line in enumerate(self.lines, 1) if line.split("#")[0].strip() == section]
-        if name:
-            starts = [s for s in starts if any(re.match(rf'\s*name\s*=\s*"{name}"', t) for t in self._body(s))]
-        for start in starts[number : number + 1] or starts:
-            for n, line in enumerate(self._body(start), start + 1):
-                if key and re.match(rf"\s*{re.escape(key)}\s*[.=]", line):
-                    yield n
-            yield start
-
-    def _body(self, start: int) -> Iterator[str]:
-        """The lines of the section that begins in this line."""
-        for line in self.lines[start:]:
-            if line.lstrip().startswith("["):
-                return
-            yield line
+def _wanted(key: str, value: Any) -> str:
+    """What the value of a key has to be; "" where it is that."""
+    if key in ("name", "gpu"):
+        kind = str if key == "name" else bool
+        return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"
+    if key == "flops":
+        if not isinstance(value, dict) or not value or not FORMATS.issuperset(value):
+            names = ", ".join(sorted(FORMATS))
+            return f"a table by format is needed, such as {{float32 = 19.5e12}}; the formats are {names}"
+        return next(filter(None, (_wanted("memory", one) for one in value.values())), "")
+    least = "above 0" if key in POSITIVE else "of at least 0"
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < inf
+    if not good or (value == 0 and key in POSITIVE):
+        return f"a number {least} is needed"
+    if key == "ranks" and value != int(value):
+        return "a whole number is needed"
+    return "at most 1 is needed" if key in SHARES and value > 1 else ""

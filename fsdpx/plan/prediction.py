@@ -24,7 +24,7 @@ from fsdpx.config import Precision, half_name
 from fsdpx.config import precision as formats_of
 from fsdpx.elastic.assembly import mesh_for
 from fsdpx.engine.run import lives
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, warn
 from fsdpx.layout.grid import LETTERS, Grid
 from fsdpx.nn.sort import keeping
 from fsdpx.plan.costing import ActionCost, Costing
@@ -43,6 +43,7 @@ from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import metered
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
+from fsdpx.state.gradients import rows_of
 from fsdpx.state.state import TrainState
 from fsdpx.trainer.fit import made, passing
 from fsdpx.trainer.host import FixedRanks
@@ -255,7 +256,11 @@ def predict(
     steps = {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
     where = Machine.load(machine)
-    return step_of(model, batch, ranks, where.compute.gpu, options).on(where, stragglers)
+    step = step_of(model, batch, ranks, where.compute.gpu, options)
+    found = step.on(where, stragglers)
+    if step.blank:
+        warn(step.blank)
+    return found
 
 
 @contextmanager
@@ -399,8 +404,10 @@ class WorldStep:
         mesh = (options["mesh"] or Mesh()).filled(options["strategy"], ranks)
         grid = _grid(options.get("space") or mesh.space, batch, mesh)
         mesh = mesh if grid is None else replace(mesh, space=grid.dims)
-        pieces = microbatches_of(options["microbatches"], options.get("chunks"), mesh)
-        return cls(model, batch, mesh, pieces, options, grid)
+        chunks, samples = options.get("chunks"), batch[0][0][0]
+        if chunks is not None and samples % chunks:
+            raise ConfigError(f"chunks={chunks}: a global batch of {samples} samples does not divide")
+        return cls(model, batch, mesh, microbatches_of(options["microbatches"], chunks, mesh), options, grid)
 
     @property
     def samples(self) -> int:
@@ -427,8 +434,15 @@ class WorldStep:
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
     def rows(self, member: int) -> int:
-        """Samples of a data rank, or of a grid of them."""
-        return self.samples * (member + 1) // self.members - self.samples * member // self.members
+        """Samples of a data rank, or of a grid of them; the last one has most."""
+        return rows_of(self.samples, member, self.members, self.options.get("chunks"))
+
+    @property
+    def blank(self) -> str:
+        """Which microbatches have no samples; "" where each has some."""
+        most, m = self.rows(self.members - 1), self.microbatches
+        words = f"microbatches={m}: a data rank has {most} samples at most, and the others take their time without any"
+        return words if most < m else ""
 
     @property
     def alike(self) -> bool:
@@ -480,6 +494,7 @@ class WorldStep:
 
     def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
         """The prediction for a machine."""
+        self.times(machine).lines.demand_room()
         with keeping(), seldom():
             return Dry.of(self, self.few()).on(machine, stragglers)
 
@@ -536,7 +551,7 @@ class Dry:
     def of(cls, step: WorldStep, ran: int) -> Dry:
         """Runs with so many microbatches, at least `step.few()`."""
         last, runs, others = step.members - 1, list[_Run](), list[_Run]()
-        if last and step.samples % (last + 1):
+        if step.rows(0) < step.rows(last) and (step.rows(0) or step.options.get("chunks") is None):
             others += step.runs(0, ran)
         runs += step.runs(last, ran)
         if step.grid is not None and len(step.grid.busiest) > 1:

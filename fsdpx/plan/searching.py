@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, prod
 from os import PathLike
 from typing import Any
 
 from fsdpx import nn
+from fsdpx.codecs import Codecs, codec
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
@@ -102,6 +104,8 @@ def search(
     if space != ANY:
         dims_of(space)
     Recipe(Training(model)).changed({"mesh": options.get("mesh")})  # checks it
+    for choice in (options.get("codec"), *codecs):
+        Codecs.of(choice, partial(codec, reduce="float32", compute="float32"))  # checks it
     model, options["loss"] = native(model, options.get("loss"))
     tried = _Search(model, shapes, size, where, None if limit is None else int(limit), most, say, options, space)
     tried.codecs = tuple(codecs)
@@ -149,10 +153,8 @@ class _Search:
             for strategy, mesh, space in self._placements()
             for precision in formats
         ]
-        for chosen in placed:
-            for recompute in self._choices("recompute", *RECOMPUTE):
-                if self._fits_somehow(chosen | {"recompute": recompute}):
-                    break
+        recomputes = self._choices("recompute", *RECOMPUTE)
+        placed = [one for one in placed if any(self._may_fit(one | {"recompute": choice}) for choice in recomputes)]
         if not self.found and "offload" not in self.fixed:
             self._offload()
         for options in sorted((other for chosen in placed for other in self._others(chosen)), key=self._at_least):
@@ -189,8 +191,8 @@ class _Search:
 
     def _fine(self, one: Candidate) -> None:
         """Other sizes of units, and the codecs that are allowed."""
-        for codec in self._choices("codec", *self.codecs):
-            self.attempt({**one.options, "codec": codec})
+        for choice in self._choices("codec", *self.codecs):
+            self.attempt({**one.options, "codec": choice})
         for group_bytes in self._choices("group_bytes", *GROUPS):
             made = self.attempt({**one.options, "group_bytes": group_bytes})
             if made is not None and _seconds(made) == _seconds(one):  # its units are larger anyway
@@ -238,16 +240,17 @@ class _Search:
                 found += sorted(grids, key=lambda dims: _faces(dims, cells))[:GRIDS]
         return found
 
-    def _fits_somehow(self, chosen: dict[str, Any]) -> bool:
-        """Try few microbatches, then more until it fits. Whether it does."""
+    def _may_fit(self, chosen: dict[str, Any]) -> bool:
+        """Try few microbatches, then more until it fits. False where each number of them takes too much memory."""
         pipe, rows = self._pipe_rows(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._choices("microbatches", *_doubled(first, rows)):
-            before, slow = len(self.large), len(self.slow)
-            if self.attempt(chosen | {"microbatches": microbatches}) is not None or len(self.slow) > slow:
-                return True  # of what is too slow, more microbatches and recomputing are no quicker
-            if len(self.large) == before or _floor(self.large[-1].prediction) > (self.limit or 0):
-                return False  # refused for another reason, or more microbatches would not help
+            before = len(self.large)
+            self.attempt(chosen | {"microbatches": microbatches})
+            if len(self.large) == before:
+                return True  # it fits, is too slow, or cannot run
+            if _floor(self.large[-1].prediction) > (self.limit or 0):
+                return False  # more microbatches would not help
         return False
 
     def _pipe_rows(self, chosen: dict[str, Any]) -> tuple[int, int]:
@@ -265,6 +268,8 @@ class _Search:
         self.seen[words] = False
         try:
             step = self._step(self.batch, self.ranks, options)
+            if step.blank:
+                raise ConfigError(step.blank)
             if least > self._most_seconds(None if all_kinds else _kind(step.mesh, options)):
                 self.slow[words] = least
                 return None
@@ -298,7 +303,7 @@ class _Search:
         found = tuple(sorted(self.found, key=_seconds))
         grids = "grids of fields, " * (self.space == ANY)
         disk = ", offload" * any("offload" in words for words in self.seen)
-        codecs = "".join(f", codec {codec!r}" for codec in self.codecs)
+        codecs = "".join(f", codec {choice!r}" for choice in self.codecs)
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
         fixed = _words(self.fixed)
         given = f", with {fixed}" * bool(fixed)

@@ -92,16 +92,16 @@ class Lines:
             if inside > before:
                 found.append(Crossing(level, inside / before, before, min(unit if unit > 1 else level.ranks, size)))
             before, unit = inside, level.ranks
-        width = 1
-        for axis in axes:
-            width *= self.mesh.width(axis)
-        if width > before:
-            last = self.machine.levels[-1]
+        return found
+
+    def demand_room(self) -> None:
+        """ConfigError where the machine has no level that holds all ranks."""
+        last, size = self.machine.levels[-1], self.mesh.size
+        if size > last.ranks:
             raise ConfigError(
                 f"machine {self.machine.name!r}: its last level, {last.name}, holds {last.ranks:g} ranks, and the mesh "
                 f"{self.mesh} has {size}: add a level, or leave out its ranks"
             )
-        return found
 
     @cached_property
     def known(self) -> dict[str, list[Crossing]]:

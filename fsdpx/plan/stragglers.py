@@ -33,6 +33,10 @@ class Stragglers:
     def __post_init__(self) -> None:
         if isinstance(self.spread, bool) or not isinstance(self.spread, int | float) or not 0 <= self.spread <= 2:
             raise ConfigError(f"stragglers={self.spread!r}: a spread between 0 and 2 is needed, 0.05 for about 5 %")
+        for name, least in (("draws", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"stragglers: {name}={value!r}: a whole number is needed, {least} or more")
 
     @classmethod
     def of(cls, choice: Stragglers | float) -> Stragglers:

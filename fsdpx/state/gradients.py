@@ -23,7 +23,7 @@ from fsdpx.layout.pages import Piece, ShardedPage
 
 __all__ = [
     "ChunkGradients", "Gradient", "Parcels", "Reduction", "Stack", "Subtrees", "TreeNode", "WholeGradient", "chunks_of",
-    "depth", "nodes_of", "parcel_nbytes", "root", "same_memory",
+    "depth", "nodes_of", "parcel_nbytes", "root", "rows_of", "same_memory",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -42,6 +42,13 @@ class TreeNode:
 def chunks_of(chunks: int, rank: int, ranks: int) -> range:
     """The chunks that data-rank `rank` of `ranks` computes: floor(S r / n) up to floor(S (r + 1) / n)."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
+
+
+def rows_of(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
+    """How many samples of a global batch data-rank `rank` of `ranks` has, as `DataLoader` deals them."""
+    if chunks is not None:
+        return samples // chunks * len(chunks_of(chunks, rank, ranks))
+    return samples * (rank + 1) // ranks - samples * rank // ranks
 
 
 def root(chunks: int) -> TreeNode:

@@ -64,13 +64,19 @@ def test_a_file(tmp_path: Path) -> None:
         ("ranks = 4", "ranks = 0", "line 9, [[levels]]: ranks = 0; a number above 0 is needed"),
         ('"system"\n', '"system"\nranks = 2\n', "line 15, [[levels]]: system holds 2 ranks; more than the 4 of"),
         ("{float32 = 1e12}", "1e12", "line 4, [compute]: flops = 1000000000000.0; a table by format is needed"),
-        ("{float32 = 1e12}", "{int8 = 1e12}", "line 4, [compute]: flops of int8; the formats are float64,"),
-        ("{float32 = 1e12}", "{float32 = 0}", "line 4, [compute]: flops of float32 = 0; a number above 0 is needed"),
+        ("{float32 = 1e12}", "{int8 = 1e12}", "line 4, [compute]: flops = {'int8': 1000000000000.0}; a table by"),
+        ("{float32 = 1e12}", "{float32 = 0}", "line 4, [compute]: flops = {'float32': 0}; a number above 0 is needed"),
         (
             "memory = 1e11",
             "memory = 1e11\nefficiency = 1.5",
             "line 6, [compute]: efficiency = 1.5; at most 1 is needed",
         ),
+        ("memory = 1e11", "memory = 1\nmemory_efficiency = 0", "line 6, [compute]: memory_efficiency = 0; a num"),
+        ("[compute]", "[ compute ] # all\nwatts = -1", "line 4, [compute]: watts = -1; a number of at least 0"),
+        ('"mine"', "true", "line 1, the machine: name = True; a str is needed"),
+        ("ranks = 4", "ranks = 2.5", "line 9, [[levels]]: ranks = 2.5; a whole number is needed"),
+        ("ranks = 4\n", "", "line 7, [[levels]]: ranks is missing; only the last level holds all"),
+        ('"system"\n', "'system'\nranks = 4\n", "line 15, [[levels]]: system holds 4 ranks; more than the 4 of"),
         ("[compute]", "[computes]", "line 1, [compute]: missing; say flops and memory"),
         ("memory = 1e11", "memory = 1e11\nmtbf = 0", "line 6, [compute]: mtbf = 0; a number above 0 is needed"),
         ("memory = 1e11", "memory = 1e11\nwatts = -5", "line 6, [compute]: watts = -5; a number of at least 0 is"),
@@ -99,6 +105,11 @@ def test_no_machine(tmp_path: Path) -> None:
     path.write_text("x = = 1")
     with pytest.raises(ConfigError, match=r"machine file .*odd\.toml: Invalid value \(at line 1"):
         Machine.load(path)
+    path.write_text("levels = [3]\n[compute]\nflops = {float32 = 1}\nmemory = 1\n")
+    with pytest.raises(ConfigError, match=r"line 1, \[\[levels\]\]: levels = 3; a table is needed, with name and"):
+        Machine.load(path)
+    with pytest.raises(ConfigError, match="and no file of that name exists"):
+        Machine.load("x" * 5000)
     path.write_text("[compute]\nflops = {float32 = 1}\nmemory = 1\n")
     with pytest.raises(ConfigError, match=r"line 1, \[\[levels\]\]: no level; say at least one"):
         Machine.load(path)

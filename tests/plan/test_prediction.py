@@ -24,6 +24,7 @@ from fsdpx.plan.seconds import Lines, StepTimes
 from fsdpx.program import prove
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.work import counting
+from fsdpx.state.gradients import rows_of
 
 TOKENS = "int64"
 FLAT = Machine("flat", (Level("host", 0.0, 1e9),), Compute({"float32": 1e12, "bf16": 1e12}, 1e30))
@@ -258,10 +259,36 @@ def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) ->
     assert module._before(fsdpx.FakeCommunicator(0, 2)) is None
 
 
+def test_microbatches_without_samples_are_told() -> None:
+    says = "^microbatches=5: a data rank has 4 samples at most, and the others take their time without any$"
+    with pytest.warns(RuntimeWarning, match=says):
+        predict(gpt(), batch(8), ranks=2, machine=FLAT, microbatches=5)
+    options: dict[str, Any] = {"ranks": 2, "machine": FLAT, "mesh": None, "cache": False}
+    with pytest.raises(ConfigError, match=f"^no configuration of 2 ranks can run: {says[1:-1]}$"):
+        fsdpx.plan(gpt(), batch=batch(8), microbatches=5, **options)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(3, 4), (4, 3), (2, 4)])
+def test_chunks_are_dealt_as_ranks_take_them(ranks: int, chunks: int) -> None:
+    """Ranks without a chunk are none of the classes."""
+    options: dict[str, Any] = {"chunks": chunks, "strategy": "fsdp"}
+    found = predict(gpt(), batch(24), ranks=ranks, machine=FLAT, **options)
+    assert len(found.classes) == (2 if ranks == 3 else 1)
+
+    def run(comm: Communicator) -> Any:
+        made = gpt().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, **options)
+        own = rows_of(24, comm.rank, ranks, chunks)
+        return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
+
+    demand_equal(found, fsdpx.spawn(run, ranks))
+    with pytest.raises(ConfigError, match=r"^chunks=5: a global batch of 24 samples does not divide$"):
+        predict(gpt(), batch(24), ranks=ranks, machine=FLAT, chunks=5)
+
+
 def test_many_ranks() -> None:
     """16,384 of them: a class for each rank of the pipe."""
     mesh = fsdpx.Mesh(pipe=4, tensor=2)
-    found = predict(gpt(8), batch(2048 * 8), ranks=16384, machine="a100-dgx-200g", strategy="fsdp", mesh=mesh)
+    found = predict(gpt(8), batch(2048 * 16), ranks=16384, machine="a100-dgx-200g", strategy="fsdp", mesh=mesh)
     assert len(found.classes) == 4
     assert found.mesh.width("shard") == 2048
 

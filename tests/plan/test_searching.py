@@ -262,6 +262,21 @@ def test_numbers_that_are_none() -> None:
             fsdpx.plan(gpt(), batch=(X, X), **{"machine": "laptop"} | options)
 
 
+def test_a_codec_that_does_not_exist_is_an_error() -> None:
+    """Of `codecs` and of `codec`, before anything is predicted."""
+    for option in ({"codecs": ("bf16", "int9")}, {"codec": "int9"}):
+        with pytest.raises(ConfigError, match=r"^unknown codec 'int9': choose one of plain, "):
+            fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", **option)
+
+
+def test_what_can_never_fit_is_not_tried_again() -> None:
+    """Neither other schedules nor microbatches of what is too large with each."""
+    words = r"the least of (\d+) configurations"
+    with pytest.raises(ConfigError, match=words) as caught:
+        fsdpx.plan(gpt(), batch=(X, X), ranks=4, machine="ethernet-10g", memory="64KiB", offload=None)
+    assert int(re.search(words, str(caught.value))[1]) < 60
+
+
 def test_one_codec_may_be_given_alone() -> None:
     made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="ethernet-10g", strategy="ddp", mesh=None, codecs="bf16")
     assert made.kinds.keys() == {"ddp", "ddp + bf16"}

@@ -73,6 +73,9 @@ def test_stages_of_a_pipe_wait_for_the_slower_one() -> None:
 def test_a_spread_that_is_none() -> None:
     with pytest.raises(ConfigError, match=r"stragglers=-1: a spread between 0 and 2 is needed, 0.05 for about 5 %"):
         step(2, stragglers=-1)
+    for numbers, says in (((0.1, 0), "draws=0: a whole number is needed, 1 or more"), ((0, 9, -1), "seed=-1: a ")):
+        with pytest.raises(ConfigError, match=f"^stragglers: {says}"):
+            Stragglers(*numbers)
     assert step(2, stragglers=0.0).seconds == pytest.approx(step(2).seconds)
 
 
