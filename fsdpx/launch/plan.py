@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.files import READABLE, write
 from fsdpx.launch.catalog import CatalogModel, entry
-from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute
+from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute, written
 from fsdpx.observe.plots import against_ranks, save
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.fit import fit_report
@@ -91,7 +91,8 @@ def plan_job(args: argparse.Namespace) -> str:
     if args.ranks_png is not None:
         rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
         title = f"{args.example} on {found.machine.name}: {found.best.words}"
-        print(f"drawn: {save(against_ranks(title, rows), args.ranks_png)}", file=sys.stderr)
+        with written(args.ranks_png):
+            print(f"drawn: {save(against_ranks(title, rows), args.ranks_png)}", file=sys.stderr)
     best = found.best.prediction
     changes, rates = best.lowered(), best.rates(mtbf=args.mtbf, save=args.save, restore=args.restore)
     if args.json:
@@ -128,5 +129,7 @@ def measure_machine(args: argparse.Namespace) -> str:
     found = measured(args.name, comm, args.device)
     if comm.rank:
         return ""
-    write(args.output, machine_text(found), READABLE)
-    return f"{machine_text(found)}\nwritten: {args.output}"
+    text = machine_text(found)
+    with written(args.output):
+        write(args.output, text, READABLE)
+    return f"{text}\nwritten: {args.output}"

@@ -6,6 +6,7 @@ import argparse
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -18,6 +19,7 @@ from fsdpx.config import Offload, byte_count
 from fsdpx.engine.recording import Acted, TransferSpan, Turn
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
+from fsdpx.files import unreadable
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
 from fsdpx.layout.grid import Grid
 from fsdpx.observe.chrome import TraceHeader, TracePlace, write_simulated
@@ -34,7 +36,7 @@ from fsdpx.trainer.report import call_text
 
 __all__ = [
     "add_options", "check_axes", "draw_step", "lanes", "mesh_text", "no_field", "numbers", "parse_recompute", "show",
-    "trace_step",
+    "trace_step", "written",
 ]  # fmt: skip
 
 
@@ -338,11 +340,21 @@ def lanes(dry: Dry, found: Prediction, title: str) -> StepLanes:
     return StepLanes(title, events, names, [held[places[rank]] for rank in rows], numbered, second=1.0)
 
 
+@contextmanager
+def written(path: Any) -> Iterator[None]:
+    """ConfigError where this file, which is written inside, cannot be."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written: {unreadable(error, path)}") from error
+
+
 def draw_step(dry: Dry, found: Prediction, title: str, path: str) -> str:
     """Draw it into this file, and say what is drawn."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
-    save(figure([lanes(dry, found, title + of)]), Path(path))
+    with written(path):
+        save(figure([lanes(dry, found, title + of)]), Path(path))
     ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 
@@ -357,7 +369,8 @@ def trace_step(dry: Dry, found: Prediction, path: str) -> str:
         row = [event for event in found.events if event.rank == stage]
         turn = _turn(run, row, held["activations"], run.programs[dry.few])
         ranks.append((header, turn, TracePlace.of(axes)))
-    write_simulated(Path(path), ranks)
+    with written(path):
+        write_simulated(Path(path), ranks)
     return f"traced: {path}, {len(ranks)} of {found.mesh.size} ranks of {found.machine.name}, simulated"
 
 

@@ -156,6 +156,7 @@ class Plan:
             "machine": self.machine.name,
             "ranks": self.ranks,
             "samples": self.samples,
+            "memory": self.memory,
             "searched": self.searched,
             "largest_batch": self.largest,
             "longest": list(self.longest),

@@ -20,7 +20,7 @@ from fsdpx.array.arena import Life
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.mesh import Coordinates, Mesh
-from fsdpx.config import Precision, half_name
+from fsdpx.config import Elastic, Precision, half_name
 from fsdpx.config import precision as formats_of
 from fsdpx.elastic.assembly import mesh_for
 from fsdpx.engine.run import lives
@@ -185,7 +185,7 @@ class Prediction:
         ConfigError : no such rank; MeshError where too few are left for the mesh
         StateLost : a part of the state was in their memory alone
         """
-        step, ranks = self.step, self.mesh.size
+        step, ranks, copies = self.step, self.mesh.size, Elastic(copies=copies).copies
         if not lost or not all(type(rank) is int and 0 <= rank < ranks for rank in lost):
             raise ConfigError(f"lost={lost!r}: numbers of ranks are needed, 0 to {ranks - 1}")
         left = ranks - len({*lost})

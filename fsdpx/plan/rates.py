@@ -32,7 +32,8 @@ def useful(between: float, save: float, restore: float, mtbf: float) -> float:
     """Share of time that goes into steps which are not lost: Daly 2006, equation 20, for failures that know no past.
 
     between: seconds of computing between two checkpoints. restore: seconds from a failure until steps go on."""
-    return between / (mtbf * exp(restore / mtbf) * expm1((between + save) / mtbf))
+    each = (between + save) / mtbf
+    return (between / mtbf / -expm1(-each) if each else 1.0) * exp(-restore / mtbf - each)
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class JobRates:
         return "\n".join([*lines, f"{STEPS:,} steps cost {self.hours:,.4g} {self.unit}{energy}"])
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
-        return asdict(self)
+        """For programs. None in place of hours and joules without end, of steps that failures never let end."""
+        return {name: None if value == inf else value for name, value in asdict(self).items()}
 
 
 def rates(
@@ -91,7 +92,8 @@ def rates(
     """
     compute, disk = machine.compute, machine.disk
     for name, value in (("mtbf", mtbf), ("save", save), ("restore", restore)):
-        if (value is not None and not 0 <= value < inf) or (name == "mtbf" and value == 0):
+        good = isinstance(value, int | float) and 0 <= value < inf and (value or name != "mtbf")
+        if value is not None and not good:
             raise ConfigError(f"{name}={value!r}: seconds are needed, a number above 0")
     one = compute.mtbf if mtbf is None else mtbf
     times = (None, None) if disk is None else checkpoint.seconds(disk)

@@ -103,7 +103,10 @@ def search(
         raise ConfigError(f"space={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells")
     if space != ANY:
         dims_of(space)
+    if not isinstance(codecs, Sequence):
+        raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
     Recipe(Training(model)).changed({"mesh": options.get("mesh")})  # checks it
+    (options.get("mesh") or Mesh()).filled(options.get("strategy", "fsdp"), size)  # checks that ranks fill it
     for choice in (options.get("codec"), *codecs):
         Codecs.of(choice, partial(codec, reduce="float32", compute="float32"))  # checks it
     model, options["loss"] = native(model, options.get("loss"))

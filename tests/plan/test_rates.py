@@ -3,7 +3,7 @@
 import json
 import random
 from dataclasses import replace
-from math import sqrt
+from math import exp, inf, sqrt
 
 import pytest
 
@@ -55,6 +55,17 @@ def test_the_useful_share_is_what_simulated_failures_leave() -> None:
             time += again
         time += restore
     assert done / time == pytest.approx(useful(between, save, restore, mtbf), rel=0.03)
+
+
+def test_failures_that_let_nothing_end() -> None:
+    """More come than a checkpoint takes: no steps a day, and no number for costs without end."""
+    made = predict(chain(), (X, X), ranks=2, machine=FLAT)
+    assert useful(interval(0.0, 9.0), 0.0, 9.0, 9.0) == pytest.approx(exp(-1))
+    day = made.rates(mtbf=1e-3, save=60.0)
+    assert (day.steps, day.hours) == (0.0, inf)
+    assert json.loads(json.dumps(day.as_json(), allow_nan=False))["hours"] is None
+    with pytest.raises(ConfigError, match=r"^save='60': seconds are needed, a number above 0$"):
+        made.rates(mtbf=1e6, save="60")
 
 
 def test_a_checkpoint_is_shared_out_as_ranks_write_it() -> None:

@@ -86,5 +86,7 @@ def test_losses_that_cannot_be_made_good() -> None:
     assert of(strategy="fsdp").recovery([1, 3], copies=2).mesh.size == 2
     with pytest.raises(ConfigError, match=r"lost=\[4\]: numbers of ranks are needed, 0 to 3"):
         of().recovery([4])
+    with pytest.raises(ConfigError, match=r"copies=-1\): a whole number, 0 or more"):
+        of().recovery([0], copies=-1)
     with pytest.raises(MeshError, match="1 ranks are left, which is too few for it"):
         of(mesh=Mesh(tensor=2)).recovery([0, 1, 2])

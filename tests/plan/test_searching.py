@@ -14,7 +14,7 @@ import pytest
 import fsdpx
 from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan import Level, Machine, Plan, predict, searching
 from fsdpx.plan.depth import deeper
 from fsdpx.plan.fit import FITTED, MeasuredStep, errors, fitted, rows_of
@@ -256,9 +256,11 @@ def test_numbers_that_are_none() -> None:
         ({"hosts": 2, "machine": flat}, "^hosts=2: machine 'flat' does not say how many ranks a host has; say ranks=$"),
         ({"ranks": 2, "most": "few"}, "^most='few': a whole number, 1 or more$"),
         ({"ranks": 2, "space": "some"}, "^space='some': a fsdpx.Grid is needed, or ranks along each dim"),
+        ({"ranks": 2, "mesh": Mesh(pipe=3)}, "^mesh pipe=3 x .* needs a multiple of 3 ranks, but the world has 2$"),
+        ({"ranks": 2, "codecs": 5}, r"^codecs=5: a list of codecs is needed, such as \('bf16', 'int8'\)$"),
         ({"ranks": 2, "mesh": "pipe=2"}, r"^mesh='pipe=2': fsdpx\.Mesh\(\.\.\.\) is needed"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(FsdpxError, match=says):
             fsdpx.plan(gpt(), batch=(X, X), **{"machine": "laptop"} | options)
 
 
@@ -322,6 +324,14 @@ def test_the_command_line_draws_time_and_memory_against_ranks(
     assert main([*words, "--ranks-png", str(path)]) == 0
     assert f"drawn: {path}" in capsys.readouterr().err
     assert path.read_bytes().startswith(b"\x89PNG")
+    for option, wrong, says in (
+        ("--ranks-png", path / "x.png", "Not a directory"),
+        ("--png", tmp_path / "x.foo", "Format 'foo' is not"),
+    ):
+        assert main([*words, option, str(wrong)]) == 2
+        assert f"fsdpx plan: {wrong} cannot be written: {wrong}: {says}" in capsys.readouterr().err
+    assert main(["show", "mlp", "--trace", str(path / "x.json")]) == 2
+    assert "x.json cannot be written" in capsys.readouterr().err
 
 
 def test_pipes_have_no_more_ranks_than_the_model_has_layers() -> None:
