@@ -494,7 +494,7 @@ class WorldStep:
 
     def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
         """The prediction for a machine."""
-        self.times(machine).lines.demand_room()
+        self.times(machine).lines.demand_ranks()
         with keeping(), seldom():
             return Dry.of(self, self.few()).on(machine, stragglers)
 

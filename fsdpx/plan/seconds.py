@@ -94,7 +94,7 @@ class Lines:
             before, unit = inside, level.ranks
         return found
 
-    def demand_room(self) -> None:
+    def demand_ranks(self) -> None:
         """ConfigError where the machine has no level that holds all ranks."""
         last, size = self.machine.levels[-1], self.mesh.size
         if size > last.ranks:
