@@ -170,7 +170,7 @@ class Offload:
         if not isinstance(what, tuple | list) or not what or any(one not in OFFLOADED for one in what):
             raise ConfigError(f"Offload(what={self.what!r}): choose from {', '.join(OFFLOADED)}")
         object.__setattr__(self, "what", tuple(name for name in OFFLOADED if name in what))
-        object.__setattr__(self, "folder", os.fspath(self.folder))
+        object.__setattr__(self, "folder", os.path.expanduser(self.folder))
         if self.direct not in (None, True, False):
             raise ConfigError(f"Offload(direct={self.direct!r}): choose True, False or None")
 

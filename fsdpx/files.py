@@ -25,8 +25,8 @@ from fsdpx.errors import warn
 
 __all__ = [
     "LARGEST_RECORD", "READABLE", "Untrusted", "append", "believed", "belongs", "create", "demand_private", "folder",
-    "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "place_of", "read", "read_json", "refused",
-    "remove", "sign", "typed", "unreadable", "write",
+    "home", "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "place_of", "read", "read_json",
+    "refused", "remove", "sign", "typed", "unreadable", "write",
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
@@ -51,6 +51,11 @@ _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F].
 
 class Untrusted(OSError):
     """A file or a folder that is there, but not as it has to be. The text names it and says why."""
+
+
+def home(path: str | os.PathLike[str]) -> Path:
+    """A path as a shell reads it: ~ is the home folder of the user."""
+    return Path(os.path.expanduser(path))
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

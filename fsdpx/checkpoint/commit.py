@@ -186,7 +186,7 @@ def named(path: Any) -> Path:
         raise CheckpointError(f"the path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
     if not text or "\0" in text or not _encodable(text):
         raise CheckpointError(f"the path {text!r} is empty or has characters that no file system takes")
-    given = Path(text)
+    given = files.home(text)
     given = given.resolve() if given.name in ("", "..") else given
     if not given.name:
         raise CheckpointError(f"the path {given} has no name, so nothing can lie beside it: give a folder inside it")

@@ -21,7 +21,7 @@ import numpy as np
 
 from fsdpx.array.namespace import unmasked
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.files import open_file, unreadable
+from fsdpx.files import home, open_file, unreadable
 
 __all__ = [
     "ArrayDataset", "Dataset", "TextDataset", "TokenDataset", "Windows", "collate", "digest_of_first", "mapped", "maps",
@@ -88,7 +88,7 @@ class TokenDataset(Windows):
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
         if not isinstance(seq_len, int) or seq_len < 1:
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
-        self.path, self.seq_len = Path(path), seq_len
+        self.path, self.seq_len = home(path), seq_len
         try:
             self.tokens = mapped(self.path, np.dtype(dtype))
         except (OSError, ValueError) as error:
@@ -282,7 +282,7 @@ class TextDataset(Windows):
         self.seq_len, self.split, self.dtype = index(seq_len), split, np.dtype(dtype)
         if self.dtype.kind not in "iu" or self.dtype == np.int8:
             raise ConfigError(f"TextDataset(dtype={self.dtype}): an integer format that holds 0 to 255 is needed")
-        roots = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(p) for p in path]
+        roots = [home(path)] if isinstance(path, str | os.PathLike) else [home(p) for p in path]
         self.files = tuple(_find(roots, tuple([suffixes] if isinstance(suffixes, str) else suffixes)))
         whole = [(file, 0, os.path.getsize(file)) for file in self.files]
         self._pieces = whole if split == "all" else _cut(whole, split == "validation", fraction)

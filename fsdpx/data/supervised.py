@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.files import open_file, parse_json, refused, unreadable
+from fsdpx.files import home, open_file, parse_json, refused, unreadable
 
 __all__ = ["SupervisedDataset"]
 
@@ -62,7 +62,7 @@ class SupervisedDataset:
     ) -> None:
         if seq_len < 1:
             raise ConfigError(f"SupervisedDataset(seq_len={seq_len}): 1 or more")
-        self.path, self.seq_len, self.end, self.packed = Path(path), seq_len, end, packed
+        self.path, self.seq_len, self.end, self.packed = home(path), seq_len, end, packed
         self.left_out = self.messages = self.texts = 0
         written: Any = template or (lambda role, content: (f"{role}: ", f"{content}\n"))
         found = []

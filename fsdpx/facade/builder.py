@@ -18,7 +18,7 @@ from fsdpx.data.loader import DataLoader
 from fsdpx.environment import SWITCHES
 from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import OPTIONS, distribute
-from fsdpx.files import read
+from fsdpx.files import home, read
 from fsdpx.nn import models
 from fsdpx.observe import trace
 from fsdpx.optim import schedules
@@ -66,7 +66,7 @@ class ModelBuilder:
     def read(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
         """From a run file. changes: `section.key=value`, each in place of what the file says."""
         try:
-            plan = tomllib.loads(read(path, ours=False).decode())
+            plan = tomllib.loads(read(home(path), ours=False).decode())
         except OSError as error:
             raise ConfigError(f"{path}: no run file can be read there: {error.strerror or error}") from error
         except ValueError as error:

@@ -15,6 +15,7 @@ from fsdpx.checkpoint.format import array_type, rounded
 from fsdpx.checkpoint.pieces import BLOCK, Block, Held
 from fsdpx.checkpoint.read import Source, elements, read, weights
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.files import home
 from fsdpx.layout.pages import Run
 from fsdpx.models.beside import last_token, object_of
 from fsdpx.models.fields import shown
@@ -164,7 +165,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
         with tokens that the model has not
     CheckpointError : files that cannot be read; tensors that are missing, left over or of another shape
     """
-    path = Path(folder)
+    path = home(folder)
     config = _config(path)
     architecture = _architecture(path, config)
     source = weights(path)

@@ -15,6 +15,7 @@ from fsdpx.checkpoint.commit import together
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.recording import Recording, Turn
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.files import home
 from fsdpx.files import write as write_file
 from fsdpx.observe.chrome import TraceHeader, TracePlace, name_of, write
 from fsdpx.observe.measure import machine_of, synchronise
@@ -54,7 +55,7 @@ class Tracer:
     """Keeps a trace of an engine from now on. Collective: the clocks of all ranks are read, and the folder is made."""
 
     def __init__(self, engine: Engine, trace: Trace) -> None:
-        self.engine, self.folder = engine, Path(trace.folder)
+        self.engine, self.folder = engine, home(trace.folder)
         self._axes = engine.placement.axes
         self._together(self._make)
         self._begun = synchronise(self._axes.uncounted)

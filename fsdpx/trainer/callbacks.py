@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from os import PathLike
-from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace, TracebackType
 from typing import Any, TextIO
@@ -50,7 +49,7 @@ class Log:
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
         """tensorboard: True: its events are wanted, ConfigError without the package; None: if it is installed."""
-        self.folder, self._tensorboard = Path(folder), tensorboard
+        self.folder, self._tensorboard = files.home(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
                 "fit(tensorboard=True): TensorBoard's events need tensorboardX: pip install 'fsdpx[tensorboard]'"

@@ -13,6 +13,7 @@ from typing import Any
 from fsdpx.checkpoint.commit import numbered
 from fsdpx.checkpoint.save import Choices
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.files import home
 from fsdpx.messages import say
 from fsdpx.trainer.host import TrainerHost
 
@@ -128,11 +129,11 @@ class Checkpoints:
         return given
 
     def path(self, step: int) -> Path:
-        return Path(self.folder) / f"{NAME}{step}"
+        return home(self.folder) / f"{NAME}{step}"
 
     def latest(self) -> Path | None:
         """The newest that is whole, or None."""
-        found = list(numbered(Path(self.folder), NAME))
+        found = list(numbered(home(self.folder), NAME))
         return found[-1][1] if found else None
 
     def begin(self, host: TrainerHost, loader: Any, history: History) -> Begun | None:

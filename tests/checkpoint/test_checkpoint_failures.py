@@ -21,7 +21,8 @@ from models import make
 from savers import build, refused, steps
 from threads import on_ranks
 
-from fsdpx import optim, spawn
+import fsdpx
+from fsdpx import data, environment, nn, optim, spawn
 from fsdpx.checkpoint import commit, write
 from fsdpx.checkpoint import format as layout
 from fsdpx.checkpoint import save as saving
@@ -171,6 +172,29 @@ def test_the_background_commits_without_another_call(comm: Communicator, tmp_pat
         assert saving._wrote.wait(20)  # type: ignore[union-attr]
         assert saving._running.acquire(timeout=20)  # type: ignore[union-attr]
         assert (tmp_path / "a/manifest.json").exists()
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home/disk").mkdir(parents=True)
+    monkeypatch.setenv("FSDPX_CACHE", str(environment.read().cache))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home/text.txt").write_text("a text to read" * 20)
+
+    def body(comm: Communicator) -> str:
+        given = {"optimizer": optim.AdamW(lr=0.1), "trace": "~/trace", "offload": fsdpx.Offload("~/disk")}
+        trainer = nn.Linear(4, 4).as_distributed(loss=nn.MSE(), comm=comm, **given)
+        loader = data.DataLoader(data.ArrayDataset(np.ones((4, 4)), np.ones((4, 4))), 4, comm=comm)
+        trainer.fit(loader, log="~/log", checkpoints="~/runs", progress=False)
+        trainer.load("~/runs/step-1")
+        trainer.close()
+        return fsdpx.Checkpoints("~/runs").latest().name  # type: ignore[union-attr]
+
+    assert spawn(body, 1) == ["step-1"]
+    assert len(data.TextDataset("~/text.txt", 8)) > 0
+    found = {path.name for path in (tmp_path / "home").iterdir()}
+    assert found == {"disk", "text.txt", "trace", "log", "runs"}
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 @pytest.mark.parametrize(
