@@ -42,6 +42,7 @@ from fsdpx.state.ledger import memories
 from fsdpx.state.pace import TOGETHER, PaceChoice
 from fsdpx.state.placement import FieldParts, Formats, Options, Pipe, Placement, recompute, statistics_of
 from fsdpx.state.tuning import Tuning, kept, tune_for
+from fsdpx.trainer.batch import sum_of
 from fsdpx.trainer.choices import (
     CHUNKS,
     SPACE,
@@ -260,6 +261,8 @@ def _asked_for(
         "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
         "optimizer": training.optimizer,
         "loss": training.loss,
+        "arrays of layers": "" if recipe.distribution.space is not None else _arrays(training.model),
+        "arrays of the loss": "" if recipe.distribution.space is not None else _arrays(training.loss),
         "codec": reducing.codecs,
         "microbatches": reducing.microbatches,
         "device": recipe.machinery.device,
@@ -270,6 +273,16 @@ def _asked_for(
         "pace": pace.words,
         "outer optimizer": pace.optimizers,
     }
+
+
+def _arrays(thing: Any) -> str:
+    """A line for each layer or loss that holds arrays, such as masks and weights of cells, which its text leaves out:
+    with `space` each rank has its part of them."""
+    held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
+    held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
+    lines = [f"{thing!r} with arrays of sum {sum_of(held):08x}"] if held else []
+    inside = thing.children().values() if isinstance(thing, Layer) else ()
+    return "\n".join([*lines, *filter(None, map(_arrays, inside))])
 
 
 def _namespace(machinery: Machinery, world: Communicator) -> Any:

@@ -213,6 +213,37 @@ def test_layers_that_differ_are_told(model: Any, text: str) -> None:
     assert f"ConfigError: ranks differ in layers: rank 0 has {text}" in alike(2, act)
 
 
+class Table(nn.Layer):
+    """An array of one's own, which its text leaves out."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self._table = table
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x + env.xp.asarray(self._table, x.dtype), ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy, ()
+
+    def backward_params(self, env: Any, g: Any, kept: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "text"),
+    [
+        (lambda n: nn.Chain(nn.Mask(np.arange(4) > n)), lambda n: None, "layers: rank 0 has Mask(0.0) with"),
+        (lambda n: nn.Residual(Table(np.full(4, float(n)))), lambda n: None, "layers: rank 0 has Table("),
+        (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "the loss: rank 0 has MSE(weights=<an array>) with"),
+    ],
+)
+def test_arrays_that_differ_are_told(model: Any, weights: Any, text: str) -> None:
+    def act(comm: Communicator, rank: int) -> None:
+        model(rank).as_distributed(loss=nn.MSE(weights(rank)), optimizer=optim.SGD(lr=0.1), comm=comm)
+
+    assert f"ConfigError: ranks differ in arrays of {text}" in alike(2, lambda comm: act(comm, comm.rank))
+    spawn(act, 2, 1)
+
+
 def mine_too(ranks: int, microbatches: int, per_rank: int) -> list[str]:
     ends = range(microbatches)
     return [" ".join([f"F{r}.{m}" for m in ends] + [f"B{r}.{m}" for m in ends]) for r in range(ranks)]
