@@ -59,6 +59,12 @@ def _escaped(line):
     return re.sub(r"\bdocs/([\w/-]+)\.md\b", r":doc:`/\1`", "".join(plain))
 
 
+def depends(app, doctree):
+    """A page is made again where what makes its links and its last line has changed."""
+    for name in ("glossary.md", "terms.py", "measures.py", "conf.py"):
+        app.env.note_dependency(str(Path(app.srcdir, name)))
+
+
 def aligned(app, doctree):
     """Text in columns keeps its lines; other code is wrapped where the screen is narrower (fsdpx.css)."""
     for block in doctree.findall(nodes.literal_block):
@@ -76,5 +82,6 @@ def measured(app, page, template, context, doctree):
 def setup(app):
     app.connect("autodoc-process-docstring", plain)
     app.connect("doctree-resolved", terms.on_page)
+    app.connect("doctree-read", depends)
     app.connect("doctree-read", aligned)
     app.connect("html-page-context", measured)

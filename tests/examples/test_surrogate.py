@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,49 +18,40 @@ def test_the_solver_alone_does_not_see_the_ranks() -> None:
     assert found == {"after 20 states: mean height 1.0200, highest 1.1465\n"}
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What two short runs on four ranks print, and the folder of their pictures, if Matplotlib is there."""
-    folder = tmp_path_factory.mktemp("pictures")
-    with_pictures: tuple[str, ...] = ()
+def test_a_surrogate_learns_from_a_running_solver_and_draws_the_pictures_of_the_page(tmp_path: Path) -> None:
+    """Two short runs on four ranks: one test, since each process that runs tests would train them again."""
     try:
-        import matplotlib  # noqa: F401
-
-        with_pictures = ("--pictures", str(folder))
+        import matplotlib.image
     except ImportError:
-        pass
-    return run(4, "fsdpx.examples.surrogate", "--runs", "2", "--steps", "1", *with_pictures).stdout, folder
-
-
-def test_a_surrogate_learns_from_a_running_solver_and_steps(short: tuple[str, Path]) -> None:
+        matplotlib = None
+    drawn = ("--pictures", str(tmp_path)) if matplotlib else ()
+    shown = run(4, "fsdpx.examples.surrogate", "--runs", "2", "--steps", "1", *drawn).stdout
     found = re.fullmatch(
         r"run 1: loss (\S+)\nrun 2: loss (\S+)\n"
         r"error of the network's own states: (\S+)% after 1, .*, (\S+)% after 20\n"
         r"a state takes the solver \S+ ms and the network \S+ ms\n",
-        short[0],
+        shown,
     )
-    assert found, short[0]
+    assert found, shown
     first, second, one, twenty = map(float, found.groups())
     assert second < first < 1
     assert one < 60  # of the waves, after 38 steps of training
     assert one < twenty
 
-
-def test_a_surrogate_does_not_see_how_the_solver_is_cut(short: tuple[str, Path]) -> None:
     alone = run(1, "fsdpx.examples.surrogate", "--runs", "2", "--steps", "1").stdout
-    shown = [re.findall(r"loss (\S+)|(\d+\.\d)%", text) for text in (alone, short[0])]
-    numbers = [[float(a or b) for a, b in one] for one in shown]
+    numbers = [[float(a or b) for a, b in re.findall(r"loss (\S+)|(\d+\.\d)%", text)] for text in (alone, shown)]
     np.testing.assert_allclose(numbers[0], numbers[1], rtol=1e-2)
+    if matplotlib:
+        pictures_are_those_of_the_page(matplotlib.image, tmp_path)
 
 
-def test_the_pictures_of_the_tutorial_are_those_that_the_example_draws(short: tuple[str, Path]) -> None:
+def pictures_are_those_of_the_page(image: Any, drawn: Path) -> None:
     """Sizes of all; the parts, which depend on the solver alone, cell by cell; the others show a longer run."""
-    image = pytest.importorskip("matplotlib.image")
     names = sorted(path.name for path in PICTURES.glob("surrogate-*.png"))
     both = [(what, theme) for what in ("error", "field", "parts") for theme in ("dark", "light")]
     assert names == [f"surrogate-{what}-{theme}.png" for what, theme in both]
     for name in names:
-        kept, made = (image.imread(folder / name)[..., :3] for folder in (PICTURES, short[1]))
+        kept, made = (image.imread(folder / name)[..., :3] for folder in (PICTURES, drawn))
         assert kept.shape == made.shape
         assert kept.std() > 0.03  # there is something on it
         assert bool(kept[0, 0].sum() < 1.5) is ("-dark" in name)
