@@ -185,15 +185,15 @@ def test_gpt_has_the_hash_of_one_process_also_under_torchrun(tmp_path: Path) -> 
 @pytest.mark.jobs
 @needs_torch
 @pytest.mark.parametrize(
-    ("end", "through", "status", "said"),
+    ("end", "ranks", "through", "status", "said"),
     [
-        ("sys.exit(3)", "windows", 3, r"rank 1 (has|on \S+) ended with (exit )?status 3"),
-        ("os.kill(os.getpid(), 9)", "messages", 137, "recv of news on rank [02] of 3: rank 1 has ended"),
-        ("raise RuntimeError('out of fuel')", "windows", 1, "RuntimeError: out of fuel"),
+        ("sys.exit(3)", 2, "windows", 3, r"rank 1 (has|on \S+) ended with (exit )?status 3"),
+        ("os.kill(os.getpid(), 9)", 3, "messages", 137, "recv of news on rank [02] of 3: rank 1 has ended"),
+        ("raise RuntimeError('out of fuel')", 2, "windows", 1, "RuntimeError: out of fuel"),
     ],
 )
 def test_a_rank_that_ends_is_named_and_ends_the_job(
-    end: str, through: str, status: int, said: str, tmp_path: Path
+    end: str, ranks: int, through: str, status: int, said: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     wait = "comm.barrier().wait()" if through == "windows" else "comm.recv(np.zeros(3), 1, what='news').wait()"
@@ -202,7 +202,7 @@ def test_a_rank_that_ends_is_named_and_ends_the_job(
         f"if comm.rank == 1:\n    {end}\nelse:\n    {wait}\n"
     )
     began = time.monotonic()
-    done = job(tmp_path, 3, str(script), FSDPX_TIMEOUT="250")
+    done = job(tmp_path, ranks, str(script), FSDPX_TIMEOUT="250")
     assert done.returncode == status, done.stderr
     assert re.search(said, done.stderr), done.stderr
     assert "rank 1" in done.stderr

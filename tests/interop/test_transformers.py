@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,22 +64,29 @@ MODELS = (gpt2, llama, resnet18)
 CASES = [(make, way) for make in MODELS for way in WAYS]
 
 
-def prepared(make: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
+def prepared(make: Any) -> tuple[Any, Any, Any, Any]:
     """The model with random weights, its inputs and targets, and the units that it is cut into (None: by itself)."""
-    monkeypatch.setattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm", ExactNorm)
     torch.manual_seed(0)
-    net, r = make().train(), np.random.default_rng(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm", ExactNorm)
+        net, r = make().train(), np.random.default_rng(0)
     if make is resnet18:
         return net, r.standard_normal((SAMPLES, 3, 32, 32)), r.integers(0, 5, SAMPLES), ()
     return net, *r.integers(0, VOCAB, (2, SAMPLES, 8)), None
 
 
-@pytest.mark.parametrize(("make", "way"), CASES, ids=lambda case: getattr(case, "__name__", case))
-def test_steps_are_those_of_plain_pytorch(make: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x, y, units = prepared(make, monkeypatch)
+@cache
+def in_float64(make: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """The model cut into units, which takes PyTorch seconds; inputs, targets, what plain PyTorch ends with, and what
+    the first values are read from."""
+    net, x, y, units = prepared(make)
     net = net.double()
-    losses, end = plain(net, x, y)
-    model = from_torch(net, x[:4], units=units)
+    return from_torch(net, x[:4], units=units), x, y, plain(net, x, y), net
+
+
+@pytest.mark.parametrize(("make", "way"), CASES, ids=lambda case: getattr(case, "__name__", case))
+def test_steps_are_those_of_plain_pytorch(make: Any, way: str) -> None:
+    model, x, y, (losses, end), _ = in_float64(make)
     ranks, options = WAYS[way]
     if make is resnet18 and way == "pipe":  # a batch norm sees one microbatch at a time
         options = options | {"microbatches": 1}
@@ -98,8 +106,8 @@ CHUNKED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_chunks_give_the_bits_of_one_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x, y, units = prepared(make, monkeypatch)
+def test_chunks_give_the_bits_of_one_process(make: Any) -> None:
+    net, x, y, units = prepared(make)
     model = from_torch(net, x[:2], units=units)
     losses, end = trained(model, x, y, 1, chunks=6)
     for ranks, options in CHUNKED.values():
@@ -109,11 +117,11 @@ def test_chunks_give_the_bits_of_one_process(make: Any, monkeypatch: pytest.Monk
             np.testing.assert_array_equal(value, end[name], err_msg=name)
 
 
-def test_chunks_of_a_model_with_batch_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x, y, units = prepared(resnet18, monkeypatch)
-    net, first = net.double(), "resnet.embedder.embedder.normalization"
+def test_chunks_of_a_model_with_batch_norms_are_refused() -> None:
+    model, x, y, *_ = in_float64(resnet18)
+    first = "resnet.embedder.embedder.normalization"
     with pytest.raises(ConfigError, match=f"chunks=6: layer '{first}' takes statistics over the global batch"):
-        trained(from_torch(net, x[:2], units=units), x, y, 1, precision="float64", chunks=6)
+        trained(model, x, y, 1, precision="float64", chunks=6)
 
 
 def trained(model: Any, x: Any, y: Any, ranks: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
