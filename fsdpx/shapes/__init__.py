@@ -3,12 +3,13 @@
 Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf, nan, pi
 from typing import Any
 
 import numpy as np
 
-from fsdpx.shapes.array import ShapeArray, ShapeUfunc, dtype_of_result, elementwise, product, reduced
+from fsdpx.shapes.array import ShapeArray, broadcasting, dtype_of_result, product, reduced, view
 
 __all__ = ["ShapeArray", "holds_no_data", "inf", "nan", "newaxis", "pi"]
 
@@ -21,27 +22,27 @@ uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 Array = Any
 
-exp, exp2, expm1, log, log2, log10, log1p = map(elementwise, ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p"))
-sqrt, square, reciprocal, sign, negative = map(elementwise, ("sqrt", "square", "reciprocal", "sign", "negative"))
-abs = absolute = elementwise("absolute")
-sin, cos, tan, tanh, sinh, cosh = map(elementwise, ("sin", "cos", "tan", "tanh", "sinh", "cosh"))
-floor, ceil, trunc, rint = map(elementwise, ("floor", "ceil", "trunc", "rint"))
-isfinite, isnan, isinf, signbit = map(elementwise, ("isfinite", "isnan", "isinf", "signbit"))
-add, subtract, multiply, divide, power = map(elementwise, ("add", "subtract", "multiply", "divide", "power"))
-true_divide, floor_divide, remainder = map(elementwise, ("true_divide", "floor_divide", "remainder"))
-maximum, minimum, copysign, hypot = map(elementwise, ("maximum", "minimum", "copysign", "hypot"))
-equal, not_equal, less, less_equal = map(elementwise, ("equal", "not_equal", "less", "less_equal"))
-greater, greater_equal = map(elementwise, ("greater", "greater_equal"))
-logical_and, logical_or, logical_not = map(elementwise, ("logical_and", "logical_or", "logical_not"))
-bitwise_and, bitwise_or, bitwise_xor = map(elementwise, ("bitwise_and", "bitwise_or", "bitwise_xor"))
-where, clip = ShapeUfunc(np.where), ShapeUfunc(np.clip)
+# NumPy's own: a ShapeArray says what they give
+exp, exp2, expm1, log, log2, log10, log1p = np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p
+sqrt, square, reciprocal, sign, negative = np.sqrt, np.square, np.reciprocal, np.sign, np.negative
+absolute, sin, cos, tan, tanh, sinh, cosh = np.absolute, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh
+floor, ceil, trunc, rint, isfinite, isnan = np.floor, np.ceil, np.trunc, np.rint, np.isfinite, np.isnan
+isinf, signbit, add, subtract, multiply, divide = np.isinf, np.signbit, np.add, np.subtract, np.multiply, np.divide
+power, true_divide, floor_divide, remainder = np.power, np.true_divide, np.floor_divide, np.remainder
+maximum, minimum, copysign, hypot, equal = np.maximum, np.minimum, np.copysign, np.hypot, np.equal
+not_equal, less, less_equal, greater = np.not_equal, np.less, np.less_equal, np.greater
+greater_equal, logical_and, logical_or = np.greater_equal, np.logical_and, np.logical_or
+logical_not, bitwise_and, bitwise_or, bitwise_xor = np.logical_not, np.bitwise_and, np.bitwise_or, np.bitwise_xor
+abs = absolute
+where, clip = partial(broadcasting, np.where), partial(broadcasting, np.clip)
 sum, mean, max, min, prod = map(reduced, ("sum", "mean", "max", "min", "prod"))
 any, all, argmax, argmin, var, std = map(reduced, ("any", "all", "argmax", "argmin", "var", "std"))
 matmul = product
 
 
 zeros = empty = ones = ShapeArray
-reshape, ravel, swapaxes, squeeze = ShapeArray.reshape, ShapeArray.ravel, ShapeArray.swapaxes, ShapeArray.squeeze
+reshape, ravel, transpose, swapaxes = map(view, (np.reshape, np.ravel, np.transpose, np.swapaxes))
+squeeze, moveaxis, expand_dims = map(view, (np.squeeze, np.moveaxis, np.expand_dims))
 
 
 def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:
@@ -85,22 +86,6 @@ def eye(n: int, m: int | None = None, dtype: Any = np.float64) -> ShapeArray:
 
 def shape(x: Any) -> tuple[int, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
-
-
-def transpose(x: Array, axes: Sequence[int] | None = None) -> ShapeArray:
-    return x.transpose(*(axes or ()))
-
-
-def moveaxis(x: Array, source: int, destination: int) -> ShapeArray:
-    order = [d for d in range(x.ndim) if d != source % x.ndim]
-    order.insert(destination % x.ndim, source % x.ndim)
-    return x.transpose(*order)
-
-
-def expand_dims(x: Array, axis: int) -> ShapeArray:
-    dims = list(x.shape)
-    dims.insert(axis % (x.ndim + 1), 1)
-    return x.reshape(dims)
 
 
 def broadcast_to(x: Array, shape: Sequence[int]) -> ShapeArray:

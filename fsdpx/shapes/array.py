@@ -15,7 +15,8 @@ import numpy as np
 from fsdpx.shapes.work import note, note_copy, note_product
 
 __all__ = [
-    "Meter", "ShapeArray", "ShapeUfunc", "as_one", "dtype_of_result", "elementwise", "metered", "reduced", "selected",
+    "Meter", "ShapeArray", "as_one", "broadcasting", "dtype_of_result", "metered", "product", "reduced", "selected",
+    "view",
 ]  # fmt: skip
 
 def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
@@ -151,7 +152,16 @@ class Root:
             self.meter.live -= self.nbytes
 
 
-class ShapeArray:
+def view(function: Any) -> Callable[..., ShapeArray]:
+    """A function of NumPy that gives a view, by what it makes of an array whose elements have no bytes."""
+
+    def viewed(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
+        return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)
+
+    return viewed
+
+
+class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of `shape` and `dtype` without elements; converted to a number it is 0, to a bool False.
 
     Results have the shape and dtype that NumPy gives, and errors are of the type that NumPy raises."""
@@ -159,7 +169,6 @@ class ShapeArray:
     __slots__ = ("dtype", "root", "shape")
     holds_no_data = True
     __hash__ = None  # type: ignore[assignment]
-    __array_ufunc__ = None  # so that `ndarray + ShapeArray` asks this class
 
     def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64, root: Root | None = None) -> None:
         dims = (shape,) if isinstance(shape, int | np.integer) else shape
@@ -187,7 +196,7 @@ class ShapeArray:
 
     @property
     def T(self) -> ShapeArray:
-        return ShapeArray(self.shape[::-1], self.dtype, self.root)
+        return self.transpose()
 
     def __repr__(self) -> str:
         return f"ShapeArray({self.shape}, {self.dtype.name})"
@@ -203,34 +212,9 @@ class ShapeArray:
     def __iter__(self) -> Iterator[ShapeArray]:
         return (self[i] for i in range(len(self)))
 
-    def reshape(self, *shape: Any) -> ShapeArray:
-        wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
-        return ShapeArray(_filled(self, tuple(wanted)), self.dtype, self.root)
-
-    def ravel(self) -> ShapeArray:
-        return ShapeArray((self.size,), self.dtype, self.root)
-
+    reshape, ravel = view(np.ndarray.reshape), view(np.ndarray.ravel)
+    transpose, swapaxes, squeeze = map(view, (np.ndarray.transpose, np.ndarray.swapaxes, np.ndarray.squeeze))
     flatten = ravel
-
-    def transpose(self, *dims: Any) -> ShapeArray:
-        if len(dims) == 1 and not isinstance(dims[0], int | np.integer):
-            dims = tuple(dims[0])
-        order = [_dim(d, self.ndim) for d in dims] if dims else list(range(self.ndim))[::-1]
-        if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"axes {tuple(dims)} do not match an array of shape {self.shape}")
-        return ShapeArray([self.shape[d] for d in order], self.dtype, self.root)
-
-    def swapaxes(self, a: int, b: int) -> ShapeArray:
-        order = list(range(self.ndim))
-        a, b = _dim(a, self.ndim), _dim(b, self.ndim)
-        order[a], order[b] = b, a
-        return self.transpose(*order) if order else self
-
-    def squeeze(self, axis: int | None = None) -> ShapeArray:
-        gone = [d for d, n in enumerate(self.shape) if n == 1] if axis is None else [_dim(axis, self.ndim)]
-        if any(self.shape[d] != 1 for d in gone):
-            raise ValueError(f"cannot squeeze dim {axis} of shape {self.shape}: it is not 1")
-        return ShapeArray([n for d, n in enumerate(self.shape) if d not in gone], self.dtype, self.root)
 
     def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
         if not copy and np.dtype(dtype) == self.dtype:
@@ -280,11 +264,20 @@ class ShapeArray:
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
         note(value, ShapeArray(want, self.dtype, self.root))
 
-    def __matmul__(self, other: Any) -> ShapeArray:
-        return product(self, other)
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
+        """What operators and NumPy's ufuncs give; beside calls only `at`."""
+        if method == "at":
+            array, index, values = operands
+            array[index] = values
+            return None
+        if method != "__call__" or ufunc.nout > 1:
+            return NotImplemented
+        if ufunc is np.matmul:
+            return product(operands[0], operands[1], out[0])
+        return broadcasting(ufunc, *operands, out=out[0], **options)
 
-    def __rmatmul__(self, other: Any) -> ShapeArray:
-        return product(other, self)
+    def __pow__(self, power: Any) -> Any:
+        return broadcasting(operator.pow, self, power)  # of small numbers not what np.power gives
 
 
 def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
@@ -302,23 +295,12 @@ def _dtype_of(function: Callable[..., Any], *kinds: Any, **options: Any) -> np.d
     return np.asarray(function(*empty, **options)).dtype
 
 
-class ShapeUfunc:
-    """A NumPy ufunc on shapes: operands broadcast."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.__name__ = function.__name__
-
-    def __call__(self, *operands: Any, out: Any = None, **options: Any) -> Any:
-        shape = np.broadcast_shapes(*(np.shape(o) if not isinstance(o, ShapeArray) else o.shape for o in operands))
-        result = ShapeArray(shape, dtype_of_result(self.function, *operands, **options))
-        note(*operands, result)
-        return result if out is None else stored(out, result)
-
-    def at(self, array: ShapeArray, index: Any, values: Any = None) -> None:
-        """Unbuffered in-place form: `values` must broadcast to the selection."""
-        if values is not None:
-            array[index] = values
+def broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
+    """What a function of NumPy gives whose operands broadcast."""
+    shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
+    result = ShapeArray(shape, dtype_of_result(function, *operands, **options))
+    note(*operands, result)
+    return result if out is None else stored(out, result)
 
 
 def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
@@ -330,12 +312,7 @@ def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
     return out
 
 
-def elementwise(name: str) -> ShapeUfunc:
-    """The shape-only form of NumPy's `name`."""
-    return ShapeUfunc(getattr(np, name))
-
-
-def product(a: Any, b: Any) -> ShapeArray:
+def product(a: Any, b: Any, out: Any = None) -> ShapeArray:
     """The matrix product, stacked over leading dims."""
     left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
     if not left or not right:
@@ -348,7 +325,7 @@ def product(a: Any, b: Any) -> ShapeArray:
     kinds = (x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in (a, b))
     made = ShapeArray((*stack, *rows, *columns), _dtype_of_product(*kinds))
     note_product(m[-2], m[-1], n[-1], math.prod(stack), made.itemsize)
-    return made
+    return made if out is None else stored(out, made)
 
 
 @functools.cache
@@ -378,15 +355,6 @@ def reduced(name: str) -> Callable[..., Any]:
     return reduction
 
 
-def _filled(x: ShapeArray, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """`wanted` with its -1 replaced by what is left."""
-    known = math.prod(n for n in wanted if n != -1)
-    free = wanted.count(-1)
-    if free > 1 or (free and (known == 0 or x.size % known)) or (not free and known != x.size):
-        raise ValueError(f"cannot reshape an array of shape {x.shape} (size {x.size}) into {wanted}")
-    return tuple(x.size // known if n == -1 else n for n in wanted)
-
-
 def _broadcasts(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
     """Whether an array of `shape` can be broadcast to `into`."""
     pairs = zip(reversed(shape), reversed(into), strict=False)
@@ -409,33 +377,5 @@ def _is_mask(index: Any) -> bool:
     return getattr(index, "dtype", None) == np.bool_ and getattr(index, "ndim", 0) > 0
 
 
-def _binary(short: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The operator, its reflected form and its in-place form."""
-    function = ShapeUfunc(getattr(operator, f"__{short}__"))
-
-    def forward(self: ShapeArray, other: Any) -> Any:
-        return function(self, other)
-
-    def reflected(self: ShapeArray, other: Any) -> Any:
-        return function(other, self)
-
-    def in_place(self: ShapeArray, other: Any) -> Any:
-        return stored(self, function(self, other))
-
-    return forward, reflected, in_place
-
-
-def _unary(short: str) -> Callable[..., Any]:
-    function = ShapeUfunc(getattr(operator, f"__{short}__"))
-    return lambda self: function(self)
-
-
-for _short in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
-    for _prefix, _method in zip(("", "r", "i"), _binary(_short), strict=True):
-        setattr(ShapeArray, f"__{_prefix}{_short}__", _method)
-for _short in "eq ne lt le gt ge".split():
-    setattr(ShapeArray, f"__{_short}__", _binary(_short)[0])
-for _short in "neg pos abs invert".split():
-    setattr(ShapeArray, f"__{_short}__", _unary(_short))
 for _name in "sum mean max min prod any all argmax argmin var std".split():
     setattr(ShapeArray, _name, reduced(_name))
