@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from fsdpx.comm.communicator import Counters
@@ -168,37 +169,28 @@ class _Flags:
             entry.flags[entry.at] = flag
 
 
+TAKES = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
+"""What a part of a layer takes behind its Env: parameters, gradients; then arrays."""
+
+
 class _KnownLayer:
     """The layer of a node, each part of which is followed once for arguments of the same shapes."""
 
     def __init__(self, layer: Layer, costing: Costing) -> None:
         self._layer, self._costing = _first_alike(layer), costing
 
-    def _call(self, what: str, env: Any, p: Any, g: Any, *given: Any) -> Any:
-        run = getattr(self._layer, what)
-        arguments = (env, *(() if p is None else (p,)), *(() if g is None else (g,)), *given)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._layer, name)
+        return partial(self._call, name, found) if name in TAKES else found
+
+    def _call(self, what: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
+        own, given = dict(zip(TAKES[what], arguments, strict=False)), arguments[len(TAKES[what]) :]
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.space)]
         key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
-        parameters = () if p is None else tuple(p.values())
-        return self._costing.call(key, lambda: run(*arguments), (given, parameters), _Flags(g), env.constants)
-
-    def forward(self, env: Any, p: Any, x: Any) -> Any:
-        return self._call("forward", env, p, None, x)
-
-    def backward(self, env: Any, p: Any, g: Any, saved: Any, dy: Any) -> Any:
-        return self._call("backward", env, p, g, saved, dy)
-
-    def backward_leaf(self, env: Any, p: Any, g: Any, saved: Any, dy: Any) -> Any:
-        return self._call("backward_leaf", env, p, g, saved, dy)
-
-    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
-        return self._call("backward_input", env, p, None, saved, dy)
-
-    def backward_params(self, env: Any, g: Any, kept: Any) -> Any:
-        return self._call("backward_params", env, None, g, kept)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+        parameters = tuple(own["p"].values()) if "p" in own else ()
+        return self._costing.call(
+            key, lambda: run(env, *arguments), (given, parameters), _Flags(own.get("g")), env.constants
+        )
 
     def __repr__(self) -> str:
         return repr(self._layer)

@@ -31,11 +31,10 @@ from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
 from fsdpx.plan.rates import JobRates, rates
-from fsdpx.plan.recovery import Recut, recut
 from fsdpx.plan.seconds import Lines, StepTimes
-from fsdpx.plan.storage import Checkpoint, rank_storage
+from fsdpx.plan.storage import Checkpoint, Recut, rank_storage, recut
 from fsdpx.plan.stragglers import Stragglers
-from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, Stage, compile
+from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
 from fsdpx.program.count import filled
 from fsdpx.program.machine import by_rank, run
 from fsdpx.program.verbs import partner
@@ -360,10 +359,6 @@ def batch_of(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _compute(choice: Any) -> str:
-    return formats_of(choice).compute
-
-
 class _Run(NamedTuple):
     """One rank's dry run: its class, its costs by action, and its programs of other numbers of microbatches. alive:
     bytes beside the arena, at most in each action and after it."""
@@ -500,7 +495,8 @@ class WorldStep:
 
     def times(self, machine: Machine) -> StepTimes:
         """What actions and calls take there."""
-        return StepTimes(Lines(self.mesh, machine, self.faces), half_name(_compute(self.options["precision"])))
+        half = half_name(formats_of(self.options["precision"]).compute)
+        return StepTimes(Lines(self.mesh, machine, self.faces), half)
 
     def _tell_more(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
         """Ranks tell all others two numbers of each microbatch at the end of a step: also of so many more."""
@@ -560,34 +556,33 @@ class Dry:
 
     def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
         """The same step on a machine."""
-        step, few, each, runs = self.step, self.few, self.each, self.runs
-        price, stage = _prices(runs, step.times(machine)), runs[0].program(few).stage
-        seconds, rows_few = _timed(runs, price, few)
-        parts = _mean_parts(rows_few, seconds, price, stage)
+        step, few, each, clock = self.step, self.few, self.each, _Clock(self.runs, self.step.times(machine))
+        seconds, rows_few = clock.timed(few)
+        parts = clock.mean_parts(rows_few, seconds)
         times = (step.microbatches - few) // each if each else 0
         rows = step.samples // step.members // step.microbatches * (step.microbatches - self.ran)
-        busy = (self.others, step.sample_bytes(1)), (runs, step.sample_bytes(0))
+        busy = (self.others, step.sample_bytes(1)), (self.runs, step.sample_bytes(0))
         classes = [self._grown(run, times, rows * nbytes) for some, nbytes in busy for run in some]
         if each:
-            more, rows_more = _timed(runs, price, few + each)
-            bigger = _mean_parts(rows_more, more, price, stage)
+            more, rows_more = clock.timed(few + each)
+            bigger = clock.mean_parts(rows_more, more)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
         overhead, events = machine.compute.overhead, tuple(event for row in rows_few for event in row)
         parts = {"overhead": overhead, **parts}
         slow = None if stragglers is None else Stragglers.of(stragglers)
         if slow is not None:
-            parts["stragglers"] = self._slowed(price, slow) - seconds
+            parts["stragglers"] = self._slowed(clock, slow) - seconds
             seconds += parts["stragglers"]
         found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, step, events
         return Prediction(*found, slow)
 
-    def _slowed(self, price: PriceOf, stragglers: Stragglers) -> float:
+    def _slowed(self, clock: _Clock, stragglers: Stragglers) -> float:
         """Mean seconds of a step in which the ranks at a place of the pipe wait for the slowest of them."""
         pipe, few, each = len(self.runs), self.few, self.each
         slow = stragglers.slowest(self.step.mesh.size // pipe, pipe)
-        end, times = _timed(self.runs, price, few, slow)[0], (self.step.microbatches - few) // max(each, 1)
-        more = _timed(self.runs, price, few + each, slow)[0] if each else end
+        end, times = clock.timed(few, slow)[0], (self.step.microbatches - few) // max(each, 1)
+        more = clock.timed(few + each, slow)[0] if each else end
         return float(np.mean(end + (more - end) * times))
 
     def _grown(self, run: _Run, times: int, nbytes: int) -> RankClass:
@@ -657,79 +652,75 @@ def _known(action: Action, few: int) -> Action:
     return action if action.mb is None or action.mb < few else Action(action.op, action.unit, few - 1)
 
 
-Price = tuple[float, dict[str, float]]
-"""Seconds of computing, and of moving by axis."""
-
-
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-PriceOf = Callable[[int, Action], Price]
-"""What an action costs, by rank of the pipe."""
+class Price(NamedTuple):
+    """Seconds of computing, and of moving by axis."""
+
+    own: float
+    moving: Mapping[str, float]
+
+    def seconds(self, slow: Any = 1.0) -> Any:
+        """In all. slow: how many times as long computing takes."""
+        return self.own * slow + sum(self.moving.values())
 
 
-def _prices(runs: list[_Run], timing: StepTimes) -> PriceOf:
-    """Each is asked for once."""
-    few, places = min(min(run.programs) for run in runs), [run.found.rank for run in runs]
+class _Clock:
+    """How long the programs of dry runs take. timing: of their machine."""
 
-    @cache
-    def price(rank: int, action: Action) -> Price:
-        found = _known(action, few)
-        return _price(runs[rank], found, places, timing) if found is action else price(rank, found)
+    def __init__(self, runs: list[_Run], timing: StepTimes) -> None:
+        self.runs, self._timing = runs, timing
+        self._few = min(min(run.programs) for run in runs)
+        self._stage = next(iter(runs[0].programs.values())).stage
+        self._known = cache(self._found)  # each price is asked for once
 
-    return price
+    def price(self, rank: int, action: Action) -> Price:
+        """What an action costs, by rank of the pipe."""
+        return self._known(rank, _known(action, self._few))
 
+    def _found(self, rank: int, action: Action) -> Price:
+        cost, verb = self.runs[rank].costs[action], VERBS[action.op]
+        if verb.receives:
+            return Price(0.0, {})
+        if verb.sends:
+            edge = self._stage.edge(action)
+            sender, receiver = (self.runs[at].found.rank for at in (edge.sender, edge.receiver))
+            nbytes = sum(nbytes for _, _, _, nbytes in cost.calls)
+            return Price(0.0, {"pipe": self._timing.message(sender, receiver, nbytes)})
+        return Price(*self._timing.price(cost))
 
-def _timed(
-    runs: list[_Run], price: PriceOf, microbatches: int, slow: Any = None
-) -> tuple[Any, list[list[Event]]]:
-    """Seconds of a step, and what happens when on each rank of the pipe. slow: by rank of the pipe, how many times as
-    long its computing takes in each of many steps; the seconds are then those of each."""
-    factors, latest = ([1.0] * len(runs), max) if slow is None else (slow, partial(reduce, np.maximum))
+    def timed(self, microbatches: int, slow: Any = None) -> tuple[Any, list[list[Event]]]:
+        """Seconds of a step, and what happens when on each rank of the pipe. slow: by rank of the pipe, how many times
+        as long its computing takes in each of many steps; the seconds are then those of each."""
+        factors, latest = ([1.0] * len(self.runs), max) if slow is None else (slow, partial(reduce, np.maximum))
 
-    def seconds(rank: int, action: Action) -> float:
-        own, moving = price(rank, action)
-        return own * factors[rank] + sum(moving.values())
+        def seconds(rank: int, action: Action) -> Any:
+            return self.price(rank, action).seconds(factors[rank])
 
-    rows = run([one.program(microbatches) for one in runs], seconds, latest=latest)
-    return latest([event.end for row in rows for event in row]), rows
+        rows = run([one.program(microbatches) for one in self.runs], seconds, latest=latest)
+        return latest([event.end for row in rows for event in row]), rows
 
+    def mean_parts(self, rows: list[list[Event]], end: float) -> dict[str, float]:
+        """The parts of a step in the mean of the ranks of the pipe."""
+        ways = [(partial(self.price, rank), partial(self._way, rank)) for rank in range(len(rows))]
+        shares = [_parts(row, end, *both) for row, both in zip(rows, ways, strict=True)]
+        names = dict.fromkeys(name for share in shares for name in share)
+        return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
-def _mean_parts(rows: list[list[Event]], end: float, price: PriceOf, stage: Stage) -> dict[str, float]:
-    """The parts of a step in the mean of the ranks of the pipe."""
-
-    def seconds(rank: int, action: Action) -> float:
-        own, moving = price(rank, action)
-        return own + sum(moving.values())
-
-    def way(rank: int, action: Action) -> float:
+    def _way(self, rank: int, action: Action) -> Any:
+        """How long what an action moves is under way, without waiting for other ranks of the pipe."""
         verb = VERBS[action.op]
         if not verb.receives:
-            return seconds(rank, action) if verb.meets else inf
+            return self.price(rank, action).seconds() if verb.meets else inf
         sent = Action(partner(action.op), action.unit, action.mb)
-        return seconds(stage.edge(sent).sender, sent)
-
-    shares = [_parts(row, end, partial(price, rank), partial(way, rank)) for rank, row in enumerate(rows)]
-    names = dict.fromkeys(name for share in shares for name in share)
-    return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
-
-
-def _price(run: _Run, action: Action, places: list[int], timing: StepTimes) -> Price:
-    cost, verb = run.costs[action], VERBS[action.op]
-    if verb.receives:
-        return 0.0, {}
-    if verb.sends:
-        edge = next(iter(run.programs.values())).stage.edge(action)
-        nbytes = sum(nbytes for _, _, _, nbytes in cost.calls)
-        return 0.0, {"pipe": timing.message(places[edge.sender], places[edge.receiver], nbytes)}
-    return timing.price(cost)
+        return self.price(self._stage.edge(sent).sender, sent).seconds()
 
 
 def _parts(
     row: list[Event], end: float, price: Callable[[Action], Price], way: Callable[[Action], float]
 ) -> dict[str, float]:
-    """The seconds of one rank by what it did or waited for. way: how long what an action moves is under way, without
-    waiting for other ranks of the pipe."""
+    """The seconds of one rank by what it did or waited for. way: see `_Clock._way`."""
     parts = {"compute": 0.0, "optimiser": 0.0}
 
     def add(name: str, seconds: float) -> None:

@@ -83,13 +83,7 @@ def rates(
     machine: Machine, ranks: int, seconds: float, samples: int, checkpoint: Checkpoint, *, mtbf: float | None,
     save: float | None, restore: float | None,
 ) -> JobRates:  # fmt: skip
-    """Of steps that take so many seconds. mtbf: mean seconds between failures of one rank. All three: None takes what
-    the machine says.
-
-    Raises
-    ------
-    ConfigError : failures, but neither the machine nor an option says how long a checkpoint takes
-    """
+    """Of steps that take so many seconds; see `Prediction.rates`."""
     compute, disk = machine.compute, machine.disk
     for name, value in (("mtbf", mtbf), ("save", save), ("restore", restore)):
         good = isinstance(value, int | float) and 0 <= value < inf and (value or name != "mtbf")

@@ -432,9 +432,8 @@ def _floor(found: Prediction) -> int:
 
 
 def _widths(ranks: int, most: int) -> list[int]:
-    """Divisors of a number of ranks that are powers of two, and the number itself."""
-    found = [width for width in (2**n for n in range(20)) if width <= most and ranks % width == 0]
-    return found
+    """Divisors of a number of ranks that are powers of two."""
+    return [width for width in (2**n for n in range(20)) if width <= most and ranks % width == 0]
 
 
 def _factors(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:

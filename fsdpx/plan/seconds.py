@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, inf, log2
+from math import ceil, inf, log2, prod
 from typing import NamedTuple
 
 from fsdpx.comm.mesh import AXES, Mesh
@@ -16,8 +16,6 @@ from fsdpx.shapes.work import Product, Work
 
 __all__ = ["Lines", "StepTimes", "work_seconds"]
 
-DOUBLE = ("all_reduce",)
-"""Collectives that are a reduce-scatter and an all-gather, of which each sends the bytes once."""
 NAMES = {8: "float64", 4: "float32"}
 SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
 """Kernels whose inner arrays are as large as scores or logits: what the others have inside stays in registers."""
@@ -62,6 +60,11 @@ class Crossing(NamedTuple):
     width: float
     members: float
     users: float
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second of one rank."""
+        return self.level.share(self.users)
 
 
 @dataclass(frozen=True)
@@ -135,16 +138,14 @@ class StepTimes:
             return 0.0
         if verb == "send":
             return self._to_neighbour(axis, reaches, nbytes)
-        times = 2 if verb in DOUBLE else 1
-        ranks = 1.0
-        for reach in reaches:
-            ranks *= reach.width
+        times = 2 if verb == "all_reduce" else 1  # a reduce-scatter and an all-gather, which send the bytes once each
+        ranks = prod(r.width for r in reaches)
         whole = nbytes / times * ranks / (ranks - 1)
-        slowest = min(r.members * r.level.share(r.users) for r in reaches)
+        slowest = min(r.members * r.speed for r in reaches)
         latest = max(r.level.latency for r in reaches)
         ring = times * (ranks - 1) * latest + nbytes / slowest
         levels = sum(
-            times * ((r.width - 1) * r.level.latency + whole / r.members * (r.width - 1) / r.width / _own(r))
+            times * ((r.width - 1) * r.level.latency + whole / r.members * (r.width - 1) / r.width / r.speed)
             for r in reaches
         )
         tree = inf
@@ -157,8 +158,7 @@ class StepTimes:
     def _to_neighbour(self, axis: str, reaches: list[Crossing], nbytes: float) -> float:
         """Seconds of a message to the neighbour that is furthest: all wait for it. In fields the mean over dims."""
         if axis != "space":
-            last = reaches[-1]
-            return last.level.latency + nbytes / _own(last)
+            return reaches[-1].level.latency + nbytes / reaches[-1].speed
         seconds, stride = 0.0, self.lines.strides["shard"]
         for width, face in zip(reversed(self.lines.mesh.space), reversed(self.lines.faces), strict=True):
             unit = 1.0
@@ -200,8 +200,3 @@ class StepTimes:
         if compute.gpu:
             return max(seconds, host - sum(moving.values())), moving
         return (seconds + host) * self.lines.machine.turns(self.ranks), moving
-
-
-def _own(reach: Crossing) -> float:
-    """Bytes per second of one rank at a level."""
-    return reach.level.share(reach.users)
