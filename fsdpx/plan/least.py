@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 from fsdpx.comm.mesh import Mesh
 from fsdpx.layout.units import cut_stages, demand_layers
@@ -25,17 +24,8 @@ ALONE = {
     "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "codec": None, "offload": None, "chunks": None,
 }  # fmt: skip
 """Options of the dry run of the layers."""
-
-
 RAN = 2
 """Microbatches: the first one costs more than others."""
-
-
-class _Layers(NamedTuple):
-    """costs: of one microbatch, by the last layer of a unit and its part of a step."""
-
-    model: Sorted
-    costs: list[tuple[int, int, ActionCost]]
 
 
 def least_seconds(step: WorldStep, machine: Machine) -> float:
@@ -50,10 +40,10 @@ def least_seconds(step: WorldStep, machine: Machine) -> float:
         return 0.0
     demand_layers(once(("ordered", step.model), lambda: sort(step.model)), pipe.width, "")
     split = pipe.width > 1 and any(action.op == "W" for action in pipe.schedule(m).ranks[0])
-    home, layers = pipe.home(m), _layers(step, rows, split)
-    starts = cut_stages(layers.model, len(home), None, options.get("costs"), pipe.many(home))
+    home, (model, layers) = pipe.home(m), _layers(step, rows, split)
+    starts = cut_stages(model, len(home), None, options.get("costs"), pipe.many(home))
     each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
-    for layer, part, cost in layers.costs:
+    for layer, part, cost in layers:
         each[bisect_right(starts, layer) - 1][part].append(cost)
     times = step.times(machine)
 
@@ -72,15 +62,16 @@ def least_seconds(step: WorldStep, machine: Machine) -> float:
     return machine.compute.overhead + found
 
 
-def _layers(step: WorldStep, rows: int, split: bool) -> _Layers:
-    """The costs of one microbatch, on ranks with all layers; with half of them where backward is split, in a pipe."""
+def _layers(step: WorldStep, rows: int, split: bool) -> tuple[Sorted, list[tuple[int, int, ActionCost]]]:
+    """The model in order, and the costs of one microbatch by the last layer of a unit and its part of a step: on ranks
+    with all layers; with half of them where backward is split, in a pipe."""
     options, grid, pipe = step.options, step.mesh.space, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width("tensor"))
     alone = ALONE | {"mesh": mesh, "recompute": recompute, "microbatches": RAN}
     alone |= {"schedule": "zb-h1"} if split else {}
 
-    def find() -> _Layers:
+    def find() -> tuple[Sorted, list[tuple[int, int, ActionCost]]]:
         x, y = (((rows * RAN, *shape[1:]), dtype) for shape, dtype in step.batch)
         found = WorldStep.of(step.model, (x, y), mesh.size, options | alone)
         made, costs = None, list[tuple[int, int, ActionCost]]()
@@ -91,7 +82,7 @@ def _layers(step: WorldStep, rows: int, split: bool) -> _Layers:
                       if a.mb == RAN - 1 and a.op in PARTS]  # fmt: skip
             made = place.model
         assert made is not None
-        return _Layers(made, costs)
+        return made, costs
 
     key = "layers", step.model, step.options["loss"], mesh.shape, grid, rows, recompute, str(options["precision"])
     return once(key, find)

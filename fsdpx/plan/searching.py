@@ -110,9 +110,8 @@ def search(
     for choice in (options.get("codec"), *codecs):
         Codecs.of(choice, partial(codec, reduce="float32", compute="float32"))  # checks it
     model, options["loss"] = native(model, options.get("loss"))
-    tried = _Search(model, shapes, size, where, None if limit is None else int(limit), most, say, options, space)
-    tried.codecs = tuple(codecs)
-    question = shapes, size, where, tried.limit, most, options, space, tried.codecs
+    question = shapes, size, where, None if limit is None else int(limit), most, options, space, tuple(codecs)
+    tried = _Search(model, *question, say)
     return kept(model, question, tried.found_plan, say) if cache else tried.found_plan()
 
 
@@ -124,10 +123,10 @@ class _Search:
     machine: Machine
     limit: int | None
     most: int
-    say: Callable[[str], None] | None
     fixed: dict[str, Any]
     space: Any
-    codecs: tuple[Any, ...] = ()
+    codecs: tuple[Any, ...]
+    say: Callable[[str], None] | None
     found: list[Candidate] = field(default_factory=list)
     large: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
