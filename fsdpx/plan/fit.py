@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -17,7 +17,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.files import read, unreadable
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.prediction import Dry, prepared
+from fsdpx.plan.prediction import Dry, prepared, whole
 
 __all__ = ["FITTED", "MeasuredStep", "errors", "fit_report", "fitted", "rows_of"]
 
@@ -29,6 +29,8 @@ deviation of their logarithm. Steps of one size say little about others, and ste
 is known beforehand counts as well."""
 NOISE = 0.08
 """Standard deviation of the logarithm of a measured step from a predicted one."""
+ROUNDS = 12
+"""Steps towards the most likely numbers at most."""
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tensor", "data", "pipe")
 SHARES = ("efficiency", "memory_efficiency", "spill")
 
@@ -78,18 +80,13 @@ def rows_of(path: str | PathLike[str]) -> list[MeasuredStep]:
     return found
 
 
-def errors(machine: Machine, dries: Sequence[Dry], seconds: Sequence[float]) -> np.ndarray:
+def errors(machine: Machine, dries: Iterable[Dry], seconds: Iterable[float]) -> np.ndarray:
     """predicted / measured - 1 of each step."""
     return np.array([dry.on(machine).seconds / one - 1 for dry, one in zip(dries, seconds, strict=True)])
 
 
 def fitted(
-    machine: Machine,
-    dries: Sequence[Dry],
-    seconds: Sequence[float],
-    names: Mapping[str, float] = FITTED,
-    rounds: int = 12,
-    say: Callable[[str], None] = lambda text: None,
+    machine: Machine, dries: Sequence[Dry], seconds: Sequence[float], names: Mapping[str, float] = FITTED
 ) -> Machine:
     """The machine with the most likely numbers of these names, when the logarithm of predicted / measured has the
     standard deviation `NOISE`, and that of each number the one in `names`.
@@ -108,7 +105,7 @@ def fitted(
         return np.concatenate([np.log1p(errors(made(values), dries, seconds)) / NOISE, (values - first) / widths])
 
     values, now = first, off(first)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         slopes = np.stack([(off(values + step) - now) / 0.02 for step in 0.02 * np.eye(len(names))], axis=1)
         curve, down = slopes.T @ slopes, -slopes.T @ now
         gain = 0.0
@@ -119,8 +116,6 @@ def fitted(
         if gain <= 1e-3 * (now @ now):
             break
         values, now, damping = values + step, then, damping / 64
-        words = ", ".join(f"{name} {value:.4g}" for name, value in zip(names, np.exp(values), strict=True))
-        say(f"mean error {np.mean(np.abs(np.expm1(now[: len(dries)] * NOISE))):.2%}: {words}")
     return made(values)
 
 
@@ -134,13 +129,16 @@ def fit_report(path: str | PathLike[str], name: str | PathLike[str], seed: int, 
     seed : of the half
     rows : of that half, how many are used
     """
-    steps = rows_of(path)
+    steps, rows = rows_of(path), whole("rows", rows)
+    if len(steps) < 2:
+        raise ConfigError(f"measured steps {path}: one half is fitted, the other compared: two are needed at least")
     random.Random(seed).shuffle(steps)
     half = len(steps) // 2
     used = steps[: min(rows, half)]
     machine = fitted(Machine.load(name), [one.dry() for one in used], [one.seconds for one in used])
-    predicted = [one.dry().on(machine).seconds for one in steps]
-    off = np.array([p / one.seconds - 1 for p, one in zip(predicted, steps, strict=True)])
+    measured = np.array([one.seconds for one in steps])
+    off = errors(machine, (one.dry() for one in steps), measured)
+    predicted = (off + 1) * measured
     groups: dict[tuple[int, ...], list[tuple[float, float]]] = {}
     for p, one in zip(predicted, steps, strict=True):
         key = tuple(one.numbers[word] for word in ("gpus", "global_batch", "hidden", "layers", "seq"))
@@ -151,7 +149,7 @@ def fit_report(path: str | PathLike[str], name: str | PathLike[str], seed: int, 
     for words, part in (("the half that was fitted", off[:half]), ("the other half", off[half:])):
         size = np.abs(part)
         lines.append(f"{words}: mean error {size.mean():.1%}, 90th percentile {np.percentile(size, 90):.1%}")
-    first, second = (np.argsort(np.argsort(v)) for v in (predicted, [one.seconds for one in steps]))
+    first, second = (np.argsort(np.argsort(v)) for v in (predicted, measured))
     lines.append(f"Spearman's rank correlation of all steps: {np.corrcoef(first, second)[0, 1]:.3f}")
     if costs:
         lines.append(

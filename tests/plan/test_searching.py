@@ -430,6 +430,25 @@ def test_numbers_are_found_from_steps_that_they_predict() -> None:
     assert set(FITTED) > {"launch", "overhead"}
 
 
+def test_the_report_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file of a few steps, of which half are fitted."""
+    path, lines = tmp_path / "steps.csv", [line for line in ROWS.read_text().splitlines() if line[0] != "#"]
+    path.write_text("\n".join([lines[0], *lines[1:7]]))
+    words = ["measure-machine", "--fit", str(path)]
+    assert main([*words, "--rows", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("fitted to 2 of 6 steps, seed 0: efficiency 0.")
+    errors = [float(n) for n in re.findall(r"mean error (.*?)%", text)]
+    assert len(errors) == 2
+    assert max(errors) < 40
+    assert "Spearman's rank correlation of all steps: " in text
+    assert main([*words, "--rows", "0"]) == 2
+    assert "rows=0: a whole number, 1 or more" in capsys.readouterr().err
+    path.write_text("\n".join(lines[:2]))
+    assert main(words) == 2
+    assert "one half is fitted, the other compared: two are needed at least" in capsys.readouterr().err
+
+
 def test_steps_of_a100s_are_predicted() -> None:
     """A few of the 720; docs/planning.md has all errors."""
     rows = rows_of(ROWS)[::60]
