@@ -324,9 +324,14 @@ def hold(name: Path, busy: str) -> int:
         except files.Untrusted as error:
             raise CheckpointError(f"{error}: remove it if no other job writes there, or choose another place") from None
         try:
-            if not _locked(fd):
+            try:
+                if fcntl is not None:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 owner = os.pread(fd, 1000, 0).decode(errors="replace")
-                raise CheckpointError(f"{busy}: {owner or 'it has just begun'}")
+                raise CheckpointError(f"{busy}: {owner or 'it has just begun'}") from None
+            except OSError:
+                pass  # a file system without locks
             if _still(fd, name):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
                 with suppress(OSError):  # the text is for people; a full disk is noticed in a moment
@@ -336,16 +341,6 @@ def hold(name: Path, busy: str) -> int:
             os.close(fd)
             raise
         os.close(fd)  # its owner has deleted it meanwhile
-
-
-def _locked(fd: int) -> bool:
-    """Lock an open file unless another has it; also true on a file system without locks."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
 
 
 def _still(fd: int, name: Path) -> bool:

@@ -314,9 +314,10 @@ def loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Va
 def _demand_alike(loss: Any, outputs: Values, dys: Values) -> None:
     """A gradient in another shape or format would be noticed late, in a layer that is not to blame."""
     for y, d in zip(outputs, dys, strict=True):
-        if d.dtype != y.dtype or d.shape != y.shape:
+        if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
+            found = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
             raise ConfigError(
-                f"{loss!r}: backward gives {d.dtype}{list(d.shape)} for an output of {y.dtype}{list(y.shape)}; "
+                f"{loss!r}: backward gives {found} for an output of {y.dtype}{list(y.shape)}; "
                 "nn.Loss: the gradient has the shape and dtype of y"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -88,19 +88,17 @@ def show(args: argparse.Namespace) -> str:
     space = None if grid is None else grid.seen_by(full.data_rank(rank))
     example, whole = (example.over(cells, one) if cells else example for one in (space, None))
     options = _options(args, example, full, ranks, rank) | {"space": space}
-    run = dry_run(example.model(), example.x(rows), example.y(rows), **options)
 
-    def count(changes: dict[str, Any]) -> int:
-        return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).footprint.pss
+    def dry(changes: Mapping[str, Any]) -> DryRun:
+        return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes})
 
-    def peak(changes: dict[str, Any]) -> tuple[int, None]:
-        return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).peak.nbytes, None
-
-    changes = lowered(options, rows, peak) if args.lower else None
+    run = dry({})
+    changes = lowered(options, rows, lambda changes: (dry(changes).peak.nbytes, None)) if args.lower else None
     simulated = _simulated(args, whole, options | {"space": dims or None})
     if args.json:
         return json.dumps(_as_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
-    budget = _budget(run, args.memory, partial(remedies, options, count, rows=rows))
+    helpful = partial(remedies, options, lambda changes: dry(changes).footprint.pss, rows=rows)
+    budget = _budget(run, args.memory, helpful)
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     head += "" if space is None else f", with {' x '.join(map(str, space.parts.local(space.place)))} cells of {space}"

@@ -290,7 +290,10 @@ class Layer(ABC):
 
     def result(self, env: Env, p: Params, x: Any) -> Any:
         """The y of `forward` on arrays without data. A layer that knows it otherwise need not follow its shapes."""
-        return self.forward(env, p, x)[0]
+        found = self.forward(env, p, x)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ShapeError(f"forward gives {'an array' if hasattr(found, 'dtype') else found}, not (result, saved)")
+        return found[0]
 
     @abstractmethod
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:

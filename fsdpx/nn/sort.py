@@ -266,6 +266,8 @@ def _shape(env: Env, node: Node, p: Params, x: Sequence[Any], dtype: Any) -> tup
             return None, f"{CALLS_NUMPY} ({error})", error
         error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
         raise
+    if not hasattr(y, "dtype"):
+        return y, f"returns {type(y).__name__} where an array is needed", None
     if any(part.dtype.kind in "iub" for part in x):
         words = taken(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]

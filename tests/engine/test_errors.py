@@ -211,6 +211,9 @@ def test_an_error_inside_a_layer_names_layer_action_and_rank() -> None:
     assert "on rank 1, in action F0.0 (unit '0..1')" in notes
 
 
+FORWARDS = {"no pair": lambda x: 2.0 * x, "nothing": lambda x: None, "no result": lambda x: (None, ())}
+
+
 class Twice(nn.Layer):
     """2 x, in one of several wrong ways."""
 
@@ -222,6 +225,8 @@ class Twice(nn.Layer):
             return np.add(x, x), ()
         if self.way == "an array of numpy":
             return np.stack([x, x]).sum(axis=0), ()
+        if self.way in FORWARDS:
+            return FORWARDS[self.way](x)
         return x * (np.float64(2) if self.way == "a number of numpy" else 2.0), ()
 
     def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
@@ -248,6 +253,23 @@ def test_a_layer_at_fault_is_named_and_not_its_neighbour(way: str, text: str, in
     assert alike(2, act).startswith(f"ConfigError: rank 0: layer '{path}' Twice({way!r}) {text}")
 
 
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("no pair", "does not fit: forward gives an array, not (result, saved). It got (2, 4) float32 from layer"),
+        ("nothing", "does not fit: forward gives None, not (result, saved). It got"),
+        ("no result", "returns NoneType where an array is needed"),
+    ],
+)
+def test_a_layer_whose_forward_gives_something_else_is_named(way: str, text: str) -> None:
+    def act(comm: Communicator) -> None:
+        model = nn.Chain(nn.Linear(4, 4), Twice(way), nn.LayerNorm(4))
+        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm)
+        trainer.step(np.ones((2, 4)), np.ones((2, 4)))
+
+    assert f"Error: rank 0: layer '1' Twice({way!r}) {text}" in alike(2, act)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zb-h1"])
 def test_a_gradient_in_another_format_names_who_gave_it(strategy: str) -> None:
     def run(comm: Communicator) -> None:
@@ -260,10 +282,13 @@ def test_a_gradient_in_another_format_names_who_gave_it(strategy: str) -> None:
         spawn(run, 2, timeout=20)
 
 
-def test_a_loss_whose_gradient_has_another_format_is_named() -> None:
+@pytest.mark.parametrize(
+    ("change", "found"), [(lambda dy: dy.astype(np.float64), "float64[2, 4]"), (lambda dy: None, "NoneType")]
+)
+def test_a_loss_whose_gradient_has_another_format_is_named(change: Any, found: str) -> None:
     class Wide(nn.MSE):
         def backward(self, env: Any, saved: Any, seed: float) -> Any:
-            return super().backward(env, saved, seed).astype(np.float64)
+            return change(super().backward(env, saved, seed))
 
     def act(comm: Communicator) -> None:
         trainer = nn.Linear(4, 4).as_distributed(loss=Wide(), optimizer=optim.SGD(lr=1), comm=comm)
@@ -271,7 +296,7 @@ def test_a_loss_whose_gradient_has_another_format_is_named() -> None:
 
     text = alike(1, act)
     assert text == (
-        "ConfigError: Wide(): backward gives float64[2, 4] for an output of float32[2, 4]; "
+        f"ConfigError: Wide(): backward gives {found} for an output of float32[2, 4]; "
         "nn.Loss: the gradient has the shape and dtype of y"
     )
 

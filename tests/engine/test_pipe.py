@@ -231,16 +231,16 @@ class Table(nn.Layer):
 @pytest.mark.parametrize(
     ("model", "weights", "text"),
     [
-        (lambda n: nn.Chain(nn.Mask(np.arange(4) > n)), lambda n: None, "layers: rank 0 has Mask(0.0) with"),
-        (lambda n: nn.Residual(Table(np.full(4, float(n)))), lambda n: None, "layers: rank 0 has Table("),
-        (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "the loss: rank 0 has MSE(weights=<an array>) with"),
+        (lambda n: nn.Chain(nn.Mask(np.arange(4) > n)), lambda n: None, "Mask(0.0) with"),
+        (lambda n: nn.Residual(Table(np.full(4, float(n)))), lambda n: None, "Table("),
+        (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "MSE(weights=<an array>) with"),
     ],
 )
 def test_arrays_that_differ_are_told(model: Any, weights: Any, text: str) -> None:
     def act(comm: Communicator, rank: int) -> None:
         model(rank).as_distributed(loss=nn.MSE(weights(rank)), optimizer=optim.SGD(lr=0.1), comm=comm)
 
-    assert f"ConfigError: ranks differ in arrays of {text}" in alike(2, lambda comm: act(comm, comm.rank))
+    assert f"ConfigError: ranks differ in arrays: rank 0 has {text}" in alike(2, lambda comm: act(comm, comm.rank))
     spawn(act, 2, 1)
 
 
