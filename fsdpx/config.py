@@ -17,8 +17,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.words import knowing, left, meant
 
 __all__ = [
-    "PRESETS", "Elastic", "Lifetime", "Offload", "Precision", "Sharding", "byte_count", "half_name", "precision",
-    "python_fields", "python_number", "sharding",
+    "PRESETS", "Elastic", "Lifetime", "Offload", "Precision", "Sharding", "byte_count", "half_name", "positive",
+    "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
@@ -237,7 +237,7 @@ class Precision:
         self._choose("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
         for name in ("loss_scale", "initial_scale", "growth_interval"):
             value = getattr(self, name)
-            if not (name == "loss_scale" and value == "dynamic") and not _positive(value):
+            if not (name == "loss_scale" and value == "dynamic") and not positive(value):
                 raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
 
     def _choose(self, role: str, *choices: str | None) -> None:
@@ -280,7 +280,8 @@ class Precision:
         return self.reduce or self.gradients
 
 
-def _positive(value: object) -> bool:
+def positive(value: object) -> bool:
+    """Whether `value` is a number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 

@@ -24,6 +24,7 @@ from fsdpx.words import demand_match, patterns_of
 
 __all__ = [
     "Chain", "ChildCall", "Composite", "Container", "Residual", "Value", "chained", "check_name", "free", "mapped",
+    "one_or_all",
 ]  # fmt: skip
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Container(Layer):
                 values.update(zip(gives, _unpack(y, len(gives)), strict=True))
         for placeholder in made.values():
             placeholder.y = None
-        return _pack([values[name] for name in self.outputs]), tuple(saved)
+        return one_or_all([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         """Step by step, so that what `backward_params` of a step needs is freed soonest."""
@@ -167,7 +168,7 @@ class Container(Layer):
             if not constant.issuperset(step.sources):
                 return step.layer.backward(*given)
             step.layer.backward_leaf(*given)
-            return _pack([None] * len(step.sources))
+            return one_or_all([None] * len(step.sources))
 
         self._backwards(env, parts, one, saved, dy, constant)
 
@@ -204,11 +205,11 @@ class Container(Layer):
             given = [grads.pop(name, None) for name in step.gives]
             if all(part is None for part in given):
                 continue
-            dx = one(step, mapped(held, whole), _pack(given))
+            dx = one(step, mapped(held, whole), one_or_all(given))
             for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
                 if name not in constant:
                     grads[name] = _plus(grads.get(name), part)
-        return _pack([grads.get(name) for name in self.inputs])
+        return one_or_all([grads.get(name) for name in self.inputs])
 
     def _resolved(self, env: Env, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
         """`part`, recomputed if it is a placeholder. Not a closure that calls itself: that would be a reference cycle,
@@ -368,7 +369,8 @@ def mapped(held: Any, function: Callable[[Any], Any]) -> Any:
     return tuple([mapped(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
-def _pack(values: list[Any]) -> Any:
+def one_or_all(values: Sequence[Any]) -> Any:
+    """A single value as it is, several as a tuple."""
     return values[0] if len(values) == 1 else tuple(values)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.nn.container import one_or_all
 from fsdpx.nn.init import values
 from fsdpx.nn.layer import Env, Layer
 from fsdpx.nn.losses import Loss
@@ -130,7 +131,7 @@ class LayerContract(GradientContract):
         _, dy, _, want = self._pass(layer, p, x)
         _, saved = self._forward(layer, p, x)
         got = self._zeros(layer, p)
-        layer.backward_leaf(self._env(np), p, got, saved, _pack(dy))
+        layer.backward_leaf(self._env(np), p, got, saved, one_or_all(dy))
         for name in want:
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
@@ -150,8 +151,8 @@ class LayerContract(GradientContract):
         layer, x, p = self._setting()
         state = {name for name, spec in layer.specs().items() if spec.state}
         x_before, p_before = [part.copy() for part in x], {name: array.copy() for name, array in p.items()}
-        y, saved = layer.forward(self._env(np), p, _pack(x))
-        dy = _pack([_direction(17, part) for part in _parts(y)])
+        y, saved = layer.forward(self._env(np), p, one_or_all(x))
+        dy = one_or_all([_direction(17, part) for part in _parts(y)])
         dy_before = [part.copy() for part in _parts(dy)]
         layer.backward(self._env(np), p, self._zeros(layer, p), saved, dy)
         for before, after in zip(x_before, x, strict=True):
@@ -181,8 +182,8 @@ class LayerContract(GradientContract):
         added = self._zeros(layer, p)
         for rows, first in ((slice(0, 1), 0), (slice(1, None), 1)):
             part = tuple(a[rows] for a in x)
-            y_part, saved = layer.forward(self._env(np, row=first), p, _pack(part))
-            dx_part = layer.backward(self._env(np, row=first), p, added, saved, _pack([d[rows] for d in dy]))
+            y_part, saved = layer.forward(self._env(np, row=first), p, one_or_all(part))
+            dx_part = layer.backward(self._env(np, row=first), p, added, saved, one_or_all([d[rows] for d in dy]))
             for a, b in zip((*_parts(y_part), *_parts(dx_part)), (*y, *dx), strict=True):
                 if b is not None:
                     np.testing.assert_allclose(a, b[rows], rtol=1e-9, atol=1e-12)
@@ -213,8 +214,8 @@ class LayerContract(GradientContract):
             flat_p = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in p.items()}
             flat_g = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in g.items()}
             env = self._env(xp)
-            y_flat, saved = layer.forward(env, flat_p, _pack([xp.ShapeArray(a.shape, a.dtype) for a in x]))
-            dy_flat = _pack([xp.ShapeArray(a.shape, a.dtype) for a in _parts(y_flat)])
+            y_flat, saved = layer.forward(env, flat_p, one_or_all([xp.ShapeArray(a.shape, a.dtype) for a in x]))
+            dy_flat = one_or_all([xp.ShapeArray(a.shape, a.dtype) for a in _parts(y_flat)])
             dx_flat = _parts(layer.backward(env, flat_p, flat_g, saved, dy_flat))
             assert [_form(a) for a in _parts(y_flat)] == [_form(a) for a in y]
             assert [_form(a) for a in dx_flat] == [_form(a) for a in dx]
@@ -245,7 +246,7 @@ class LayerContract(GradientContract):
 
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
         """On a copy of the parameters: forward may update state."""
-        y, saved = layer.forward(self._env(np), {name: array.copy() for name, array in p.items()}, _pack(x))
+        y, saved = layer.forward(self._env(np), {name: array.copy() for name, array in p.items()}, one_or_all(x))
         return _parts(y), saved
 
     def _pass(
@@ -255,15 +256,11 @@ class LayerContract(GradientContract):
         y, saved = self._forward(layer, p, x)
         dy = tuple(_direction(13, part).astype(part.dtype) for part in y)
         g = self._zeros(layer, p) if g is None else g
-        dx = layer.backward(self._env(np), p, g, saved, _pack(dy))
+        dx = layer.backward(self._env(np), p, g, saved, one_or_all(dy))
         return y, dy, _parts(dx), g
 
     def _zeros(self, layer: Layer, p: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
-
-
-def _pack(parts: Any) -> Any:
-    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -341,7 +338,7 @@ class LossContract(GradientContract):
         loss, env = self.make(), self._env(np)
 
         def both(loss: Loss) -> tuple[float, float, Arrays]:
-            total, weight, saved = loss.forward(env, _pack(y), target)
+            total, weight, saved = loss.forward(env, one_or_all(y), target)
             return float(total), float(weight), _parts(loss.backward(env, saved, 0.5))
 
         want = both(self.make())
@@ -396,7 +393,7 @@ class LossContract(GradientContract):
         y, target = self._setting()
         flat = [xp.ShapeArray(part.shape, part.dtype) for part in (*y, target)]
         env, loss = self._env(xp), self.make()
-        total, weight, saved = loss.forward(env, _pack(flat[:-1]), flat[-1])
+        total, weight, saved = loss.forward(env, one_or_all(flat[:-1]), flat[-1])
         assert all(isinstance(float(number), float) for number in (total, weight))
         dy = _parts(loss.backward(env, saved, 1.0))
         assert [(tuple(d.shape), d.dtype) for d in dy] == [(part.shape, part.dtype) for part in y]
@@ -405,7 +402,7 @@ class LossContract(GradientContract):
         from fsdpx.errors import DataError
 
         y, target = self._setting()
-        loss, shape = self.make(), _pack([part.shape for part in y])
+        loss, shape = self.make(), one_or_all([part.shape for part in y])
         loss.validate(shape, target)
         for wrong in (target[:-1], target[..., None]):
             try:
@@ -421,7 +418,7 @@ class LossContract(GradientContract):
         return y, target
 
     def _forward(self, y: Arrays, target: np.ndarray) -> tuple[float, float, Any]:
-        total, weight, saved = self.make().forward(self._env(np), _pack(y), target)
+        total, weight, saved = self.make().forward(self._env(np), one_or_all(y), target)
         return float(total), float(weight), saved
 
     def _backward(self, y: Arrays, target: np.ndarray, seed: float) -> Arrays:

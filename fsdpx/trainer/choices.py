@@ -18,7 +18,7 @@ from fsdpx.array.sums import GRAIN
 from fsdpx.codecs import Cast, Codecs, Compressed, Plain
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Axes, Mesh
-from fsdpx.config import Offload, Precision
+from fsdpx.config import Offload, Precision, positive
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
 from fsdpx.nn import losses
@@ -242,13 +242,9 @@ def _flag(value: Any) -> bool:
     return value is True or value is False
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "microbatches": (_whole(1), "a whole number, 1 or more"),
-    "clip_norm": (_positive, "a positive number, or None"),
+    "clip_norm": (positive, "a positive number, or None"),
     "seed": (_whole(0), "a whole number, 0 or more"),
     "ahead": (_whole(0), "a number of pages, 0 or more"),
     "check": (_flag, "True, False, or None for what FSDPX_CHECK says"),

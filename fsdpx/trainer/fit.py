@@ -60,10 +60,7 @@ def made(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **op
     except MemoryError as error:
         raise _short(recipe, world, None, error, None) from error
 
-    def short(error: MemoryError, feed: Feed | None) -> OutOfMemory:
-        return _short(recipe, world, session, error, feed)
-
-    session.short = short
+    session.short = partial(_short, recipe, world, session)
     return session
 
 

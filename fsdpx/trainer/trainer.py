@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +16,7 @@ from fsdpx.checkpoint.save import Choices
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.generation.texts import Sampling, Stream, is_one
+from fsdpx.nn.container import one_or_all
 from fsdpx.nn.numeric import as_taken
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
@@ -86,7 +87,7 @@ class Trainer:
 
         RuntimeWarning, on rank 0, at the first of a run of losses that are NaN or Inf."""
         if self._absent:
-            self._demand("step")
+            demand("step", self._session.loss, self._place.optimizer)
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
         self._refuse_to_mix("accumulate")
@@ -98,7 +99,7 @@ class Trainer:
     @hosted(KEEPS)
     def accumulate(self, x: Any, y: Any) -> float:
         """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone."""
-        self._demand("accumulate")
+        demand("accumulate", self._session.loss, self._place.optimizer)
         self._place.accumulation.demand_pieces("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
         feed = self._host.feed(x, y, "accumulate")
@@ -125,7 +126,7 @@ class Trainer:
         )
         session.state.discard(["saved"])
         self._forwarded = feed = self._host.feed(x, None, "forward", training)
-        outputs = _one(session.leaving(session.outputs(session.run("forward", feed), feed), feed))
+        outputs = one_or_all(session.leaving(session.outputs(session.run("forward", feed), feed), feed))
         self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
@@ -156,7 +157,8 @@ class Trainer:
         assert batch is not None
         found = session.run("backward", feed, local=self._local)
         session.state.adding = "backward"
-        return _one(session.leaving(input_gradients(session.place, found, batch, session.state.scaler.value), feed))
+        dx = input_gradients(session.place, found, batch, session.state.scaler.value)
+        return one_or_all(session.leaving(dx, feed))
 
     @hosted(KEEPS)
     def update(self) -> float:
@@ -198,10 +200,10 @@ class Trainer:
         """The model's output on this rank's samples, without dropout; keeps nothing. with_: as in `evaluate`."""
         session = self._session
         if with_ == "parameters" and (found := session.direct(x)) is not None:
-            return _one(found)
+            return one_or_all(found)
         feed = self._host.feed(x, None, "predict", training=False)
         with self._host.having(with_), session.aside():
-            return self._host.joined(_one(session.predict(x, feed)))
+            return self._host.joined(one_or_all(session.predict(x, feed)))
 
     @hosted(LOOKS)
     def generate(
@@ -442,10 +444,6 @@ class Trainer:
             warn(moved(name), DeprecationWarning)
             return found
 
-    def _demand(self, call: str) -> None:
-        """ConfigError where a loss or an optimiser is missing that this call needs."""
-        demand(call, self._session.loss, self._place.optimizer)
-
     def _updated(self, results: Mapping[Slot, Any]) -> float:
         loss = self._place.pace.loss(results)
         self._host.last = LastUpdate.of(loss, results[SCALE])
@@ -470,8 +468,3 @@ class Trainer:
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "
                 "zero_grad where the gradients were not meant for this trainer"
             )
-
-
-def _one(values: Sequence[Any]) -> Any:
-    """A single output as it is, several as a tuple."""
-    return values[0] if len(values) == 1 else tuple(values)
