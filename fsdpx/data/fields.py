@@ -59,6 +59,11 @@ class Trajectories:
     count: int
     windows: int = 0
 
+    @property
+    def names(self) -> str:
+        """The names of its fields, as text; nothing for .npy, where the name is that of the file."""
+        return "" if self.file.suffix == ".npy" else _listed(v.name for v in self.variables)
+
 
 def opened(path: Path) -> Any:
     """What holds the fields of a file, by name."""
@@ -118,8 +123,8 @@ def _items(node: Any) -> Iterable[tuple[str, Any]]:
     """What is in a group, by name; of HDF5, links to elsewhere as links."""
     if isinstance(node, dict):
         return node.items()
-    if hasattr(node, "members"):  # of Zarr
-        return node.members()
+    if hasattr(node, "members"):  # of Zarr, which lists them as they arrive
+        return sorted(node.members())
     links = {name: node.get(name, getlink=True) for name in node}
     return [(name, node[name] if type(link).__name__ == "HardLink" else link) for name, link in links.items()]
 
@@ -159,7 +164,7 @@ def cells_of(path: Path, root: Any, dims: str | None, letters: str | None) -> st
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
             raise ConfigError(f"FieldDataset(dims={dims!r}): the grid has the dims {letters!r}, each comes once")
         return cells
-    if WELL[0] in root:
+    if WELL[0] in root and "dimensions" in root:
         names = [n.decode() if isinstance(n, bytes) else str(n) for n in root["dimensions"].attrs["spatial_dims"]]
         cells = "".join(names) if all(len(name) == 1 for name in names) else "xyz"[: len(names)]
         if letters is None or sorted(cells) == sorted(letters):
@@ -285,6 +290,8 @@ class FieldDataset:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
         self.grid, self.dtype = grid, np.dtype(dtype)
+        if self.dtype.kind not in "fV":
+            raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
         self._open = lru_cache(OPEN_FILES)(opened)
         paths = [Path(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
         wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
@@ -297,7 +304,10 @@ class FieldDataset:
             if problem is not None:
                 raise problem
             return
-        own = "" if problem else f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
+        own = ""
+        if problem is None:
+            own = f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
+            own += f", {self.sources[0].names}" * bool(self.sources[0].names)
         everyone = grid.everyone((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
             if text:
@@ -349,9 +359,12 @@ class FieldDataset:
             raise wrong(source.file, f"{source.group or 'it'} has no trajectories")
         if steps < span:
             raise wrong(source.file, f"{source.group or 'it'} has {steps} steps, and a window has {span}")
-        kinds = [[("t" in v.dims, v.channels) for v in one.variables] for one in (source, *self.sources[:1])]
-        if kinds[0] != kinds[-1]:
-            raise wrong(source.file, f"its fields have other channels than those of {self.sources[0].file}")
+        first = self.sources[0] if self.sources else source
+        kinds = [[("t" in v.dims, v.channels) for v in one.variables] for one in (source, first)]
+        if kinds[0] != kinds[1]:
+            raise wrong(source.file, f"its fields have other channels than those of {first.file}")
+        if source.names != first.names:
+            raise wrong(source.file, f"it has {source.names}, and {first.file} has {first.names}: give fields=")
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __len__(self) -> int:

@@ -225,8 +225,8 @@ def _shapes(spec: Any) -> Any:
         return {name: _shapes(one) for name, one in spec.items()}
     if hasattr(spec, "shape") and hasattr(spec, "dtype"):
         return ShapeArray(tuple(spec.shape), np.dtype(spec.dtype))
-    if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str):
-        return ShapeArray(tuple(spec[0]), dtype(spec[1]))
+    if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str | type | np.dtype):
+        return ShapeArray(tuple(spec[0]), dtype(spec[1]) if isinstance(spec[1], str) else np.dtype(spec[1]))
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return tuple(_shapes(one) for one in spec)
     raise ConfigError(f"dry_run: a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")

@@ -45,8 +45,8 @@ class Grid:
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one. Default: channels last
     dims : ranks along each dim, where `comm` is not Cartesian; the last dim varies fastest from rank to rank
-    ghosts : cells that arrays have on each side beyond the part, for all dims or for each; the layers that read the
-        field first take what lies there instead of their padding
+    ghosts : cells that arrays have on each side beyond the part, for all dims or for each; convolutions that read the
+        field first, or behind layers that act on each cell, take what lies there instead of their padding
     periods : whether each dim is periodic, where `comm` is not Cartesian; `Rollout` fills ghost cells by it
 
     Raises
@@ -251,6 +251,11 @@ class Grid:
     def leaving(self, array: Any, batched: bool) -> Any:
         """The inverse of `entering`, a view."""
         if "c" not in self.layout:
+            if array.shape[1] != 1:
+                raise DataError(
+                    f"the result has {array.shape[1]} channels, and the grid's layout {self.layout!r} has room for "
+                    "one: put 'c' into it"
+                )
             found = array[:, 0]
         else:
             places = {"c": 1} | {letter: 2 + d for d, letter in enumerate(self._letters)}

@@ -205,6 +205,11 @@ def _unet(tensors: Tensors, *, transposed: bool | None = None, **options: Any) -
     return UNet(first.shape[1], outputs, **given)
 
 
+def _last(modes: int) -> int:
+    """`n_modes` of so many modes in the last dim."""
+    return max(2 * (modes - 1), 1)
+
+
 def _fno(tensors: Tensors, *, positions: bool = True) -> Container:
     spectral, lifting = tensors["fno_blocks.convs.0.weight.tensor"], tensors["lifting.fcs.0.weight"]
     if not np.iscomplexobj(spectral):
@@ -214,7 +219,7 @@ def _fno(tensors: Tensors, *, positions: bool = True) -> Container:
     layers = sum(name.startswith("fno_blocks.convs.") and name.endswith(".weight.tensor") for name in tensors)
     inputs = lifting.shape[1] - (len(modes) + 1) * positions
     return FNO(
-        inputs, projection.shape[0], (*modes, 2 * (last - 1)), spectral.shape[0], layers, lifting.shape[0],
+        inputs, projection.shape[0], (*modes, _last(last)), spectral.shape[0], layers, lifting.shape[0],
         projection.shape[1], inside.shape[0], positions,
     )  # fmt: skip
 
@@ -248,7 +253,7 @@ def _pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None)
     }
     last = "pad"
     for i in range(layers):
-        nodes[f"conv{i}"] = SpectralConv(width, width, (*(2 * m for m in modes[:-1]), 2 * (modes[-1] - 1)), False), last
+        nodes[f"conv{i}"] = SpectralConv(width, width, (*(2 * m for m in modes[:-1]), _last(modes[-1])), False), last
         nodes[f"w{i}"] = ChannelLinear(width, width), last
         nodes[f"sum{i}"] = Add(), f"conv{i}", f"w{i}"
         last = f"sum{i}"

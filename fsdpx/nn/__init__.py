@@ -35,7 +35,17 @@ from fsdpx.nn.normalize import Denormalize, Normalize
 from fsdpx.nn.pad import Pad
 from fsdpx.nn.physics import Conserve, PhysicsLoss
 from fsdpx.nn.plan import Planned, parallelise
-from fsdpx.nn.pool import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
+from fsdpx.nn.pool import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+)  # fmt: skip
 from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Upsample
 from fsdpx.nn.rollout import Rollout
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
@@ -46,20 +56,21 @@ from fsdpx.nn.unet import UNet
 from fsdpx.words import absent
 
 __all__ = [
-    "FNO", "GELU", "GPT", "MLP", "MSE", "RMSE", "VRMSE", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d",
-    "AvgPool3d", "BCEWithLogits", "BandRMSE", "BatchNorm", "Bert", "BertEmbedding", "BoundaryRMSE", "Chain",
-    "ChannelLinear", "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "Conserve", "ConservedRMSE",
-    "Container", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy",
-    "Curl", "Cut", "CutDropout", "CutMoE", "CutRequest", "Denormalize", "Derivative", "Divergence", "Dropout",
-    "Embedding", "Enter", "Env", "Features", "FillNaN", "First", "Flatten", "Framed", "Gate", "GatedMLP", "Gradient",
-    "Graph", "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Laplacian",
+    "FNO", "GELU", "GPT", "MLP", "MSE", "RMSE", "VRMSE", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d", "AvgPool3d",
+    "BCEWithLogits", "BandRMSE", "BatchNorm", "Bert", "BertEmbedding", "BoundaryRMSE", "Chain", "ChannelLinear",
+    "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "Conserve", "ConservedRMSE", "Container",
+    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Curl",
+    "Cut", "CutDropout", "CutMoE", "CutRequest", "Denormalize", "Derivative", "Divergence", "Dropout", "Embedding",
+    "Enter", "Env", "Features", "FillNaN", "First", "Flatten", "Framed", "Gate", "GatedMLP", "Gradient", "Graph",
+    "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Laplacian",
     "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "Mask", "MaxError", "MaxPool1d",
     "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Normalize", "Own", "Pad",
-    "PartTokenEmbedding", "Patches", "PhysicsLoss", "Planned", "Portion", "Positions", "RMSNorm", "ReLU", "RelativeL2",
-    "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU", "Sigmoid",
-    "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet", "Upsample",
-    "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer", "init", "lora",
-    "models", "parallelise", "shapes", "sort", "specs_of",
+    "PartTokenEmbedding", "Patches", "PhysicsLoss", "Planned", "Portion", "Positions", "RMSNorm", "ReLU",
+    "RelativeL2", "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU",
+    "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet",
+    "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer",
+    "init", "lora", "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cells import CellWeights, moments, reduced, weighed
-from fsdpx.nn.cut import Parts
+from fsdpx.nn.cut import Cuts, Parts
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.losses import Loss, same_shape
 from fsdpx.nn.parts import cells_of, over
@@ -46,6 +46,10 @@ class _FieldLoss(Loss):
             many = xp.broadcast_to(w, values[0].shape).sum(axis=dims, dtype=np.float64)
         found = [(v if w is None else w * v).sum(axis=dims, dtype=np.float64) for v in values]
         return reduced(env, xp.stack([many, *found]), type(self).__name__)
+
+    def _cuts(self, y: Array) -> tuple[Cuts, ...]:
+        """Who has which cells along each dim."""
+        return (self.parts or Parts.whole(y.shape[2:])).cuts
 
     def _mean(self, env: Env, values: Array, counts: Array) -> tuple[float, float]:
         """(total, weight) of values that all ranks of a field have, of those groups that count something."""
@@ -161,8 +165,8 @@ class BoundaryRMSE(_Root):
 
     def _weighed(self, env: Env, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
         apart, target, _ = super()._weighed(env, y, target)
-        parts, w = self.parts or Parts.whole(y.shape[2:]), env.xp.zeros((1,) * y.ndim, dtype=apart.dtype)
-        for d, cuts in enumerate(parts.cuts):
+        w = env.xp.zeros((1,) * y.ndim, dtype=apart.dtype)
+        for d, cuts in enumerate(self._cuts(y)):
             at = np.arange(*cells_of(env, cuts, d))
             ends = (at == 0).astype(apart.dtype) + (at == cuts[-1] - 1)
             w = w + env.xp.asarray(ends).reshape(-1, *(1,) * (y.ndim - 3 - d))
@@ -192,15 +196,17 @@ class BandRMSE(_Root):
         apart, target, _ = super()._weighed(env, y, target)
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
+        if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._cuts(y)):
+            return apart * 0, target, None  # no wave is as short: what is left of the error is its rounding
         last = self.low if self.high is None else self.high
         inside = self._filtered(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filtered(self, env: Env, e: Array, last: float) -> Array:
         """Of modes below `last`; with `high` those from `low` on alone."""
-        xp, parts = env.xp, self.parts or Parts.whole(e.shape[2:])
-        waves, tables, cells = [], [], math.prod(parts.shape)
-        for d, cuts in enumerate(parts.cuts):
+        xp, cuts_of = env.xp, self._cuts(e)
+        waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
+        for d, cuts in enumerate(cuts_of):
             n, most = cuts[-1], math.ceil(last) - 1
             k = np.arange(-min(most, (n - 1) // 2), min(most, n // 2) + 1)
             turns = np.outer(np.arange(*cells_of(env, cuts, d)), k) % n * (2 * np.pi / n)

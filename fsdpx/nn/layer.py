@@ -242,7 +242,8 @@ class Layer(ABC):
     collective: bool = False
     """Whether the layer calls collectives over `env.mesh.data`: all ranks of that axis must run it equally often."""
     takes_ghosts: bool = False
-    """Whether the layer reads the ghost cells that a part of a field brings; other layers are given the part alone."""
+    """Whether ghost cells that a part of a field brings go into the layer, which reads them or gives them on, as all
+    layers do that act on each element; others are given the part alone."""
 
     acts_on: str = "sample"
     """The least it can treat alone: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on

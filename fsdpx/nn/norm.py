@@ -320,7 +320,7 @@ class InstanceNorm(GroupNorm):
     eps, affine : as in `GroupNorm`; affine is False by default
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = False) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False) -> None:
         super().__init__(num_features, num_features, eps, affine)
         self.num_features = num_features
 

@@ -23,7 +23,7 @@ class Normalize(Layer):
     mean, std : of each channel
     """
 
-    fields = True
+    fields = takes_ghosts = True
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean, self.std = (tuple(float(v) for v in np.ravel(values)) for values in (mean, std))

@@ -78,11 +78,12 @@ class Walk:
     def _bare(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
-        """Fields without their ghost cells, for a step that does not read these."""
+        """Fields without their ghost cells, for a step that does not read these, or beside fields without any."""
         found = []
+        takes = isinstance(reader, Container) or (_takes_ghosts(reader) and len({values[s] for s in sources}) == 1)
         for source in sources:
             kind = values[source]
-            if isinstance(kind, Parts) and kind.ghosts and not (isinstance(reader, Container) or reader.takes_ghosts):
+            if isinstance(kind, Parts) and kind.ghosts and not takes:
                 name = free(layer, f"interior_{len(steps)}_{source.replace('.', '_')}")
                 steps.append(ChildCall(name, Shift(kind, bare(kind)), (source,), (name,)))
                 values[name] = bare(kind)
@@ -200,7 +201,7 @@ def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
     """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
     result says; as the inputs, if it has as many cells. ConfigError, with the path of the layer, for what cannot work
     on a part. Communicates nothing."""
-    takes = isinstance(model, Container) or model.takes_ghosts
+    takes = isinstance(model, Container) or _takes_ghosts(model)
     frame = Shift(parts, bare(parts)) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else bare(parts)] * len(input_names(model))
     made, kinds = Walk(1, None, {}).visit(model, "", inputs)
@@ -216,6 +217,11 @@ def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
         return Framed(made, None, shift), wanted
     name = free(made, "shift")
     return made.rewired([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
+
+
+def _takes_ghosts(layer: Layer) -> bool:
+    """Whether ghost cells go into a layer: it reads them, or makes those of its result of them, cell by cell."""
+    return layer.takes_ghosts or layer.acts_on == "element"
 
 
 def _cuts(model: Layer) -> dict[str, Any]:

@@ -10,14 +10,19 @@ import numpy as np
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.correlation import Strides
-from fsdpx.errors import ConfigError
-from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, here
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.cells import reduced
+from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, for_each, here
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.parts import cells_of, demand_dims
+from fsdpx.nn.numeric import wide
+from fsdpx.nn.parts import FieldLayer, cells_of, dealt, demand_dims
 from fsdpx.nn.rims import fold, widen
 
-__all__ = ["AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"]
+__all__ = [
+    "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d",
+    "MaxPool2d", "MaxPool3d",
+]  # fmt: skip
 
 
 class Pool(WindowLayer):
@@ -63,7 +68,7 @@ class MaxPool(Pool):
     runs = ("max_pool", "max_pool_backward")
 
     def __init__(
-        self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
+        self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1, *,
         ceil_mode: bool = False,
     ) -> None:  # fmt: skip
         self.dilation = dilation
@@ -152,3 +157,76 @@ class AvgPool2d(AvgPool, dims=2):
 
 class AvgPool3d(AvgPool, dims=3):
     """`AvgPool` of (samples, channels, depth, height, width)."""
+
+
+class AdaptiveAvgPool(FieldLayer):
+    """The base of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`: means of (samples, channels,
+    *cells) over so many windows along each dim that the result is (samples, channels, *output_size), as PyTorch's.
+    Result i of o along a dim of n cells is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o).
+
+    Over a grid of ranks each adds up its own cells, and one sum over the ranks makes the results whole, forward and
+    backward: bytes are those of the results. The result is a field of so many cells; of 1 cell the first rank has all.
+
+    Parameters
+    ----------
+    output_size : one number for all dims or one for each; 1 is the mean over the whole field
+    """
+
+    def __init__(self, output_size: Sizes) -> None:
+        self.output_size = output_size
+        self._many = for_each(self, "output_size", output_size, self.dims, 1)
+
+    def outputs(self, parts: Parts) -> Parts:
+        """Who has which outputs: the owner of the first cell of a window."""
+        rows = zip(parts.cuts, self._many, strict=True)
+        return Parts(tuple(dealt(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows))
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        demand_dims(self, x, self.dims)
+        parts = self.parts_of(x)
+        if not all(parts.shape):
+            raise ShapeError(f"{self!r} finds no mean of a field of shape {parts.shape}")
+        y, tables = kernels.widened(env.xp, x), self._tables(env, parts)
+        for d, table in enumerate(tables):
+            y = _along(env.xp, y, d + 2, table)
+        y = reduced(env, env.xp.ascontiguousarray(y), env.random.path)
+        return kernels.narrowed(env.xp, y[self._own(env, parts)], x.dtype), parts
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        whole = env.xp.zeros((*dy.shape[:2], *self._many), dtype=wide(dy.dtype))
+        whole[self._own(env, saved)] = kernels.widened(env.xp, dy)
+        dx = reduced(env, whole, env.random.path)
+        for d, table in enumerate(self._tables(env, saved)):
+            dx = _along(env.xp, dx, d + 2, table.T)
+        return kernels.narrowed(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
+
+    def _own(self, env: Env, parts: Parts) -> tuple[slice, ...]:
+        """The results of this rank among all."""
+        cells = (slice(*cells_of(env, cuts, d)) for d, cuts in enumerate(self.outputs(parts).cuts))
+        return (slice(None), slice(None), *cells)
+
+    def _tables(self, env: Env, parts: Parts) -> list[np.ndarray]:
+        """For each dim what this rank's cells count in each result, (cells, results)."""
+        found = []
+        for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
+            at, i = np.arange(*cells_of(env, cuts, d))[:, None], np.arange(many)
+            begin, end = i * cuts[-1] // many, -(-(i + 1) * cuts[-1] // many)
+            found.append(((at >= begin) & (at < end)) / (end - begin))
+        return found
+
+
+def _along(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
+    """A product with a matrix over one dim."""
+    return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
+
+
+class AdaptiveAvgPool1d(AdaptiveAvgPool, dims=1):
+    """`AdaptiveAvgPool` of (samples, channels, length)."""
+
+
+class AdaptiveAvgPool2d(AdaptiveAvgPool, dims=2):
+    """`AdaptiveAvgPool` of (samples, channels, height, width)."""
+
+
+class AdaptiveAvgPool3d(AdaptiveAvgPool, dims=3):
+    """`AdaptiveAvgPool` of (samples, channels, depth, height, width)."""

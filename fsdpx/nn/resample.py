@@ -173,7 +173,7 @@ class Upsample(FieldLayer):
         parts = self.parts_of(x)
         outputs, tables, moves = self.outputs(parts), [], []
         for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, self._ratios(parts.shape), strict=True)):
-            taps, weights = _table(self.mode, cuts[-1], total, ratio, bool(self.align_corners))
+            taps, weights = _table(self.mode, cuts[-1], total, ratio, bool(self.align_corners), dims)
             needs = tuple(
                 (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
                 for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
@@ -223,9 +223,14 @@ class Upsample(FieldLayer):
 
 
 @lru_cache(256)
-def _table(mode: str, n: int, total: int, ratio: float, corners: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The cells that each output is made of, and their weights, (taps, outputs)."""
+def _table(mode: str, n: int, total: int, ratio: float, corners: bool, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """The cells that each output is made of, and their weights, (taps, outputs). Where as many cells come out as go in,
+    or twice as many, the ratio does not count in some modes, as in PyTorch."""
     o = np.arange(total)
+    if total in (n, 2 * n) and mode == "nearest" and dims == 2:
+        return (o // (total // n))[None], np.ones((1, total))
+    if total == n and mode.endswith("linear"):
+        return o[None], np.ones((1, total))
     if mode.startswith("nearest"):
         at = np.floor((o + (0.5 if mode.endswith("exact") else 0.0)) * ratio).astype(int)
         return np.minimum(at, n - 1)[None], np.ones((1, total))

@@ -226,7 +226,7 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
     recomputing, schedule = recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)
     if every > count:
-        raise ConfigError(f"recompute={every}: every {every}th unit of {count} is none; take a smaller number")
+        raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
     check_offload(distribution.offload, training.optimizer, training.average)
     chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)

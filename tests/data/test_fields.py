@@ -192,6 +192,56 @@ def test_folders_of_zarr(tmp_path: Path) -> None:
     demand(whole, lambda grid, **more: FieldDataset(tmp_path / "a.zarr", grid, **more))
 
 
+def test_fields_of_zarr_have_one_order_on_all_ranks(tmp_path: Path) -> None:
+    """That of their names: Zarr lists them as they arrive."""
+    zarr = pytest.importorskip("zarr")
+    names = ["v", "u", "pressure", "height"]
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    for value, name in enumerate(names):
+        group.create_array(name, data=np.full((T, 2, 2), value, np.float32))
+
+    def run(comm: Communicator) -> list[float]:
+        grid = fsdpx.Grid(comm, (1, 2), dims=(2, 1), layout="yxc")
+        return [x for _ in range(5) for x in FieldDataset(tmp_path / "a.zarr", grid)[0][0][0, 0]]
+
+    assert spawn(run, 2) == [[float(names.index(name)) for name in sorted(names)] * 5] * 2
+
+
+def test_files_whose_fields_have_other_names_are_refused(tmp_path: Path) -> None:
+    """Their channels would be others, unless fields= says which."""
+    h5py = pytest.importorskip("h5py")
+    for name, first in (("a.h5", "u"), ("b.h5", "height")):
+        with h5py.File(tmp_path / name, "w") as file:
+            for field in (first, "v"):
+                file[field] = values(T, Y, X)
+    files = [tmp_path / "a.h5", tmp_path / "b.h5"]
+    with pytest.raises(DataError) as error:
+        FieldDataset(files, dims="tyx")
+    assert str(error.value) == (
+        f"FieldDataset: {files[1]}: it has 'height', 'v', and {files[0]} has 'u', 'v': give fields="
+    )
+    assert FieldDataset(files, dims="tyx", fields="v").channels == 1
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises(DataError) as error:
+            FieldDataset(files[comm.rank], fsdpx.Grid(comm, (Y, (4, X - 4)[comm.rank]), dims=(1, 2)))
+        return str(error.value)
+
+    assert set(spawn(run, 2)) == {
+        "FieldDataset: rank 0 has 6 samples of 2 and 0 constant channels, 'u', 'v', "
+        "rank 1 has 6 samples of 2 and 0 constant channels, 'height', 'v'"
+    }
+
+
+def test_the_well_without_names_of_dims_is_told(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "u.h5", "w") as file:
+        file.create_group("t0_fields")["u"] = values(N, T, Y, X)
+    with pytest.raises(ConfigError, match=r"u\.h5 does not say which dims are cells: give a grid, or dims=, as 'ntyx'"):
+        FieldDataset(tmp_path / "u.h5")
+    assert FieldDataset(tmp_path / "u.h5", dims="ntyx").shape == (Y, X)
+
+
 SIDE, PART = 256, 64  # cells of the field, rows of a rank
 
 
@@ -307,6 +357,7 @@ def plain(shape: tuple[int, ...], kind: Any = np.float32) -> Callable[[Path], No
         (lambda path: os.mkfifo(path), {}, "u.npy is a folder, a pipe or a device where a file should be"),
         (plain((T, Y, X)), {"dims": "tzx"}, "FieldDataset(dims='tzx'): the grid has the dims 'yx', each comes once"),
         (plain((T, Y, X)), {"inputs": 0}, "FieldDataset(inputs=0): a whole number, 1 or more, is needed"),
+        (plain((T, Y, X)), {"dtype": "i4"}, "FieldDataset(dtype='i4'): samples are real numbers, such as float32"),
     ],
 )
 def test_files_that_do_not_fit_are_named_on_all_ranks(tmp_path: Path, make: Any, options: Any, text: str) -> None:

@@ -114,8 +114,9 @@ def test_dry_run_takes_arrays() -> None:
     """Of which shape and dtype count."""
     model, options = nn.Linear(4, 2), {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
     arrays = dry_run(model, np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), **options)
-    pairs = dry_run(model, ((8, 4), "float32"), ((8, 2), "float32"), **options)
-    assert (arrays.report.memory, arrays.report.traffic) == (pairs.report.memory, pairs.report.traffic)
+    for dtype in ("float32", np.float32, np.dtype("f4")):
+        pairs = dry_run(model, ((8, 4), dtype), ((8, 2), dtype), **options)
+        assert (arrays.report.memory, arrays.report.traffic) == (pairs.report.memory, pairs.report.traffic)
     with pytest.raises(ConfigError, match=r"a batch is an array or a pair \(\(8, 4\), 'float32'\), not 5"):
         dry_run(model, 5, 5, **options)
 

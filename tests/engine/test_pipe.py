@@ -152,7 +152,7 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "schedule": 3}, "schedule=3: a name, a function or the path"),
         ("mlp", {"mesh": PIPE, "schedule": lambda: []}, r"must take \(ranks, microbatches, per_rank\)"),
         ("mlp", {"mesh": PIPE, "schedule": lambda a, b, c: None}, "returned None: a PipelineSchedule or a list"),
-        ("mlp", {"mesh": PIPE, "recompute": 100}, "every 100th unit of . is none"),
+        ("mlp", {"mesh": PIPE, "recompute": 100}, "recompute=100: the model has . units; take a number up to that"),
         ("mlp", {"mesh": PIPE, "recompute": "1.2.3MiB"}, "recompute='1.2.3MiB': a number of bytes is needed"),
     ],
 )

@@ -325,6 +325,16 @@ def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
     assert spawn(run, 2) == [True, True]
 
 
+def test_a_layout_without_channels_has_room_for_one() -> None:
+    def run(comm: Communicator, net: nn.Layer) -> str:
+        trainer = net.as_distributed(comm=comm, space=fsdpx.Grid(comm, (2, 3), dims=(2, 1), layout="yx"))
+        return refused(comm, lambda _: trainer.predict(np.ones((2, 3), np.float32)))
+
+    for net in (nn.Conv2d(1, 3, 1), nn.Rollout(nn.Conv2d(1, 1, 1), 3)):
+        wanted = "the result has 3 channels, and the grid's layout 'yx' has room for one: put 'c' into it"
+        assert spawn(lambda comm, net=net: run(comm, net), 2) == [wanted] * 2
+
+
 def test_fit_checkpoints_and_other_grids(tmp_path: Path) -> None:
     """A loader gives all ranks the same samples; training goes on at other grids, and without one, where it stopped."""
     whole = np.random.default_rng(0).standard_normal((4, 8, 12, 2))

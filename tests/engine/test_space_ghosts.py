@@ -17,12 +17,14 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.array.random import Random
 from fsdpx.comm import Communicator
+from fsdpx.comm.mesh import alone as alone_mesh
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.ghosts import filled, filled_backward
 from fsdpx.nn.layer import Env
 from fsdpx.testing import demand_close
 
 SHAPE, GHOSTS = (9, 11), (2, 1)
+ENV = Env(np, alone_mesh(), Random(0))
 
 
 def tail(channels: int) -> list[nn.Layer]:
@@ -37,8 +39,11 @@ FIRST: dict[str, Callable[[int], nn.Layer]] = {
     "strided": lambda pad: nn.Conv2d(2, 4, (5, 3), 2, (2 * pad, pad)),
     "dilated": lambda pad: nn.Conv2d(2, 4, 3, padding=(2 * pad, pad), dilation=(2, 1)),
     "grouped": lambda pad: nn.Conv2d(2, 4, 3, padding=pad, groups=2),
+    "behind cells": lambda pad: nn.Chain(
+        nn.Normalize((0.1, -0.2), (2.0, 0.5)), nn.Tanh(), nn.Conv2d(2, 4, 3, padding=pad)
+    ),
 }
-NEEDS = {"as wide": (2, 1), "narrower": (1, 1), "strided": (2, 1), "dilated": (2, 1), "grouped": (1, 1)}
+NEEDS = dict.fromkeys(FIRST, (1, 1)) | dict.fromkeys(("as wide", "strided", "dilated"), (2, 1))
 
 
 def padded(rows: int) -> np.ndarray:
@@ -69,7 +74,7 @@ def alone(first: str) -> Any:
 
 
 @in_full
-@pytest.mark.parametrize("first", few(list(FIRST), 5))
+@pytest.mark.parametrize("first", few(list(FIRST), 6))
 def test_ghost_cells_are_the_padding(first: str) -> None:
     losses, parameters, predicted = alone(first)
 
@@ -90,6 +95,36 @@ def test_ghost_cells_are_the_padding(first: str) -> None:
                 np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
                 demand_close(values, parameters, 1e-8)
                 demand_close({"prediction": mine}, {"prediction": predicted[:, *there]}, 1e-8)
+
+
+def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
+    """As a model, before a sum with what has none, and behind a layer that reads none."""
+    x = np.random.default_rng(0).standard_normal((6, 7, 2))
+    inside, tanh = x[1:-1, 1:-1], nn.Tanh()
+    same = nn.Conv2d(2, 2, 3, padding=1, bias=False)
+    both = nn.Graph({"t": (tanh, "x"), "m": (nn.MaxPool2d(1), "x"), "s": (nn.Add(), "t", "m")}, outputs="s")
+    nets: list[tuple[nn.Layer, Any]] = [
+        (tanh, np.tanh(inside)),
+        (nn.Chain(tanh, nn.Scale(2.0)), 2 * np.tanh(inside)),
+        (nn.Chain(nn.MaxPool2d(1), tanh), np.tanh(inside)),
+        (both, np.tanh(inside) + inside),
+        (nn.Chain(tanh, nn.Residual(same)), None),
+    ]
+
+    def run(comm: Communicator, net: nn.Layer) -> Any:
+        rows = slice(0, 4) if comm.rank == 0 else slice(2, 6)
+        grid = fsdpx.Grid(comm, (2, 5), dims=(2, 1), ghosts=1)
+        trainer = net.as_distributed(space=grid, **options(comm))
+        trainer.step(x[rows], trainer.predict(x[rows]) + 1.0)
+        return grid.gather(trainer.predict(x[rows])), trainer.parameters()
+
+    for net, want in nets:
+        found, parameters = spawn(lambda comm, net=net: run(comm, net), 2)[0]
+        if want is None:  # the sum of the part and of what is made of it with its ghost cells
+            y = np.moveaxis(np.tanh(x), -1, 0)[None]
+            plain = nn.Conv2d(2, 2, 3, bias=False).forward(ENV, {"weight": next(iter(parameters.values()))}, y)[0]
+            want = np.tanh(inside) + np.moveaxis(plain[0], 0, -1)
+        demand_close({type(net).__name__: found}, {type(net).__name__: want}, 1e-12)
 
 
 def test_no_cell_travels_for_the_first_layer() -> None:

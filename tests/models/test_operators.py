@@ -120,9 +120,11 @@ def modes_of(torch: Any, x: Any, weight: Any) -> Any:
     return torch.fft.irfftn(full, s=sizes, norm="forward", dim=dims)
 
 
-def neuraloperator(torch: Any, dims: int, ratio: int, positions: bool) -> tuple[dict[str, Any], Any]:
+def neuraloperator(
+    torch: Any, dims: int, ratio: int, positions: bool, modes: tuple[int, ...] = ()
+) -> tuple[dict[str, Any], Any]:
     """Tensors under the names of neuralop.models.FNO 2.0, and what it computes with them."""
-    width, layers, modes = 6, 2, ((4,), (4, 4), (2, 4, 3))[dims - 1]
+    width, layers, modes = 6, 2, modes or ((4,), (4, 4), (2, 4, 3))[dims - 1]
     first = 2 + dims * positions
     shapes = {"lifting.fcs.0": (ratio * width, first), "lifting.fcs.1": (width, ratio * width)}
     shapes |= {"projection.fcs.0": (ratio * width, width), "projection.fcs.1": (3, ratio * width)}
@@ -162,18 +164,22 @@ def neuraloperator(torch: Any, dims: int, ratio: int, positions: bool) -> tuple[
     return state, forward
 
 
-@pytest.mark.parametrize(("dims", "ratio", "positions"), [(1, 2, True), (2, 2, True), (2, 4, False), (3, 1, True)])
-def test_neuraloperator(dims: int, ratio: int, positions: bool) -> None:
+@pytest.mark.parametrize(
+    ("dims", "ratio", "positions", "modes"),
+    [(1, 2, True, ()), (2, 2, True, ()), (2, 4, False, ()), (3, 1, True, ()), (1, 1, True, (1,)), (2, 1, True, (2, 1))],
+)
+def test_neuraloperator(dims: int, ratio: int, positions: bool, modes: tuple[int, ...]) -> None:
+    """Also with one mode in the last dim: means."""
     torch = pytest.importorskip("torch")
-    state, forward = neuraloperator(torch, dims, ratio, positions)
+    state, forward = neuraloperator(torch, dims, ratio, positions, modes)
     x = noise(2, 2, *SIZES[dims])
     model = models.from_state_dict(state, **({} if positions else {"positions": False}))
     demand_close({"y": predicted(model, x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 
 
-def pdebench(torch: Any, dims: int) -> tuple[dict[str, Any], Any]:
+def pdebench(torch: Any, dims: int, modes: tuple[int, ...] = ()) -> tuple[dict[str, Any], Any]:
     """Tensors under the names of PDEBench's FNO1d to FNO3d, and what these compute; two layers."""
-    width, modes, layers, hidden = 5, ((4,), (3, 4), (2, 3, 4))[dims - 1], 2, 9
+    width, modes, layers, hidden = 5, modes or ((4,), (3, 4), (2, 3, 4))[dims - 1], 2, 9
     state: dict[str, Any] = {}
     for seed, (name, shape) in enumerate(
         {"fc0": (width, 2 + dims), "fc1": (hidden, width), "fc2": (3, hidden)}.items(), 1
@@ -215,10 +221,10 @@ def pdebench(torch: Any, dims: int) -> tuple[dict[str, Any], Any]:
     return state, forward
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_pdebench(dims: int) -> None:
+@pytest.mark.parametrize(("dims", "modes"), [(1, ()), (2, ()), (3, ()), (1, (1,)), (2, (2, 1))])
+def test_pdebench(dims: int, modes: tuple[int, ...]) -> None:
     torch = pytest.importorskip("torch")
-    state, forward = pdebench(torch, dims)
+    state, forward = pdebench(torch, dims, modes)
     x = noise(2, 2 + dims, *SIZES[dims])
     demand_close({"y": predicted(models.from_state_dict(state), x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 

@@ -234,6 +234,16 @@ def test_metrics_that_cannot_be_are_refused_on_all_ranks() -> None:
         assert "weights of shape (8, 7) do not fit" in text
 
 
+def test_a_band_without_any_wave_has_no_gradient() -> None:
+    """What is left of the error is rounding, which a root would make large."""
+    env, (y, target) = env_of(None), np.random.default_rng(0).standard_normal((2, 1, 2, 16, 16))
+    for band in (nn.BandRMSE(12), nn.BandRMSE(12, 20)):
+        total, _, saved = band.forward(env, y, target)
+        assert total == 0.0
+        assert not band.backward(env, saved, 1.0).any()
+    assert nn.BandRMSE(11).forward(env, y, target)[0] > 0.0  # the corner, of length 8 sqrt(2)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -103,6 +103,29 @@ def test_upsampling_is_that_of_pytorch(mode: str) -> None:
             compare(torch, nn.Upsample(**given), torch.nn.Upsample(**given), noise(2, 3, *(5, 6, 7)[:dims]))
 
 
+@pytest.mark.parametrize(
+    ("mode", "dims"),
+    [("nearest", 1), ("nearest", 2), ("nearest-exact", 2), ("linear", 1), ("bilinear", 2), ("bicubic", 2)],
+)
+def test_sizes_that_hardly_change_are_those_of_pytorch(mode: str, dims: int) -> None:
+    """Where as many cells come out as go in, or twice as many, though the factor is another."""
+    torch = pytest.importorskip("torch")
+    for n, factor in itertools.product((1, 2, 3, 4, 7), (1.0, 1.05, 1.2, 1.3, 2.05, 2.1, 0.9)):
+        if (factors := (factor, *(1.0,) * (dims - 1))) and int(n * factor):
+            x, given = noise(1, 2, n, *(3,) * (dims - 1)), {"scale_factor": factors, "mode": mode}
+            want = torch.nn.Upsample(**given)(torch.tensor(x)).numpy()
+            y, _ = nn.Upsample(**given).forward(ENV, {}, x)
+            demand_close({f"{n} x {factor}": y}, {f"{n} x {factor}": want}, 1e-12)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_adaptive_pools_are_those_of_pytorch(dims: int) -> None:
+    torch = pytest.importorskip("torch")
+    ours, theirs = getattr(nn, f"AdaptiveAvgPool{dims}d"), getattr(torch.nn, f"AdaptiveAvgPool{dims}d")
+    for many in (1, 2, 5, (3, 4, 11)[:dims]):
+        compare(torch, ours(many), theirs(many), noise(2, 3, *SIZES[:dims]))
+
+
 def test_norms_over_groups_are_those_of_pytorch() -> None:
     torch = pytest.importorskip("torch")
     for groups in (1, 2, 6):

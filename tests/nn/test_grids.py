@@ -34,6 +34,8 @@ LAYERS: dict[str, Callable[[int], nn.Layer]] = {
     "PadMirrored": lambda dims: nn.Pad(((1, 2), (2, -1), (0, 1))[:dims], "reflect"),
     "Crop": lambda dims: nn.Pad(((-2, 0), (-1, -5), (0, -3))[:dims]),
     "Conserve": lambda dims: nn.Conserve(),
+    "Mean": lambda dims: getattr(nn, f"AdaptiveAvgPool{dims}d")(1),
+    "Means": lambda dims: getattr(nn, f"AdaptiveAvgPool{dims}d")((4, 13, 3)[:dims]),
 }
 """By name, for a number of dims."""
 
