@@ -1,6 +1,6 @@
 """The same result as one process: any strategy, mesh and world size, short and empty parts, every kind of model."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from models import CASES, HYBRID, STRATEGIES, make, part, placed, train
 
 import fsdpx
 from fsdpx import Mesh, Sharding, nn, optim
-from fsdpx import spawn as spawn_all
 from fsdpx.comm import Communicator
 from fsdpx.config import PRESETS, sharding
 from fsdpx.errors import FsdpxError
@@ -260,43 +259,47 @@ def all_it_does(comm: Communicator, strategy: Any, **options: Any) -> tuple[Any,
     return str(trainer.program), actions, report.traffic, report.predicted, before, report.memory
 
 
+@cache
+def all_that_fsdp_does(size: int, mesh: Mesh | None = None) -> list[Any]:
+    return spawn(all_it_does, size, "fsdp", mesh=mesh)
+
+
 @in_full
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_zero3_is_fsdp(size: int) -> None:
     assert PRESETS["zero3"] == PRESETS["fsdp"]
-    assert spawn_all(all_it_does, size, "zero3") == spawn_all(all_it_does, size, "fsdp")
+    assert spawn(all_it_does, size, "zero3") == all_that_fsdp_does(size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
 def test_hybrid_of_a_prime_number_of_ranks_is_fsdp(size: int) -> None:
     assert sharding("hybrid", size) == sharding("fsdp", size)
     if size < 7:
-        assert spawn_all(all_it_does, size, "hybrid") == spawn_all(all_it_does, size, "fsdp")
+        assert spawn(all_it_does, size, "hybrid") == all_that_fsdp_does(size)
 
 
 @in_full
 def test_hybrid_is_else_a_mesh_of_its_own() -> None:
     shapes = {size: (sharding("hybrid", size).replica, sharding("hybrid", size).shard) for size in HYBRID}
     assert shapes == {4: (2, 2), 6: (2, 3), 8: (2, 4)}
-    assert spawn_all(all_it_does, 4, "hybrid") != spawn_all(all_it_does, 4, "fsdp")
+    assert spawn(all_it_does, 4, "hybrid") != all_that_fsdp_does(4)
 
 
 @in_full
 @pytest.mark.parametrize("strategy", [s for s in PRESETS if s != "fsdp"])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(shard=1, pipe=2)], ids=str)
 def test_with_one_data_rank_all_are_one(strategy: str, mesh: Mesh) -> None:
-    found = [spawn_all(lambda comm, s=s: all_it_does(comm, s, mesh=mesh), mesh.pipe) for s in (strategy, "fsdp")]
-    assert found[0] == found[1]
+    assert spawn(all_it_does, mesh.pipe, strategy, mesh=mesh) == all_that_fsdp_does(mesh.pipe, mesh)
 
 
 @in_full
 def test_the_others_are_different() -> None:
     """Else the list would be too long."""
-    found = [str(spawn_all(all_it_does, 2, strategy)) for strategy in STRATEGIES]
+    found = [str(spawn(all_it_does, 2, strategy)) for strategy in STRATEGIES]
     assert len(set(found)) == len(STRATEGIES)
     assert {*STRATEGIES, "zero3", "hybrid"} == set(PRESETS)
     assert placed([1, 2], [4]) == [("fsdp", 1), *((s, 2) for s in STRATEGIES), ("hybrid", 4)]
-    assert spawn_all(all_it_does, 2, Sharding(full_grads="step")) not in found
+    assert spawn(all_it_does, 2, Sharding(full_grads="step")) not in found
 
 
 SEQUENCES = (None, None, "parallel", "ulysses", "ring")

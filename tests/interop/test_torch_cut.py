@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -110,15 +111,20 @@ def test_dropout_in_training_leaves_views_valid_in_evaluation() -> None:
     np.testing.assert_allclose(predicted, result, rtol=1e-5, atol=1e-5)
 
 
+@cache
+def positions() -> tuple[Any, Any, Any]:
+    """The module cut into units, what plain PyTorch ends with, and what the first values are read from."""
+    torch.manual_seed(2)
+    net = Positions().double()
+    return from_torch(net, TOKENS), plain(net, 3), net
+
+
 @pytest.mark.parametrize(("ranks", "options"), [
     (1, {}), (2, {"strategy": "fsdp", "group_bytes": 0}),
     (2, {"data": 1, "mesh": fsdpx.Mesh(pipe=2), "schedule": "zb-h1", "microbatches": 2}),
 ], ids=["one", "fsdp", "pipe"])  # fmt: skip
 def test_parameters_of_the_whole_module_are_layers_of_their_own(ranks: int, options: Any) -> None:
-    torch.manual_seed(2)
-    net = Positions().double()
-    losses, result, end = plain(net, 3)
-    model = from_torch(net, TOKENS)
+    model, (losses, result, end), _ = positions()
     assert [name for name in model.children() if not name.startswith("mul")] == [
         "embed", "first", "pos", "scale", "blocks.0", "blocks.1", "head"
     ]  # fmt: skip

@@ -252,11 +252,11 @@ def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut: 
 
 def test_units_are_the_elements_of_module_lists_and_modules_with_parameters() -> None:
     (x, _) = text()
-    cut = from_torch(Language(), *(a[:4] for a in x))
-    assert list(cut.children()) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    by_class = from_torch(Language(), *(a[:4] for a in x), units=["Block"])
+    cut = from_torch(Language(2), *(a[:4] for a in x))
+    assert list(cut.children()) == ["embed", "blocks.0", "blocks.1", "norm", "head"]
+    by_class = from_torch(Language(2), *(a[:4] for a in x), units=["Block"])
     assert list(by_class.children()) == list(cut.children())
-    smaller = from_torch(Language(), *(a[:4] for a in x), units=lambda path, module: False)
+    smaller = from_torch(Language(1), *(a[:4] for a in x), units=lambda path, module: False)
     assert "blocks.0.mlp.0" in smaller.children()
 
 
@@ -308,20 +308,20 @@ def test_first_values_are_those_of_rank_0() -> None:
 def test_layers_keep_no_first_values_that_were_handed_on(cut: bool) -> None:
     net, (x, y) = Language(1), text()
     example = [a[:4] for a in x]
-    model = from_torch(net, *example) if cut else from_torch(net)
+    model = from_torch(net, *example * cut)
     first, again = (train(model, x, y, 2, steps=1, precision="float32")[0] for _ in range(2))
     assert first == again
     del net
     gc.collect()
     with pytest.raises(ConfigError, match="first values of this layer were released, and the module that they came"):
         train(model, x, y, 2)
-    alone = from_torch(Language(1), *example)
+    alone = from_torch(Language(1), *example * cut)
     fsdpx.dry_run(alone, x, y, ranks=2, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))
     assert np.isfinite(train(alone, x, y, 2)[0]).all(), "a dry run has no ranks that take them"
 
 
 def test_a_dry_run_predicts_what_a_module_keeps_for_backward() -> None:
-    net, ((tokens, scale), y) = Language(), text()
+    net, ((tokens, scale), y) = Language(1), text()
     kept = {}
     for samples in (4, SAMPLES):
         x = (tokens[:samples], scale[:samples])

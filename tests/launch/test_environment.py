@@ -271,11 +271,11 @@ print(f"rank {comm.rank} of {comm.size}: LOCAL_RANK={os.environ['LOCAL_RANK']} {
 """
 
 
-def two_hosts(folder: Path, *words: str, restarts: int = 0, **variables: str) -> list[tuple[int, str]]:
-    """The status of each of two launchers with two ranks each, and what it has printed."""
+def two_hosts(folder: Path, *words: str, each: int = 2, restarts: int = 0, **variables: str) -> list[tuple[int, str]]:
+    """The status of each of two launchers with so many ranks each, and what it has printed."""
     (folder / "train.py").write_text(TRAINS)
     own = {"PYTHONPATH": str(ROOT), "FSDPX_SECRET": SECRET, "FSDPX_TUNE": "0", "OPENBLAS_NUM_THREADS": "1", **variables}
-    line = [*GLOO, "--master-port", str(free_port()), "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    line = [*GLOO, "--master-port", str(free_port()), "--nproc-per-node", str(each), "--max-restarts", str(restarts)]
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "fsdpx", "run", *line, "--node-rank", str(number), "train.py", *words],
@@ -313,12 +313,12 @@ def test_two_launchers_train_one_model_and_start_again_after_a_death(tmp_path: P
 @needs_torch
 def test_a_host_with_another_secret_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('RANK') == '2': os.environ['FSDPX_SECRET'] = 'another, of a stranger'\n"
+        "import os\nif os.environ.get('RANK') == '1': os.environ['FSDPX_SECRET'] = 'another, of a stranger'\n"
     )
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    (status, first), (_, _) = two_hosts(tmp_path, "lives", PYTHONPATH=path, FSDPX_START_TIMEOUT="15")
+    (status, first), (_, _) = two_hosts(tmp_path, "lives", each=1, PYTHONPATH=path, FSDPX_START_TIMEOUT="15")
     assert status, first
-    assert "who came as rank 2 does not know the FSDPX_SECRET of this job" in first
+    assert "who came as rank 1 does not know the FSDPX_SECRET of this job" in first
 
 
 @given(st.dictionaries(st.sampled_from(AXES), st.integers(1, 40)).filter(len), st.sampled_from(["", " "]))
