@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,7 @@ class Parsed(Exception):
     """Command line was accepted."""
 
 
+@cache
 def module_lines() -> dict[str, tuple[str, list[str]]]:
     """Every `python -m fsdpx...` of the pages: the whole line -> module and arguments."""
     found = {}
