@@ -141,8 +141,9 @@ class Trainer:
         if feed is None or not session.state.holding("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
         self._refuse_to_mix("backward")
-        given = tuple(dy) if len(session.place.stage.outputs) > 1 else (dy,)
-        compute = session.place.formats.compute
+        given, compute = (dy,) if len(self._shown) == 1 else dy, session.place.formats.compute
+        if not isinstance(given, tuple | list) or len(given) != len(self._shown):
+            raise DataError(f"backward: the model has {len(self._shown)} outputs: dy must be a tuple of as many arrays")
         arrays = tuple(as_taken(batches.array_of(session.place, d), "numbers", compute) for d in given)
         for array, shape in zip(arrays, self._shown, strict=True):
             if tuple(array.shape) != shape:
@@ -182,6 +183,7 @@ class Trainer:
         """From now on leave the parameters alone that name patterns (fnmatch) match: they get no gradient and no
         update, and keep their optimiser state. Between updates, not within an accumulation; checkpoints do not keep it.
         `distribute(frozen=...)` freezes for good, and saves memory. undo: train them again. Collective."""
+        self._host.demand_open("freeze")
         self._session.freeze(patterns, undo)
 
     @hosted(LOOKS)
@@ -237,6 +239,7 @@ class Trainer:
         -------
         int64 array of new tokens, or a list of them if several prompts were given
         """
+        self._host.demand_open("generate")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         several = not is_one(prompt)
         with self._host.having("parameters"), self._session.aside():

@@ -397,6 +397,29 @@ def test_calls_that_cannot_be_mixed() -> None:
     assert "dy has shape (4, 3), the output of forward has (4, 5)" in alike(1, lambda c: run(c, "shape"))
 
 
+@pytest.mark.parametrize("dy", [None, 3.0, np.ones((2, 3)), (np.ones((2, 3)),), [np.ones((2, 3))] * 3])
+def test_gradients_that_are_not_those_of_all_outputs(dy: Any) -> None:
+    def act(comm: Communicator) -> None:
+        two = {"a": (nn.Linear(4, 3), "x"), "b": (nn.Linear(4, 2), "x")}
+        model = nn.Graph(two, inputs=("x",), outputs=("a", "b"))
+        trainer = model.as_distributed(optimizer=optim.SGD(lr=1), comm=comm)
+        trainer.forward(np.ones((2, 4)))
+        trainer.backward(dy)
+
+    assert alike(1, act) == "DataError: backward: the model has 2 outputs: dy must be a tuple of as many arrays"
+
+
+@pytest.mark.parametrize(
+    "call", [lambda t: t.freeze("0.*"), lambda t: t.generate([1], 2), lambda t: t.update()], ids=["fr", "gen", "up"]
+)
+def test_a_closed_trainer_says_so(call: Any) -> None:
+    trainer = nn.GPT(9, 8, 1, 2, 4).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=1))
+    trainer.accumulate(np.ones((1, 4), int), np.ones((1, 4), int))
+    trainer.close()
+    with pytest.raises(ConfigError, match=r"^(freeze|generate|update): this trainer is closed$"):
+        call(trainer)
+
+
 KINDS = ("step", "accumulate", "evaluate", "predict", "forward")
 
 
