@@ -221,8 +221,6 @@ class Twice(nn.Layer):
         self.way = way
 
     def forward(self, env: Any, p: Any, x: Any) -> Any:
-        if self.way == "a ufunc of numpy":
-            return np.add(x, x), ()
         if self.way == "an array of numpy":
             return np.stack([x, x]).sum(axis=0), ()
         if self.way in FORWARDS:
@@ -237,7 +235,6 @@ class Twice(nn.Layer):
 @pytest.mark.parametrize(
     ("way", "text"),
     [
-        ("a ufunc of numpy", "calls numpy itself: use env.xp"),
         ("an array of numpy", "calls numpy itself: use env.xp"),
         ("a number of numpy", "returns float64 where the model computes in float32: make constants Python floats"),
     ],
