@@ -240,8 +240,7 @@ class Background:
 
     def __init__(self, state: TrainState, prepared: Prepared) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._problem: str | None = None
-        self._ended: str | None = None  # why the commit failed
+        self._problem: str | None = None  # why it could not be written, or not committed
         self._wrote, self._stopped = threading.Event(), threading.Event()
         self._running = threading.Lock()  # a `join` that Ctrl-C breaks off takes the thread for ended (Python 3.11)
         try:
@@ -274,34 +273,27 @@ class Background:
 
     def _demand_committed(self) -> None:
         with self._running:
-            pass
-        if self._ended is not None:
-            raise CheckpointError(self._ended)
+            self._demand_written()
 
     def _run(self) -> None:
         with self._running:
-            if self._stopped.is_set() or (sums := self._written()) is None:
-                return
             try:
-                if (total := self._everyone(sums)) is not None:
-                    self.prepared.finish(total)
+                if not self._stopped.is_set():
+                    self._save()
             except BaseException as error:
-                self._ended = in_words(error)
+                self._problem = in_words(error)
+            finally:
+                self._wrote.set()
 
-    def _written(self) -> np.ndarray | None:
-        """The sums of what this rank wrote; None where rank 0 takes them from the folder, or it cannot be written."""
+    def _save(self) -> None:
         prepared, rank = self.prepared, self.world.rank
-        try:
-            sums = write(prepared.folder, prepared.plan, self._copies)
-            self._copies = []
-            if rank == 0:
-                return sums
+        sums = write(prepared.folder, prepared.plan, self._copies)
+        self._copies = []
+        if rank > 0:
             _leave(prepared.folder, rank, sums)
-        except BaseException as error:
-            self._problem = in_words(error)
-        finally:
-            self._wrote.set()
-        return None
+        self._wrote.set()
+        if rank == 0 and (total := self._everyone(sums)) is not None:
+            prepared.finish(total)
 
     def _everyone(self, sums: np.ndarray) -> np.ndarray | None:
         """All ranks' sums together; None if one of them says that it cannot write."""

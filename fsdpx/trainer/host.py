@@ -21,7 +21,6 @@ from fsdpx.engine.run import GradientScale
 from fsdpx.errors import ConfigError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
-from fsdpx.trainer import batch
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import put_averages, remember
@@ -294,7 +293,7 @@ class FixedRanks(TrainerHost):
         self.demand_open(what)
         self.session.note(what)
         self.session.meet()
-        return batch.largest(self.world, what, values)
+        return batches.largest(self.world, what, values)
 
     def no_batch(self) -> None:
         self.session.note("step")

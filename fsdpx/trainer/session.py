@@ -26,7 +26,6 @@ from fsdpx.program import KINDS, Program, Request, Slot, Stage, Sync, compile, o
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import BATCHES, TrainState
-from fsdpx.trainer import batch
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer.batch import Twins
 from fsdpx.trainer.costs import recomputed_units
@@ -88,7 +87,7 @@ class Session:
         self.meet()
         if call == "close" and self.place.pace.lost():
             return  # dead ranks do not come, and living ranks need nothing of each other any more
-        batch.begin(self._meeting(call), call)
+        batches.begin(self._meeting(call), call)
         if call not in STEP:
             self.state.land()
 
