@@ -72,8 +72,8 @@ def _layers(step: WorldStep, rows: int, split: bool) -> tuple[Sorted, list[tuple
     alone |= {"schedule": "zb-h1"} if split else {}
 
     def find() -> tuple[Sorted, list[tuple[int, int, ActionCost]]]:
-        x, y = (((rows * RAN, *shape[1:]), dtype) for shape, dtype in step.batch)
-        found = WorldStep.of(step.model, (x, y), mesh.size, options | alone)
+        batch = tuple(((rows * RAN, *shape[1:]), dtype) for shape, dtype in step.batch)
+        found = WorldStep.of(step.model, batch, mesh.size, options | alone)
         made, costs = None, list[tuple[int, int, ActionCost]]()
         for run in found.runs(0, RAN):
             place = run.session.state.placement

@@ -51,14 +51,16 @@ from fsdpx.trainer.trainer import Trainer
 from fsdpx.words import demand_known
 
 __all__ = [
-    "Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "dims_of", "predict", "prepared", "seldom", "step_of",
-    "whole",
+    "Batch", "Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "dims_of", "predict", "prepared", "seldom",
+    "step_of", "whole",
 ]  # fmt: skip
 
 ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
 """Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
 LOSSES = nn.MSE(), nn.CrossEntropy()
 """If none is given: of targets that are numbers, and of whole ones."""
+Batch = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of each input, then of the targets."""
 CONTROL = "world"
 """Messages of a few numbers about losses go over this axis; they are not counted, their latency is."""
 
@@ -211,7 +213,7 @@ class Prediction:
 
 def predict(
     model: nn.Layer,
-    batch: tuple[Any, Any],
+    batch: tuple[Any, ...],
     *,
     ranks: int,
     machine: str | PathLike[str] | Machine,
@@ -234,7 +236,7 @@ def predict(
     ----------
     model : the model
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch, of fields whole ones:
-        samples, channels and cells, or in the layout of the `Grid` that is given
+        samples, channels and cells, or in the layout of the `Grid` that is given; several inputs are a tuple of pairs
     ranks : of the world
     machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
     mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`, `space` also as
@@ -274,7 +276,7 @@ def seldom() -> Iterator[None]:
             gc.enable()
 
 
-def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **options: Any) -> Dry:
+def prepared(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> Dry:
     """The dry runs of a step, for `Dry.on` and `Dry.held`. gpu: of machines that are GPUs. options: those of
     `predict`."""
     step = step_of(model, batch, ranks, gpu, options)
@@ -282,14 +284,14 @@ def prepared(model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, **o
 
 
 def step_of(
-    model: nn.Layer, batch: tuple[Any, Any], ranks: int, gpu: bool, options: Mapping[str, Any]
+    model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]
 ) -> WorldStep:
     """The step that these options of `predict` ask for, on machines that are GPUs or not."""
-    batch, chosen = batch_of(batch), dict(options)
+    pairs, chosen = batch_of(batch), dict(options)
     model, chosen["loss"] = native(model, chosen.get("loss"))
-    chosen = _options(batch, gpu, chosen)
+    chosen = _options(pairs, gpu, chosen)
     Recipe(Training(model)).changed({name: value for name, value in chosen.items() if name != "space"})  # checks them
-    return WorldStep.of(model, batch, whole("ranks", ranks), chosen)
+    return WorldStep.of(model, pairs, whole("ranks", ranks), chosen)
 
 
 def whole(name: str, value: Any) -> int:
@@ -307,7 +309,7 @@ def dims_of(space: Any) -> tuple[int, ...]:
     return tuple(map(int, dims))
 
 
-def _grid(space: Any, batch: tuple[Any, Any], mesh: Mesh) -> Grid | None:
+def _grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
     """The grid of the first field. ConfigError where the data axis does not consist of such grids."""
     if not dims_of(space):
         return None
@@ -332,7 +334,7 @@ def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"predict decides {name} itself")
     demand_known("predict", options, OPTIONS)
     if options["loss"] is None:
-        options["loss"] = LOSSES[dtype_of(batch[1][1]).kind in "iu"]
+        options["loss"] = LOSSES[dtype_of(batch[-1][1]).kind in "iu"]
     defaults = {
         "optimizer": optim.AdamW(), "tune": False, "strategy": "ddp",
         "mesh": None, "microbatches": None, "schedule": "1f1b", "recompute": None, "precision": None,
@@ -343,14 +345,18 @@ def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def batch_of(batch: Any) -> tuple[Any, Any]:
-    """((shape, dtype), (shape, dtype)) of inputs and targets, from that or from two arrays; else ConfigError."""
+def batch_of(batch: Any) -> Batch:
+    """(shape, dtype) of each input and of the targets, from such pairs or from arrays, several inputs as a tuple; else
+    ConfigError."""
     try:
-        pairs = [(one.shape, str(one.dtype)) if hasattr(one, "shape") else one for one in batch]
-        (x, a), (y, b) = ((tuple(map(int, shape)), dtype) for shape, dtype in pairs)
-        dtype_of(a), dtype_of(b)
-        if x[0] == y[0] and min(*x, *y) > 0:
-            return (x, a), (y, b)
+        *inputs, target = batch
+        if len(inputs) == 1 and not hasattr(inputs[0], "shape") and not isinstance(inputs[0][1], str):
+            (inputs,) = inputs
+        given = [(one.shape, str(one.dtype)) if hasattr(one, "shape") else one for one in (*inputs, target)]
+        pairs = tuple((tuple(map(int, shape)), dtype) for shape, dtype in given)
+        sizes, _ = {shape[0] for shape, _ in pairs}, [dtype_of(dtype) for _, dtype in pairs]
+        if inputs and len(sizes) == 1 and min(min(shape) for shape, _ in pairs) > 0:
+            return pairs
     except (TypeError, IndexError, ValueError, ConfigError):
         pass
     raise ConfigError(
@@ -382,7 +388,7 @@ class WorldStep:
     """A step of the whole world. grid: of the first field, where ranks have parts of fields."""
 
     model: nn.Layer
-    batch: tuple[Any, Any]
+    batch: Batch
     mesh: Mesh
     microbatches: int
     options: dict[str, Any]
@@ -394,7 +400,7 @@ class WorldStep:
         return self.mesh.width("data") // prod(self.mesh.space)
 
     @classmethod
-    def of(cls, model: nn.Layer, batch: tuple[Any, Any], ranks: int, options: dict[str, Any]) -> WorldStep:
+    def of(cls, model: nn.Layer, batch: Batch, ranks: int, options: dict[str, Any]) -> WorldStep:
         """With the mesh and the microbatches that these options mean."""
         mesh = (options["mesh"] or Mesh()).filled(options["strategy"], ranks)
         grid = _grid(options.get("space") or mesh.space, batch, mesh)
@@ -412,12 +418,12 @@ class WorldStep:
         """Bytes of one sample on a rank, inputs and targets."""
         return sum(dtype_of(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._part(at))
 
-    def _part(self, at: int) -> tuple[tuple[Any, Any], ...]:
+    def _part(self, at: int) -> Batch:
         """Shape and dtype of the batch, of fields the part of one of the busiest ranks of a grid."""
         if self.grid is None:
             return self.batch
-        grid, ((x, a), (y, b)) = self.grid.seen_by(self.grid.busiest[-1 if at else 0]), self.batch
-        return (grid.part(x, ghosts=True), a), (grid.part(y), b)
+        grid, (*inputs, (y, b)) = self.grid.seen_by(self.grid.busiest[-1 if at else 0]), self.batch
+        return *((grid.part(x, ghosts=True), a) for x, a in inputs), (grid.part(y), b)
 
     @property
     def faces(self) -> tuple[float, ...]:
@@ -518,7 +524,8 @@ class WorldStep:
             trainer.inspect.reset()
             costing.watch(trainer, meter)
             watch = PeakWatch(trainer, meter)
-            trainer.step(*(ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self._part(at)))
+            *x, y = (ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self._part(at))
+            trainer.step(tuple(x) if len(x) > 1 else x[0], y)
         state, counters = trainer.inspect.engine.state, costing.counters
         meter.peak = max(meter.peak, *(most for most, _ in costing.alive))
         arena = meter.peak - passing(state, meter)

@@ -22,7 +22,7 @@ from fsdpx.plan.kept import kept
 from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
-from fsdpx.plan.prediction import Prediction, WorldStep, batch_of, dims_of, seldom, step_of, whole
+from fsdpx.plan.prediction import Batch, Prediction, WorldStep, batch_of, dims_of, seldom, step_of, whole
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import Recipe, Training, native
 
@@ -55,7 +55,7 @@ SCHEDULES = "1f1b", "interleaved", "zb-h1"
 def search(
     model: nn.Layer,
     *,
-    batch: tuple[Any, Any],
+    batch: tuple[Any, ...],
     ranks: int | None = None,
     hosts: int | None = None,
     machine: str | PathLike[str] | Machine,
@@ -75,7 +75,7 @@ def search(
     Parameters
     ----------
     model : the model
-    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch
+    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch, see `predict`
     ranks, hosts : one of them: how many ranks, or how many hosts full of them
     machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
     memory : bytes that a rank may take, "16GiB"; by default what the machine says
@@ -118,7 +118,7 @@ def search(
 @dataclass
 class _Search:
     model: nn.Layer
-    batch: tuple[Any, Any]
+    batch: Batch
     ranks: int
     machine: Machine
     limit: int | None
@@ -312,7 +312,7 @@ class _Search:
         rest = len(self.seen) - self.predicted - len(self.slow)
         counts = f"{self.predicted} predicted, {len(self.slow)} ruled out by a bound, {rest} cannot run"
         searched = f"{len(self.seen)} configurations: {what}{given}; {counts}"
-        loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[1][1]) else nn.MSE())
+        loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[-1][1]) else nn.MSE())
         cells, best = self.batch[0][0][2:], found[0]
         about = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
         largest, longest, scaling = self._largest(best), self._longest(best), self._scaling(best)

@@ -259,6 +259,27 @@ def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) ->
     assert module._before(fsdpx.FakeCommunicator(0, 2)) is None
 
 
+@pytest.mark.parametrize("mesh", [fsdpx.Mesh(), fsdpx.Mesh(pipe=2)])
+def test_several_inputs_are_those_of_ranks(mesh: fsdpx.Mesh) -> None:
+    """A tuple of pairs, or of arrays."""
+    nodes = {"up": (nn.Linear(8, 16), "x"), "token": (nn.Embedding(9, 16), "z"), "sum": (nn.Add(), "up", "token")}
+    model = nn.Graph(nodes | {"out": (nn.Linear(16, 4), "sum")}, inputs=("x", "z"), outputs=("out",))
+    options: dict[str, Any] = {"strategy": "fsdp", "microbatches": 2, "mesh": mesh}
+    x, z, y = ((8, 8), "float32"), ((8,), TOKENS), ((8, 4), "float32")
+    found = predict(model, ((x, z), y), ranks=4, machine=FLAT, **options)
+    arrays = [np.zeros(shape, dtype) for shape, dtype in (x, z, y)]
+    assert predict(model, ((arrays[0], arrays[1]), arrays[2]), ranks=4, machine=FLAT, **options).bytes == found.bytes
+
+    def run(comm: Communicator) -> Any:
+        made = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, **options)
+        one, two, target = (array[: 8 // made.data.size] for array in arrays)
+        return observed(made, (one, two), target)
+
+    demand_equal(found, fsdpx.spawn(run, 4))
+    best = fsdpx.plan(model, batch=((x, z), y), ranks=2, machine=FLAT, cache=False, most=4).best
+    assert best.prediction.step.batch == (x, z, y)
+
+
 def test_microbatches_without_samples_are_told() -> None:
     says = "^microbatches=5: a data rank has 4 samples at most, and the others take their time without any$"
     with pytest.warns(RuntimeWarning, match=says):
