@@ -495,14 +495,15 @@ class WorldStep:
 
     def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
         """The prediction for a machine."""
-        self.times(machine).lines.demand_ranks()
+        self.times(machine)  # refuses a machine with too few ranks before anything runs
         with keeping(), seldom():
             return Dry.of(self, self.few()).on(machine, stragglers)
 
     def times(self, machine: Machine) -> StepTimes:
-        """What actions and calls take there."""
-        half = half_name(formats_of(self.options["precision"]).compute)
-        return StepTimes(Lines(self.mesh, machine, self.faces), half)
+        """What actions and calls take there. ConfigError where it has too few ranks."""
+        lines = Lines(self.mesh, machine, self.faces)
+        lines.demand_ranks()
+        return StepTimes(lines, half_name(formats_of(self.options["precision"]).compute))
 
     def _tell_more(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
         """Ranks tell all others two numbers of each microbatch at the end of a step: also of so many more."""

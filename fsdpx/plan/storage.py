@@ -4,8 +4,8 @@ loads and recovers, on shapes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdpx.array.namespace import dtype
 from fsdpx.checkpoint.pieces import held, in_blocks, owned
@@ -93,10 +93,6 @@ class Checkpoint:
             f"a checkpoint has {bytes_text(self.nbytes)}: a rank writes up to {bytes_text(written)}, and reads up to "
             f"{bytes_text(read)} to load one ({bytes_text(self.read)} on all ranks)"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """For programs."""
-        return asdict(self)
 
 
 def rank_storage(state: TrainState) -> tuple[RankStorage, int]:

@@ -114,8 +114,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
 
 
 def split(x: Array, sections: int | Sequence[int], axis: int = 0) -> list[ShapeArray]:
-    dummy = np.broadcast_to(np.empty((), np.uint8), x.shape)
-    return [ShapeArray(part.shape, x.dtype) for part in np.split(dummy, sections, axis=axis)]
+    return [ShapeArray(part.shape, x.dtype) for part in np.split(np.empty(x.shape, "V0"), sections, axis=axis)]
 
 
 def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:

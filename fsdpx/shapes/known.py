@@ -52,13 +52,10 @@ def _worked(call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any,
     work.kernels = 1
     inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4  # sums of other kernels are float32
     work.inner = Counter({getattr(call, "__name__", ""): inner})
-    work.nbytes = sum(a.nbytes for a in (*arrays, *(found if isinstance(found, tuple) else (found,))) if _is_shape(a))
+    given = found if isinstance(found, tuple) else (found,)
+    work.nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
     repeat(work)
     return found, work
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, ShapeArray)
 
 
 def _key(value: Any, arrays: list[ShapeArray]) -> Any:
