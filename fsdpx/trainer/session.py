@@ -250,6 +250,8 @@ class Session:
             executable = self._executable(kind, feed, local)
             self.state.ran.add(kind)
             results = self.engine.run(executable, feed)
+            if kind == "predict" and self.place.field is not None:
+                self._executable(kind, feed, local)  # all ranks are here: the next one waits for neighbours alone
         except MemoryError as error:
             if self.short is None:
                 raise

@@ -47,6 +47,24 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
     cart.Free()
 
 
+def test_all_predictions_but_the_first_wait_for_neighbours_alone(world: Communicator) -> None:
+    """The last rank makes its second one when rank 0 has made its own."""
+    MPI = pytest.importorskip("mpi4py.MPI")
+    if world.size < 3:
+        pytest.skip("all ranks are neighbours")
+    cart, comm = MPI.COMM_WORLD.Create_cart((world.size, 1)), MPI.COMM_WORLD
+    trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(space=fsdpx.Grid(cart, (2, 5)), strategy="ddp")
+    u, token = np.ones((2, 5, 1), np.float32), np.zeros(1)
+    first = trainer.predict(u)
+    if world.rank == world.size - 1:
+        comm.Recv(token, 0)
+    np.testing.assert_array_equal(trainer.predict(u), first)
+    if world.rank == 0:
+        comm.Send(token, world.size - 1)
+    trainer.close()
+    cart.Free()
+
+
 def test_members_of_an_ensemble_have_communicators_of_their_own(world: Communicator) -> None:
     """As many members as ranks allow, with 1 or 2 ranks each, whose arrays bring ghost cells."""
     MPI = pytest.importorskip("mpi4py.MPI")
