@@ -268,21 +268,27 @@ def _file(world: Communicator, call: str, given: Any, options: str) -> Given:
 
 
 def _dict(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> Given:
-    """Every rank has all arrays; that they are the same is seen by their names, shapes and formats."""
+    """Every rank has all arrays; that they are the same is seen by their names, shapes, formats and contents."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
     def look() -> Mapping[str, str]:
+        contents = 0
         for name, value in values.items():
-            arrays[name] = _array(name, value)
-            tensors[name] = (code_of(arrays[name].dtype), tuple(arrays[name].shape))
-        return {"arrays": f"{len(tensors)}, digest {zlib.crc32(repr(tensors).encode()):08x}", "options": options}
+            array = arrays[name] = _array(name, value)
+            tensors[name] = (code_of(array.dtype), tuple(array.shape))
+            if world.size > 1:
+                contents = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), contents)
+        found = f"{len(tensors)}, digest {zlib.crc32(repr(tensors).encode()):08x}"
+        return {"arrays": found, "values": f"digest {contents:08x}", "options": options}
 
     agreed(world, call, look)
     return Given(call, tensors, lambda pieces, xp: take(arrays, pieces, xp), lambda: None)
 
 
 def _array(name: Any, value: Any) -> np.ndarray:
+    if not isinstance(name, str):
+        raise CheckpointError(f"{name!r} is no name of an array: names are text")
     try:
         array = to_host(value)
         code_of(array.dtype)

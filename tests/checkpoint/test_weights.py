@@ -164,6 +164,9 @@ def test_what_does_not_fit_is_said_alike() -> None:
     assert text.startswith("load_weights: rank 0: '5.bias' is a str that cannot be read as an array of numbers")
     text = refused(lambda rank: good if rank else some)
     assert text.startswith("load_weights: ranks differ in arrays: rank 0 has 12, digest ")
+    text = refused(lambda rank: good | {"5.bias": np.full(2, rank, np.float32)})
+    assert text.startswith("load_weights: ranks differ in values: rank 0 has digest ")
+    assert refused({1: np.ones(2)}) == "load_weights: rank 0: 1 is no name of an array: names are text"
     text = refused(lambda rank: good if rank else "nothing")
     assert text == "load_weights: ranks differ in path: rank 0 has nothing, rank 1 has none"
     text = refused(lambda rank: good if rank else 5)
