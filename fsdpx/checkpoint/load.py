@@ -278,7 +278,7 @@ def _dict(world: Communicator, call: str, values: Mapping[str, Any], options: st
             array = arrays[name] = _array(name, value)
             tensors[name] = (code_of(array.dtype), tuple(array.shape))
             if world.size > 1:
-                contents = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), contents)
+                contents = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, contents)
         found = f"{len(tensors)}, digest {zlib.crc32(repr(tensors).encode()):08x}"
         return {"arrays": found, "values": f"digest {contents:08x}", "options": options}
 

@@ -200,12 +200,15 @@ class Metrics:
 
         ConfigError on all of them if a metric failed on one."""
         text, cause = self._problem or (None, None)
-        everyone = (data if self._place.field is None else self._place.axes.data).all_gather_plain((self._sums, text))
-        for rank, (_, problem) in enumerate(everyone):
+        ranks = data if self._place.field is None else self._place.axes.data
+        everyone = ranks.all_gather_plain((self._sums, text, [*self.functions]))
+        for rank, (_, problem, names) in enumerate(everyone):
             if problem is not None:
                 raise ConfigError(f"rank {rank}: {problem}") from cause
+            if names != everyone[0][2]:
+                raise ConfigError(f"fit(metrics=...): rank 0 has {everyone[0][2]}, rank {rank} has {names}")
         with np.errstate(all="ignore"):
-            sums = sum(found for found, _ in everyone)
+            sums = sum(found for found, *_ in everyone)
             return dict(zip(self.functions, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 

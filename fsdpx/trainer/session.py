@@ -148,7 +148,8 @@ class Session:
                 target = batches.target_of(place, y, rows)
             arrays = [*inputs, *([] if target is None else [target])]
             if place.axes.world.size > 1:
-                features = ", ".join(map(place.described, arrays)) + also
+                mode = ", training=False" * (kind == "forward" and not training)
+                features = ", ".join(map(place.described, arrays)) + also + mode
             doubted = kind in ("step", "accumulate") and self._twins.doubted and place.field is None
             if doubted or place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
                 features += f"{batches.DIGEST}{batches.sum_of(arrays)}"

@@ -262,7 +262,7 @@ class Trainer:
         self._host.demand_open("parameters")
         found = self._place.pace.parameters() if with_ == "parameters" else None
         if found is None:
-            self._host.begin("parameters")
+            self._host.begin("parameters" if names is None else f"parameters(names={sorted(names)})")
             with self._host.having(with_):
                 found = whole_parameters(self._session.state, names) | whole_state(self._session.state)
         return {n: found[n] for n in self._place.layout.specs if names is None or n in names}

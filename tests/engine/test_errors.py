@@ -417,6 +417,19 @@ def test_a_closed_trainer_says_so(call: Any) -> None:
         call(trainer)
 
 
+def test_arguments_that_differ_between_ranks_are_told() -> None:
+    x = np.ones((2, 4))
+
+    def act(comm: Communicator, call: Any) -> None:
+        model = nn.Chain(nn.Linear(4, 3), nn.Dropout(0.5))
+        call(model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm), comm.rank)
+
+    text = alike(2, lambda comm: act(comm, lambda t, rank: t.forward(x, training=rank == 0)))
+    assert text.endswith("rank 0 has float32[4]; rank 1 has float32[4], training=False")
+    text = alike(2, lambda comm: act(comm, lambda t, rank: t.parameters(names=[["0.bias"], ["0.weight"]][rank])))
+    assert "rank 0: parameters(names=['0.bias']); rank 1: parameters(names=['0.weight'])" in text
+
+
 KINDS = ("step", "accumulate", "evaluate", "predict", "forward")
 
 

@@ -205,6 +205,18 @@ def test_a_callback_that_cannot_begin_ends_those_that_have(tmp_path: Path) -> No
     assert ranks(1, run) == [["begin", "end"]]
 
 
+def test_metrics_that_differ_between_ranks_are_told() -> None:
+    def run(comm: Communicator) -> str:
+        trainer = make(comm, "mlp")
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(
+                loader(trainer), validation=held(trainer), metrics={"ab"[comm.rank]: square}, every=1, progress=False
+            )
+        return str(caught.value)
+
+    assert ranks(2, run) == ["fit(metrics=...): rank 0 has ['a'], rank 1 has ['b']"] * 2
+
+
 def test_callbacks_that_would_never_be_called() -> None:
     class Wrong:
         def on_step(self, trainer: Any, history: History) -> None: ...
