@@ -48,7 +48,7 @@ class SpectralConv(FieldLayer):
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the result
-    n_modes : kept along each dim, at most as many as there are cells
+    n_modes : kept along each dim; where a field has fewer cells, those of these frequencies that it has
     bias : whether there is a bias
     """
 
@@ -71,7 +71,8 @@ class SpectralConv(FieldLayer):
         return specs
 
     def outputs(self, parts: Parts) -> Parts:
-        self._demand_modes(parts.shape)
+        if len(parts.shape) != len(self.modes):
+            raise ShapeError(f"{self!r} has modes of {len(self.modes)} dims, and the field {len(parts.shape)}")
         return parts
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
@@ -110,12 +111,6 @@ class SpectralConv(FieldLayer):
             rows[:, :, start:stop] += flat
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
-
-    def _demand_modes(self, shape: tuple[int, ...]) -> None:
-        if len(shape) != len(self.modes):
-            raise ShapeError(f"{self!r} has modes of {len(self.modes)} dims, and the field {len(shape)}")
-        if any(k > n for k, n in zip((*self.modes[:-1], 2 * (self.modes[-1] - 1)), shape, strict=True)):
-            raise ShapeError(f"{self!r} keeps more modes than a field of {' x '.join(map(str, shape))} cells has")
 
     def _share(self, env: Env) -> tuple[int, int]:
         """The modes that this rank multiplies."""
@@ -327,11 +322,13 @@ def _mlp(channels: int, hidden: int, many: int) -> Chain:
 
 @lru_cache(256)
 def _table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Cells to modes and back, real and imaginary parts beside each other. last: the dim of real numbers, of which
-    modes above 0 stand for their mirror images as well: (cells, 2 modes); else (2 cells, 2 modes)."""
+    """Cells to modes and back, real and imaginary parts beside each other; zeros for modes that n cells do not have.
+    last: the dim of real numbers, of which modes above 0 stand for their mirror images as well: (cells, 2 modes); else
+    (2 cells, 2 modes)."""
     modes = np.arange(k) - (0 if last else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
-    cosine, sine = np.cos(turns), np.sin(turns)
+    there = modes <= n // 2 if last else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
+    cosine, sine = np.cos(turns) * there, np.sin(turns) * there
     if last:
         twice = np.where((modes == 0) | (2 * modes == n), 1.0, 2.0)
         to = np.stack([cosine, -sine], axis=-1).reshape(stop - start, 2 * k) / n
