@@ -107,6 +107,13 @@ class Environment:
     threads: int | None = None
 
     @property
+    def jobs(self) -> list[str]:
+        """What tells this job from others, also where it is started again: the folder of `fsdpx run`, and of Slurm the
+        number."""
+        slurm = [] if self.slurm_job is None else [f"Slurm job {self.slurm_job}"]
+        return slurm if self.run is None else [str(self.run.parent), *slurm]
+
+    @property
     def agreed(self) -> dict[str, str]:
         """The variables that decide which messages ranks exchange, as text: all ranks must have them alike."""
         tune = "again" if self.retune else self.tune

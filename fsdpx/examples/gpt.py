@@ -145,8 +145,7 @@ def taken_up(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace,
     args = made.parse_args(argv)
     if args.no_save:
         return args, None
-    resumed = args.resume or environment.read().restart > 0
-    folder, before = choose("gpt", args.run, resumed, comm)
+    folder, before = choose("gpt", args.run, args.resume, comm)
     made.set_defaults(**{name: value for name, value in before.items() if name not in PASSING})
     args = made.parse_args(argv)
     if comm.rank == 0:

@@ -48,7 +48,7 @@ class SpectralConv(FieldLayer):
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the result
-    n_modes : kept along each dim; where a field has fewer cells, those of these frequencies that it has
+    n_modes : kept along each dim; a field of fewer cells has fewer of them
     bias : whether there is a bias
     """
 

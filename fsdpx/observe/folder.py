@@ -7,7 +7,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -53,6 +53,10 @@ class RunFolder:
         """Whether the run has made a step that can be gone on from, or looked at."""
         return bool(self.metrics()) or any(self.checkpoints.glob("*"))
 
+    def of(self, jobs: Sequence[str]) -> bool:
+        """Whether the run was begun, or taken up last, by a job that is told by one of these."""
+        return not set(jobs).isdisjoint(self.read_json(self.config.name).get("jobs", ()))
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
@@ -87,6 +91,7 @@ class RunFolder:
         """Write what the run is. On one rank."""
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
         config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime(WHEN)}
+        config["jobs"] = environment.read().jobs
         found: dict[str, Any] = {
             "host": platform.node(),
             "system": platform.platform(),
@@ -157,19 +162,23 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 def choose(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
     """The folder, and the arguments of the run that is taken up there. Rank 0 decides for all. Collective.
 
-    given: a folder; else one of the time of day, or with `resume` the one of this name that was begun last."""
+    given: a folder; else one of the time of day, or with `resume` the one of this name that was begun last. A job that
+    has been started again takes up what it has begun; where it has not come so far, it starts as it first did."""
 
     def decide() -> tuple[RunFolder, dict[str, Any]]:
+        job, known = environment.read(), [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")]
+        named = [RunFolder(Path(given))] if given else known
+        if job.restart and (ours := [one for one in named if one.of(job.jobs)]):
+            folder = max(ours, key=lambda one: (one.begun, one.path))
+            return folder, folder.arguments()
         if not resume:
             folder = RunFolder(Path(given) if given else RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             if folder.config.exists():
                 raise ConfigError(f"{folder.path} holds a run: go on with it by --resume, or name another folder")
             return folder, {}
-        known = [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")]
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        if environment.read().restart == 0:  # by hand: a run that failed before its first step is not the one meant
-            known = [one for one in known if one.stepped] or known
+        known = [one for one in known if one.stepped] or known  # not one that failed before its first step
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.begun, one.path))
         return folder, folder.arguments()
 

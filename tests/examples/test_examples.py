@@ -355,5 +355,35 @@ def test_resume_passes_over_runs_that_made_no_step(tmp_path: Path, monkeypatch: 
         RunFolder(Path("runs", name)).begin({"lr": 1}, 1)
     (tmp_path / "runs/gpt-1/metrics.jsonl").write_text('{"step": 1}\n')
     assert choose("gpt", None, True, single())[0].path.name == "gpt-1"
-    monkeypatch.setenv("FSDPX_RESTART", "1")  # the launcher starts the newest one again, whatever became of it
-    assert choose("gpt", None, True, single())[0].path.name == "gpt-2"
+
+
+def test_a_job_that_is_started_again_takes_up_what_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run of another job, and none where it has not come so far."""
+    monkeypatch.chdir(tmp_path)
+    old = RunFolder(Path("runs", "gpt-1"))
+    old.begin({"lr": 1}, 1)
+    (old.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for variables in ({"FSDPX_RUN": str(tmp_path / "job" / "start-0")}, {"SLURM_JOB_ID": "7"}):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value.replace("start-0", "start-1"))
+        monkeypatch.setenv("FSDPX_RESTART", "1")
+        fresh, arguments = choose("gpt", None, False, single())
+        assert (fresh.config.exists(), arguments) == (False, {})
+        assert choose("gpt", "named", False, single())[1] == {}
+        assert choose("gpt", None, True, single())[0] == old  # asked for by name of the option
+        with pytest.raises(ConfigError, match=r"runs/gpt-1 holds a run: go on with it by --resume"):
+            choose("gpt", str(old.path), False, single())
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        begun = RunFolder(Path("runs", "gpt-2"))
+        begun.begin({"lr": 2}, 1)
+        assert choose("gpt", None, False, single()) == choose("gpt", str(begun.path), False, single())
+        assert choose("gpt", None, False, single()) == (begun, {"lr": 2})
+        monkeypatch.delenv("FSDPX_RESTART")
+        with pytest.raises(ConfigError, match=r"runs/gpt-2 holds a run"):
+            choose("gpt", str(begun.path), False, single())
+        for name in variables:
+            monkeypatch.delenv(name)
+        shutil.rmtree(begun.path)
