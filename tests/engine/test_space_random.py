@@ -39,7 +39,7 @@ def layer(draw: Any, kind: str, dims: int, channels: int) -> nn.Layer:
         return of("ConvTranspose")(channels, channels, kernel, stride, each(0, 1), more, 1, True, dilation)
     if kind == "max":
         padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
-        return of("MaxPool")(kernel, each(1, 3), padding, each(1, 2), draw(st.booleans()))
+        return of("MaxPool")(kernel, each(1, 3), padding, each(1, 2), ceil_mode=draw(st.booleans()))
     if kind == "avg":
         padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
         return of("AvgPool")(kernel, each(1, 3), padding, draw(st.booleans()), draw(st.booleans()))
