@@ -161,6 +161,7 @@ def test_messages_that_nobody_waits_for_do_not_spoil_the_end(tmp_path: Path) -> 
         "import numpy as np, fsdpx\ncomm = fsdpx.init()\ncomm.barrier().wait()\n"
         "others = [rank for rank in range(comm.size) if rank != comm.rank]\n"
         "handles = [comm.recv(np.zeros(3), other, tag) for other in others for tag in range(4)]\n"
+        "comm.barrier().wait()\n"  # a rank that has ended would be missed by one that still asks it
     )
     done = job(tmp_path, 3, str(script), FSDPX_TRANSPORT="messages")
     assert (done.returncode, done.stderr) == (0, "")
