@@ -45,7 +45,7 @@ from fsdpx.nn.pool import (
     MaxPool1d,
     MaxPool2d,
     MaxPool3d,
-)  # fmt: skip
+)
 from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Upsample
 from fsdpx.nn.rollout import Rollout
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss

@@ -17,7 +17,7 @@ from fsdpx.shapes.work import one_product
 
 __all__ = [
     "BLANK", "WRITTEN", "Entries", "GradientEntry", "Gradients", "add_linear", "add_product", "add_sum", "affine",
-    "as_indices", "as_taken", "destination", "flat", "is_index", "linear_backward", "product", "wide",
+    "along", "as_indices", "as_taken", "destination", "flat", "is_index", "linear_backward", "product", "wide",
 ]  # fmt: skip
 
 Array = Any
@@ -170,6 +170,11 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         gemm(out, a, b)
         return out
     return products(xp, a, b)
+
+
+def along(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
+    """The product of one dim of an array with the first dim of a matrix."""
+    return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
 def products(xp: Any, a: Any, b: Any) -> Any:

@@ -15,7 +15,7 @@ from fsdpx.nn.cells import reduced
 from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, for_each, here
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.numeric import wide
+from fsdpx.nn.numeric import along, wide
 from fsdpx.nn.parts import FieldLayer, cells_of, dealt, demand_dims
 from fsdpx.nn.rims import fold, widen
 
@@ -188,7 +188,7 @@ class AdaptiveAvgPool(FieldLayer):
             raise ShapeError(f"{self!r} finds no mean of a field of shape {parts.shape}")
         y, tables = kernels.widened(env.xp, x), self._tables(env, parts)
         for d, table in enumerate(tables):
-            y = _along(env.xp, y, d + 2, table)
+            y = along(env.xp, y, d + 2, table)
         y = reduced(env, env.xp.ascontiguousarray(y), env.random.path)
         return kernels.narrowed(env.xp, y[self._own(env, parts)], x.dtype), parts
 
@@ -197,7 +197,7 @@ class AdaptiveAvgPool(FieldLayer):
         whole[self._own(env, saved)] = kernels.widened(env.xp, dy)
         dx = reduced(env, whole, env.random.path)
         for d, table in enumerate(self._tables(env, saved)):
-            dx = _along(env.xp, dx, d + 2, table.T)
+            dx = along(env.xp, dx, d + 2, table.T)
         return kernels.narrowed(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
 
     def _own(self, env: Env, parts: Parts) -> tuple[slice, ...]:
@@ -213,11 +213,6 @@ class AdaptiveAvgPool(FieldLayer):
             begin, end = i * cuts[-1] // many, -(-(i + 1) * cuts[-1] // many)
             found.append(((at >= begin) & (at < end)) / (end - begin))
         return found
-
-
-def _along(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
-    """A product with a matrix over one dim."""
-    return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
 class AdaptiveAvgPool1d(AdaptiveAvgPool, dims=1):

@@ -16,7 +16,7 @@ from fsdpx.nn.conv import ConvWindow, Sizes, demand_groups, for_each, window_spe
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Params, Spec
-from fsdpx.nn.numeric import add_sum, destination
+from fsdpx.nn.numeric import add_sum, along, destination
 from fsdpx.nn.parts import FieldLayer, Reach, cells_of, dealt, demand_dims, rank_along
 from fsdpx.nn.rims import fold, widen
 
@@ -195,8 +195,7 @@ class Upsample(FieldLayer):
             matrix = np.zeros((size, taps.shape[1]))
             for at, weight in zip(taps, weights, strict=True):
                 np.add.at(matrix, (at, np.arange(taps.shape[1])), weight)
-            turned = env.xp.moveaxis(dy, d + 2, -1) @ env.xp.asarray(matrix.T.astype(dy.dtype))
-            dy = env.xp.moveaxis(turned, -1, d + 2)
+            dy = along(env.xp, dy, d + 2, matrix.T)
         dy = kernels.narrowed(env.xp, env.xp.ascontiguousarray(dy), dtype)
         return fold(env, dy, moves), ()
 
