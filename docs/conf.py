@@ -7,7 +7,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import measures
 import terms
 from docutils import nodes
 
@@ -60,8 +59,8 @@ def _escaped(line):
 
 
 def depends(app, doctree):
-    """A page is made again where what makes its links and its last line has changed."""
-    for name in ("glossary.md", "terms.py", "measures.py", "conf.py"):
+    """Rebuild a page when what makes its links has changed."""
+    for name in ("glossary.md", "terms.py", "conf.py"):
         app.env.note_dependency(str(Path(app.srcdir, name)))
 
 
@@ -72,16 +71,8 @@ def aligned(app, doctree):
             block["classes"].append("aligned")
 
 
-def measured(app, page, template, context, doctree):
-    """A page ends with how long its sentences are."""
-    source = Path(app.srcdir, f"{page}.md")
-    if "body" in context and source.exists() and (note := measures.note(source.read_text())):
-        context["body"] += f'<p class="measures">{note}</p>'
-
-
 def setup(app):
     app.connect("autodoc-process-docstring", plain)
     app.connect("doctree-resolved", terms.on_page)
     app.connect("doctree-read", depends)
     app.connect("doctree-read", aligned)
-    app.connect("html-page-context", measured)
