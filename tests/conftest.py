@@ -15,6 +15,7 @@ from ranks import OVER_GLOO
 from ranks_of_mpi import TRANSPORTS, Ranks
 
 from fsdpx import environment
+from fsdpx.array import blas
 from fsdpx.comm import Communicator
 from fsdpx.comm.opening import world as open_world
 
@@ -44,6 +45,13 @@ WANTING = f"fsdpx/wanting/{Path(sys.prefix).name}"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wanting", action="store_true", help="only what the last run skipped for want of a library")
+    parser.addoption("--blas", help="the library of matrix products in the processes of pytest")
+
+
+@pytest.hookimpl
+def pytest_configure(config: pytest.Config) -> None:
+    if name := config.getoption("blas", None):
+        blas.choose(name)
 
 
 @functools.cache

@@ -650,12 +650,31 @@ KERNEL(narrow)(const wide* x, real* out, number n) {
     EACH(i, n) put(out, i, x[i]);
 }
 
+// The sum of `size` elements or of their squares in the order of the host (`add_in_lanes`): a thread for each lane.
+template <bool SQUARES, typename In> __device__ inline double sum_in_lanes(const In* x, number size) {
+    __shared__ double lanes[1024];
+    double total = 0;
+    ALONG(i, size) {
+        double v = get(x, i);
+        total += SQUARES ? v * v : v;
+    }
+    lanes[threadIdx.x] = total;
+    for (int half = blockDim.x / 2; half; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) lanes[threadIdx.x] += lanes[threadIdx.x + half];
+    }
+    return lanes[0];  // as thread 0 reads it
+}
+
 KERNEL(square_sums)(const real* x, double* out, number n, number grain) {
-    number first = blockIdx.x * grain, size = n - first < grain ? n - first : grain;
-    double v = 0;
-    ALONG(i, size) v += (double)get(x, first + i) * (double)get(x, first + i);
-    v = sum(v);
+    number first = blockIdx.x * grain;
+    double v = sum_in_lanes<true>(x + first, n - first < grain ? n - first : grain);
     if (threadIdx.x == 0) out[blockIdx.x] = v;
+}
+
+KERNEL(add_sums)(const double* sums, double* out, number n) {
+    double v = sum_in_lanes<false>(sums, n);
+    if (threadIdx.x == 0) out[0] = v;
 }
 
 // Philox 4x64 with 10 rounds (Salmon et al., SC'11): numbers of places 4 (counter - 1) to 4 (counter - 1) + 3.

@@ -24,6 +24,8 @@ PARTS, ROWS = 128, 64
 """Sums over rows: the most parts, and the fewest rows of each."""
 BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
+SUM_LANES = 64
+"""Threads that add up such a block, one for each lane of the order in which the host adds."""
 PART = 1 << 13
 """The fewest elements of a channel that are summed by one block."""
 PACK = 16
@@ -478,13 +480,15 @@ def add_widened(launch: Launch, x: Any, out: Any) -> None:
 @form("real any")
 def square_sums(launch: Launch, flat: Any, grain: int) -> Any:
     out = launch.xp.empty(-(-flat.size // grain), dtype=np.float64)
-    launch("square_sums", (out.size,), flat, out, flat.size, int(grain))
+    launch("square_sums", (out.size,), flat, out, flat.size, int(grain), threads=SUM_LANES)
     return out
 
 
 @form("real")
 def square_sum(launch: Launch, flat: Any) -> float:
-    return float(square_sums(launch, flat, BLOCK).sum())
+    sums, out = square_sums(launch, flat, BLOCK), launch.xp.empty((), dtype=np.float64)
+    launch("add_sums", (1,), sums, out, sums.size, threads=SUM_LANES)
+    return float(out)
 
 
 @form("real real")

@@ -55,6 +55,37 @@ def test_the_same_call_gives_the_same_bits(mode, kind):
     assert np.array_equal(o, kernels.attention(np, q.copy(), k.copy(), v.copy(), True, 0.3)[0])
 
 
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1003, 1024, 1025, (1 << 14) + 7, (1 << 18) + 70])
+def test_sums_of_squares_have_one_order_on_every_processor(size, kind):
+    """Norms decide updates: both forms add 64 lanes, and then the lanes by halves, whatever the width of vectors."""
+    rng = np.random.default_rng(size)
+    x = (rng.normal(size=size) * 10.0 ** rng.integers(-6, 4, size)).astype(kind)
+    for grain in (1, 16, 100, 1024):
+        with kernels.use("plain"):
+            plain = kernels.square_sums(np, x, grain)
+        with kernels.use("numba"):
+            assert kernels.square_sums(np, x, grain).tobytes() == plain.tobytes(), grain
+        want = [add_as_documented(x[start : start + grain]) for start in range(0, min(size, 5000), grain)]
+        assert plain.tolist()[: len(want)] == want, grain
+    with kernels.use("plain"):
+        plain = kernels.square_sum(np, x)
+    with kernels.use("numba"):
+        assert kernels.square_sum(np, x) == plain
+    assert plain == pytest.approx(math.fsum(np.square(x.astype(np.float64)).tolist()), rel=1e-13)
+
+
+def add_as_documented(block):
+    squares = [float(v) * float(v) for v in block]
+    lanes = [0.0] * 64
+    for i, square in enumerate(squares):
+        lanes[i % 64] += square
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
+    return lanes[0]
+
+
 @pytest.mark.parametrize(("kind", "tolerance"), [("float64", 1e-14), ("float32", 2e-6)])
 def test_gelu_keeps_its_relative_accuracy_in_the_tail(mode, kind, tolerance):
     x = np.linspace(-8, 3, 500).astype(kind)

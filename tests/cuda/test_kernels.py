@@ -138,6 +138,18 @@ def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
             np.testing.assert_array_equal(got.get(), want, err_msg=name)
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> None:
+    x = (noise(40_000, seed=3) * 10.0 ** (np.arange(40_000) % 9 - 4.0)).astype(dtype)
+    for size in (1, 63, 1003, x.size):
+        there = cupy.asarray(x[:size])
+        for grain in (100, 1024):
+            got, want = kernels.square_sums(cupy, there, grain).get(), kernels.square_sums(np, x[:size], grain)
+            np.testing.assert_array_equal(got, want, err_msg=f"{size} elements in blocks of {grain}")
+        assert kernels.square_sum(cupy, there) == kernels.square_sum(np, x[:size]), size
+
+
 def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
     x, half = cupy.asarray(X), cupy.asarray(X.astype(np.float16))
     w32 = cupy.asarray(W.astype(np.float32))

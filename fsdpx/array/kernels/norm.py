@@ -150,23 +150,38 @@ def _broad(channels: Any, x: Any) -> Any:
 
 
 BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
-PIECE = 1 << 16  # elements converted at a time: the float64 copy stays in cache
+LANES = 64  # partial sums of a block, one element in so many
+PIECE = 1 << 18  # elements converted at a time: the float64 copy stays in cache
 
 
 @kernel(narrow=0)
 def square_sum(xp: Any, flat: Any) -> float:
-    """The sum of squares of a 1-D array, added in float64."""
-    total = 0.0
-    for start in range(0, flat.shape[0], PIECE):
-        piece = flat[start : start + PIECE].astype(np.float64, copy=False)
-        total += float(xp.sum(xp.square(piece)))
-    return total
+    """Add the squares of a 1-D array in float64: the sums of its blocks of `BLOCK` elements, added in lanes."""
+    sums = [square_sums(xp, flat[start : start + PIECE], BLOCK) for start in range(0, flat.shape[0], PIECE)]
+    return float(add_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
 
 
 @kernel(narrow=0)
 def square_sums(xp: Any, flat: Any, grain: int) -> Any:
-    """Sums of squares over blocks of `grain` elements of a 1-D array, the last one perhaps shorter: float64."""
-    wide = xp.square(flat.astype(np.float64))
-    body = wide.size // grain * grain
-    sums = wide[:body].reshape(-1, grain).sum(axis=1)
-    return sums if body == wide.size else xp.concatenate([sums, wide[body:].sum(keepdims=True)])
+    """Add the squares of each block of `grain` elements of a 1-D array, the last one perhaps shorter.
+
+    The sums are float64, and their bits are the same in each form of the kernel and on each processor, whatever the
+    width of its vectors: they are added in lanes.
+    """
+    squares = xp.square(flat.astype(np.float64))
+    rows = xp.zeros((-(-squares.size // grain), grain))
+    rows.reshape(-1)[: squares.size] = squares
+    return add_in_lanes(xp, rows)
+
+
+def add_in_lanes(xp: Any, rows: Any) -> Any:
+    """Add up each row in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after the other, and
+    the upper half of the lanes is added to the lower half until one is left."""
+    lanes = xp.zeros((rows.shape[0], LANES))
+    for start in range(0, rows.shape[1], LANES):
+        some = rows[:, start : start + LANES]
+        lanes[:, : some.shape[1]] += some
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]

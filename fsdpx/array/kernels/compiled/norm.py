@@ -2,7 +2,7 @@
 squares.
 
 Batch norm adds up rows of channels in fixed blocks and is cut among threads by channels. Sums of squares of flat arrays
-have fixed blocks, too: they do not depend on threads."""
+have fixed blocks and a fixed order: they depend neither on threads nor on the width of vectors."""
 
 from __future__ import annotations
 
@@ -14,30 +14,40 @@ from fsdpx.array.kernels.choice import form
 from fsdpx.array.kernels.compiled.half import number, owned, put, real, square_distance, total, wide, zero
 from fsdpx.array.kernels.compiled.images import rows_first, rows_of
 from fsdpx.array.kernels.norm import BLOCK as SQUARES
+from fsdpx.array.kernels.norm import LANES, add_in_lanes
 from fsdpx.array.parallel import GRAIN, cuts, over, over_columns, run
 from fsdpx.native.compiled import REORDER, jit
 
 
-@jit(fastmath=REORDER)
-def _square_sum(x):
-    result = 0.0
-    for i in range(x.size):
-        v = np.float64(real(x[i]))
-        result += v * v
-    return result
-
-
 @jit
 def _square_sums(x, sums, grain):
+    """In vectors of any width the order is that of `add_in_lanes`: a lane has one element of each row."""
+    lanes = np.empty(LANES)
     for n in range(sums.size):
-        sums[n] = _square_sum(x[n * grain : min((n + 1) * grain, x.size)])
+        block = x[n * grain : min((n + 1) * grain, x.size)]
+        whole = block.size // LANES
+        lanes[:] = 0
+        for row in range(whole):
+            start = row * LANES
+            for k in range(LANES):
+                v = np.float64(real(block[start + k]))
+                lanes[k] += v * v
+        rest = block[whole * LANES :]
+        for k in range(rest.size):
+            v = np.float64(real(rest[k]))
+            lanes[k] += v * v
+        half = LANES
+        while half > 1:
+            half //= 2
+            for k in range(half):
+                lanes[k] += lanes[half + k]
+        sums[n] = lanes[0]
 
 
 @form(lambda x, w, s: (w,))
 def square_sum(xp: Any, flat: np.ndarray) -> float:
-    if flat.size <= BLOCK:
-        return float(_square_sum(np.ascontiguousarray(flat)))
-    return float(np.sum(square_sums(xp, flat, SQUARES)))
+    sums = square_sums(xp, flat, SQUARES)
+    return float(add_in_lanes(np, sums[None])[0]) if sums.size else 0.0
 
 
 @form(lambda x, w, s: (w, 2))
