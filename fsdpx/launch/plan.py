@@ -18,7 +18,6 @@ from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute, written
 from fsdpx.observe.plots import against_ranks, save
 from fsdpx.plan.auto import MACHINE
-from fsdpx.plan.fit import fit_report
 from fsdpx.plan.measuring import machine_text, measured
 from fsdpx.plan.peak import lowered_text
 from fsdpx.plan.prediction import prepared
@@ -47,23 +46,12 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default=None, help="only this one")
     p.add_argument("--codecs", default="", help="lossy ones that may be chosen, such as bf16,int8")
     p.add_argument("--most", type=int, default=MOST, help="configurations to predict at most")
-    p.add_argument(
-        "--stragglers", type=float, default=None, metavar="SPREAD", help="of the computing of ranks and steps: 0.05"
-    )
-    about = {
-        "mtbf": "mean seconds between failures of one rank (default: what the machine says)",
-        "save": "seconds of a checkpoint (default: its bytes over the rate of the machine's disk)",
-        "restore": "seconds from a failure until steps go on (default: the same of reading)",
-    }
-    for name, words in about.items():
-        p.add_argument(f"--{name}", type=float, default=None, metavar="SECONDS", help=words)
-    p.add_argument("--no-cache", action="store_true", help="search even if the same was asked before")
     p.add_argument("--json", action="store_true", help="the same for programs")
     p.add_argument("--png", default=None, help="draw the simulated step of the quickest into this file")
     p.add_argument("--ranks-png", default=None, help="draw time and memory against ranks into this file")
 
 
-FIXED = ("strategy", "microbatches", "schedule", "precision", "stragglers")
+FIXED = ("strategy", "microbatches", "schedule", "precision")
 
 
 def plan_job(args: argparse.Namespace) -> str:
@@ -79,7 +67,7 @@ def plan_job(args: argparse.Namespace) -> str:
     found = plan.search(
         example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
         hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
-        space=space, codecs=codecs, cache=not args.no_cache,
+        space=space, codecs=codecs,
         say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
     )  # fmt: skip
     if args.png is not None:
@@ -94,12 +82,12 @@ def plan_job(args: argparse.Namespace) -> str:
         with written(args.ranks_png):
             print(f"drawn: {save(against_ranks(title, rows), args.ranks_png)}", file=sys.stderr)
     best = found.best.prediction
-    changes, rates = best.lowered(), best.rates(mtbf=args.mtbf, save=args.save, restore=args.restore)
+    changes = best.lowered()
     if args.json:
-        more = {"peak": best.peak.as_json(), "lower": [one.as_json() for one in changes], "rates": rates.as_json()}
+        more = {"peak": best.peak.as_json(), "lower": [one.as_json() for one in changes]}
         return json.dumps(found.as_json() | more, indent=1)
     explained = f"{best.peak}\n\n{lowered_text(changes, best.memory, best.seconds)}"
-    return f"{args.example}: {example.about}\n{found}\n\n{rates}\n\nof the quickest {explained}"
+    return f"{args.example}: {example.about}\n{found}\n\nof the quickest {explained}"
 
 
 def _field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
@@ -115,16 +103,10 @@ def add_measure_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--output", type=Path, default=MACHINE, help="the file to write")
     p.add_argument("--name", default="mine", help="of the machine")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what computes: cores, or GPUs")
-    p.add_argument("--fit", type=Path, default=None, help="a CSV of measured steps of a GPT to fit --machine to")
-    p.add_argument("--machine", default="a100-dgx-200g", help="where fitting begins")
-    p.add_argument("--seed", type=int, default=0, help="of the half that is fitted")
-    p.add_argument("--rows", type=int, default=120, help="rows of that half that are used")
 
 
 def measure_machine(args: argparse.Namespace) -> str:
-    """Measure or fit a machine; under mpiexec on all ranks, of which the first writes."""
-    if args.fit is not None:
-        return fit_report(args.fit, args.machine, args.seed, args.rows)
+    """Measure a machine; under mpiexec on all ranks, of which the first writes."""
     comm = init() if environment.read().launcher is not None else single()
     found = measured(args.name, comm, args.device)
     if comm.rank:

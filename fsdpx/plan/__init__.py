@@ -13,11 +13,9 @@ from fsdpx.plan.found import Candidate, Plan
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import Prediction, RankClass, predict
 from fsdpx.plan.searching import search
-from fsdpx.plan.stragglers import Stragglers
 
 __all__ = [
-    "Candidate", "Compute", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage", "Stragglers", "predict",
-    "search",
+    "Candidate", "Compute", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage", "predict", "search",
 ]  # fmt: skip
 
 

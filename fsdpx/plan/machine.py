@@ -23,8 +23,7 @@ SHIPPED = Path(__file__).with_name("machines")
 SHARES = ("efficiency", "memory_efficiency", "spill", "contention")
 """Keys whose values are at most 1."""
 POSITIVE = (
-    "ranks", "bandwidth", "memory", "efficiency", "memory_efficiency", "capacity", "cores", "mtbf", "write", "read",
-    "total",
+    "ranks", "bandwidth", "memory", "efficiency", "memory_efficiency", "capacity", "cores", "write", "read", "total",
 )  # fmt: skip
 """Keys whose values are above 0; those of others may be 0."""
 FORMATS = {"float64", "float32", "bf16", "float16"}
@@ -74,8 +73,6 @@ class Compute:
     gpu : whether it is a GPU: 16-bit formats are then computed in 16 bits
     cores : of one rank that is no GPU; less than 1 where ranks share cores, whose figures are those of all ranks of a
         host at work
-    watts : of one rank with its share of the host
-    mtbf : mean seconds between failures of one rank with its share of the host
     capacity : bytes of memory of one rank
     """
 
@@ -89,8 +86,6 @@ class Compute:
     overhead: float = 0.0
     gpu: bool = False
     cores: float = 1.0
-    watts: float | None = None
-    mtbf: float | None = None
     capacity: float | None = None
 
 
@@ -102,10 +97,6 @@ class Storage:
     write: float
     read: float
     total: float = inf
-
-    def seconds(self, one: int, together: int, rate: float) -> float:
-        """How long it takes at this rate of a rank. one, together: bytes of the rank with most, and of all."""
-        return max(one / rate, together / self.total)
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, reduce
+from functools import cache, partial
 from itertools import accumulate
 from math import inf, prod
 from os import PathLike
 from typing import Any, NamedTuple, cast
-
-import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.array.arena import Life
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.mesh import Coordinates, Mesh
-from fsdpx.config import Elastic, Precision, half_name
+from fsdpx.config import Precision, half_name
 from fsdpx.config import precision as formats_of
-from fsdpx.elastic.assembly import mesh_for
 from fsdpx.engine.run import lives
 from fsdpx.errors import ConfigError, warn
 from fsdpx.layout.grid import LETTERS, Grid
@@ -30,10 +27,7 @@ from fsdpx.nn.sort import keeping
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
-from fsdpx.plan.rates import JobRates, rates
 from fsdpx.plan.seconds import Lines, StepTimes
-from fsdpx.plan.storage import Checkpoint, Recut, rank_storage, recut
-from fsdpx.plan.stragglers import Stragglers
 from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
 from fsdpx.program.count import filled
 from fsdpx.program.machine import by_rank, run
@@ -43,7 +37,6 @@ from fsdpx.shapes.array import metered
 from fsdpx.shapes.work import counting
 from fsdpx.state.accumulation import microbatches_of
 from fsdpx.state.gradients import rows_of
-from fsdpx.state.state import TrainState
 from fsdpx.trainer.fit import made, passing
 from fsdpx.trainer.host import FixedRanks
 from fsdpx.trainer.recipe import OPTIONS, Recipe, Training, native
@@ -95,11 +88,11 @@ class Prediction:
     seconds : of a step
     parts : what they consist of, in the mean of the ranks of a pipe: "compute"; by axis what communication is not
         hidden behind computing, "tensor", "shard", "replica", "pipe"; "optimiser"; "bubble", waiting for other ranks of
-        the pipe; "overhead"; "stragglers", if they were asked for. Their sum is `seconds`
+        the pipe; "overhead". Their sum is `seconds`
     classes : of equal ranks
     mesh, microbatches : as they are filled in
     events : when each action of each rank of the pipe runs, of as many microbatches as were simulated
-    step, stragglers : what was asked for
+    step : what was asked for
     """
 
     seconds: float
@@ -110,7 +103,6 @@ class Prediction:
     machine: Machine
     step: WorldStep = field(repr=False)
     events: tuple[Event, ...] = field(repr=False, default=())
-    stragglers: Stragglers | None = None
 
     @property
     def memory(self) -> int:
@@ -148,58 +140,11 @@ class Prediction:
             found = self
             if changes:
                 other = WorldStep.of(step.model, step.batch, step.mesh.size, step.options | changes)
-                found = other.on(self.machine, self.stragglers)
+                found = other.on(self.machine)
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
         return lowered(step.options, step.rows(step.members - 1), count)
-
-    def rates(
-        self, *, mtbf: float | None = None, save: float | None = None, restore: float | None = None
-    ) -> JobRates:
-        """Steps of a day, with failures and checkpoints, and what they cost.
-
-        Parameters
-        ----------
-        mtbf : mean seconds between failures of one rank; by default what the machine says, else there are none
-        save, restore : seconds of a checkpoint, and from a failure until steps go on; by default the bytes of a
-            checkpoint over the rates of the machine's disk
-
-        Raises
-        ------
-        ConfigError : failures, but nothing says how long a checkpoint takes; numbers that are no seconds
-        """
-        samples, given = self.step.samples, {"mtbf": mtbf, "save": save, "restore": restore}
-        return rates(self.machine, self.mesh.size, self.seconds, samples, self.checkpoint(), **given)
-
-    def recovery(self, lost: Sequence[int], copies: int = 1) -> Recut:
-        """What ranks receive when others die and training goes on (`elastic=True`), on hosts as the machine has them.
-        Each rank is followed by itself, which takes some hundredths of a second.
-
-        Parameters
-        ----------
-        lost : ranks that die at once
-        copies : those of `fsdpx.Elastic`
-
-        Raises
-        ------
-        ConfigError : no such rank; MeshError where too few are left for the mesh
-        StateLost : a part of the state was in their memory alone
-        """
-        step, ranks, copies = self.step, self.mesh.size, Elastic(copies=copies).copies
-        if not lost or not all(type(rank) is int and 0 <= rank < ranks for rank in lost):
-            raise ConfigError(f"lost={lost!r}: numbers of ranks are needed, 0 to {ranks - 1}")
-        left = ranks - len({*lost})
-        mesh = mesh_for(step.options["mesh"], step.options["strategy"], left)
-        then = WorldStep.of(step.model, step.batch, mesh.size, step.options | {"mesh": mesh})
-        hosts = [str(rank // self.machine.host) for rank in range(ranks)]
-        return recut([*step.every_state()], [*then.every_state()], lost, copies, hosts)
-
-    def checkpoint(self) -> Checkpoint:
-        """What these ranks write when they save, and read when they load a checkpoint of any number of ranks: its files
-        depend on no mesh. By the code that does it, on shapes."""
-        made = [rank_storage(state) for state in self.step.states()]
-        return Checkpoint(made[0][1], self.mesh.size, tuple(one for one, _ in made))
 
     @property
     def bubble(self) -> float:
@@ -223,7 +168,6 @@ def predict(
     schedule: Any = "1f1b",
     recompute: Any = None,
     precision: str | Precision | None = None,
-    stragglers: Stragglers | float | None = None,
     **options: Any,
 ) -> Prediction:
     """How long a step takes, what it moves and what memory it needs. No MPI, no data; in a fraction of a second.
@@ -243,8 +187,6 @@ def predict(
         the numbers of ranks along each dim of a field, `(2, 2, 1)`; by default the
         loss is CrossEntropy for targets of whole numbers, else MSE, and the optimiser AdamW. "fp16" on a GPU computes
         in 16 bits
-    stragglers : how unequal the computing of ranks is from step to step: the spread of a lognormal factor, 0.05 for
-        about 5 %, or `fsdpx.plan.Stragglers`; the seconds are then the mean of simulated steps
 
     Returns
     -------
@@ -258,7 +200,7 @@ def predict(
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
     where = Machine.load(machine)
     step = step_of(model, batch, ranks, where.compute.gpu, options)
-    found = step.on(where, stragglers)
+    found = step.on(where)
     if step.blank:
         warn(step.blank)
     return found
@@ -283,9 +225,7 @@ def prepared(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **o
     return Dry.of(step, step.simulated()[0])
 
 
-def step_of(
-    model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]
-) -> WorldStep:
+def step_of(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]) -> WorldStep:
     """The step that these options of `predict` ask for, on machines that are GPUs or not."""
     pairs, chosen = batch_of(batch), dict(options)
     model, chosen["loss"] = native(model, chosen.get("loss"))
@@ -484,20 +424,11 @@ class WorldStep:
         for pipe in range(self.mesh.width("pipe")):
             yield Coordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
-    def states(self) -> Iterator[TrainState]:
-        """The train states of the last data rank, by rank of the pipe, before any step."""
-        for place in self._places(self.members - 1, 0):
-            yield self._trainer(self.mesh.rank(place), self.microbatches, 0).inspect.engine.state
-
-    def every_state(self) -> Iterator[TrainState]:
-        """The train states of all ranks, before any step."""
-        return (self._trainer(rank, self.microbatches, 0).inspect.engine.state for rank in range(self.mesh.size))
-
-    def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
+    def on(self, machine: Machine) -> Prediction:
         """The prediction for a machine."""
         self.times(machine)  # refuses a machine with too few ranks before anything runs
         with keeping(), seldom():
-            return Dry.of(self, self.few()).on(machine, stragglers)
+            return Dry.of(self, self.few()).on(machine)
 
     def times(self, machine: Machine) -> StepTimes:
         """What actions and calls take there. ConfigError where it has too few ranks."""
@@ -562,7 +493,7 @@ class Dry:
             others += step.runs(last, ran, 1)
         return cls(step, runs, others, ran, *step.simulated())
 
-    def on(self, machine: Machine, stragglers: Stragglers | float | None = None) -> Prediction:
+    def on(self, machine: Machine) -> Prediction:
         """The same step on a machine."""
         step, few, each, clock = self.step, self.few, self.each, _Clock(self.runs, self.step.times(machine))
         seconds, rows_few = clock.timed(few)
@@ -578,20 +509,8 @@ class Dry:
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
         overhead, events = machine.compute.overhead, tuple(event for row in rows_few for event in row)
         parts = {"overhead": overhead, **parts}
-        slow = None if stragglers is None else Stragglers.of(stragglers)
-        if slow is not None:
-            parts["stragglers"] = self._slowed(clock, slow) - seconds
-            seconds += parts["stragglers"]
         found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, step, events
-        return Prediction(*found, slow)
-
-    def _slowed(self, clock: _Clock, stragglers: Stragglers) -> float:
-        """Mean seconds of a step in which the ranks at a place of the pipe wait for the slowest of them."""
-        pipe, few, each = len(self.runs), self.few, self.each
-        slow = stragglers.slowest(self.step.mesh.size // pipe, pipe)
-        end, times = clock.timed(few, slow)[0], (self.step.microbatches - few) // max(each, 1)
-        more = clock.timed(few + each, slow)[0] if each else end
-        return float(np.mean(end + (more - end) * times))
+        return Prediction(*found)
 
     def _grown(self, run: _Run, times: int, nbytes: int) -> RankClass:
         """The class of a run with all microbatches: `few`, and `times` more of `each`. nbytes: of the batch that is
@@ -669,9 +588,10 @@ class Price(NamedTuple):
     own: float
     moving: Mapping[str, float]
 
-    def seconds(self, slow: Any = 1.0) -> Any:
-        """In all. slow: how many times as long computing takes."""
-        return self.own * slow + sum(self.moving.values())
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        return self.own + sum(self.moving.values())
 
 
 class _Clock:
@@ -698,16 +618,12 @@ class _Clock:
             return Price(0.0, {"pipe": self._timing.message(sender, receiver, nbytes)})
         return Price(*self._timing.price(cost))
 
-    def timed(self, microbatches: int, slow: Any = None) -> tuple[Any, list[list[Event]]]:
-        """Seconds of a step, and what happens when on each rank of the pipe. slow: by rank of the pipe, how many times
-        as long its computing takes in each of many steps; the seconds are then those of each."""
-        factors, latest = ([1.0] * len(self.runs), max) if slow is None else (slow, partial(reduce, np.maximum))
-
-        def seconds(rank: int, action: Action) -> Any:
-            return self.price(rank, action).seconds(factors[rank])
-
-        rows = run([one.program(microbatches) for one in self.runs], seconds, latest=latest)
-        return latest([event.end for row in rows for event in row]), rows
+    def timed(self, microbatches: int) -> tuple[float, list[list[Event]]]:
+        """Seconds of a step, and what happens when on each rank of the pipe."""
+        rows = run(
+            [one.program(microbatches) for one in self.runs], lambda rank, action: self.price(rank, action).seconds
+        )
+        return max(event.end for row in rows for event in row), rows
 
     def mean_parts(self, rows: list[list[Event]], end: float) -> dict[str, float]:
         """The parts of a step in the mean of the ranks of the pipe."""
@@ -720,9 +636,9 @@ class _Clock:
         """How long what an action moves is under way, without waiting for other ranks of the pipe."""
         verb = VERBS[action.op]
         if not verb.receives:
-            return self.price(rank, action).seconds() if verb.meets else inf
+            return self.price(rank, action).seconds if verb.meets else inf
         sent = Action(partner(action.op), action.unit, action.mb)
-        return self.price(self._stage.edge(sent).sender, sent).seconds()
+        return self.price(self._stage.edge(sent).sender, sent).seconds
 
 
 def _parts(

@@ -18,7 +18,6 @@ from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.sort import keeping, once, sort
 from fsdpx.plan.depth import deeper, depth, parameters
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
-from fsdpx.plan.kept import kept
 from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
@@ -63,7 +62,6 @@ def search(
     codecs: Sequence[Any] = (),
     most: int = MOST,
     say: Callable[[str], None] | None = None,
-    cache: bool = True,
     **options: Any,
 ) -> Plan:
     """The quickest configurations that fit, by `predict`.
@@ -82,7 +80,6 @@ def search(
     codecs : those that may be tried beside the plain one, which lose bits of gradients: `("bf16", "int8")`
     most : configurations that are predicted at most
     say : called with a line now and then
-    cache : read and write the answer in `FSDPX_CACHE/plan`: the same question is answered at once
     options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`; `space="any"` tries the
         grids over which a field of the batch can be cut
 
@@ -111,8 +108,7 @@ def search(
         Codecs.of(choice, partial(codec, reduce="float32", compute="float32"))  # checks it
     model, options["loss"] = native(model, options.get("loss"))
     question = shapes, size, where, None if limit is None else int(limit), most, options, space, tuple(codecs)
-    tried = _Search(model, *question, say)
-    return kept(model, question, tried.found_plan, say) if cache else tried.found_plan()
+    return _Search(model, *question, say).found_plan()
 
 
 @dataclass
@@ -277,7 +273,7 @@ class _Search:
                 return None
             if self.predicted >= self.most:
                 raise ConfigError(f"most={self.most} others were predicted before it")
-            made = step.on(self.machine, self.fixed.get("stragglers"))
+            made = step.on(self.machine)
         except FsdpxError as error:
             self.refused[words] = str(error)
             return None
@@ -369,11 +365,10 @@ class _Search:
         return times
 
     def _predicted(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
-        return self._step(batch, ranks, options).on(self.machine, self.fixed.get("stragglers"))
+        return self._step(batch, ranks, options).on(self.machine)
 
     def _step(self, batch: Any, ranks: int, options: Mapping[str, Any], model: nn.Layer | None = None) -> WorldStep:
-        chosen = {name: value for name, value in {**self.fixed, **options}.items() if name != "stragglers"}
-        return step_of(model or self.model, batch, ranks, self.machine.compute.gpu, chosen)
+        return step_of(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
 
     def _scaling(self, one: Candidate) -> tuple[Prediction, ...]:
         """The same on other numbers of ranks: its data axis is narrower and wider."""

@@ -75,7 +75,6 @@ class Event:
     key: Hashable = None
 
 
-Latest = Callable[[Sequence[float]], float]
 Waits = tuple[tuple[Hashable, float], ...]
 
 
@@ -104,9 +103,8 @@ class Stuck:
     ranks: tuple[int, ...]
 
 
-def walk(rows: Sequence[Sequence[Task]], latest: Latest = max) -> tuple[list[list[Event]], list[Stuck]]:
-    """The events of each rank's tasks as far as they get, and the ranks that do not finish. latest: of several times,
-    which may be arrays: many steps at once, since the order does not depend on times."""
+def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]]:
+    """The events of each rank's tasks as far as they get, and the ranks that do not finish."""
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # tasks that complete a key
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
@@ -117,13 +115,13 @@ def walk(rows: Sequence[Sequence[Task]], latest: Latest = max) -> tuple[list[lis
     def issue(rank: int, task: Task) -> None:
         key, lane, start = task.key, task.lane, free[rank]
         if task.waits:
-            start = latest([start, *[ends[key] + way for key, way in task.waits]])
+            start = max([start, *[ends[key] + way for key, way in task.waits]])
         if lane is None:
             free[rank] = end = start + task.seconds
         else:
-            free[rank], start = start, latest((start, lanes.get(lane, 0.0)))
+            free[rank], start = start, max((start, lanes.get(lane, 0.0)))
             lanes[lane] = end = start + task.seconds
-        ends[key] = latest((end, ends[key])) if key in ends else end
+        ends[key] = max((end, ends[key])) if key in ends else end
         left[key] -= 1
         spans[rank].append((start, end))
 
@@ -141,14 +139,14 @@ def walk(rows: Sequence[Sequence[Task]], latest: Latest = max) -> tuple[list[lis
         pass
     ahead = [row[len(done) :] for row, done in zip(rows, spans, strict=True)]
     stuck = [_stuck(rank, len(spans[rank]), missing(row[0]), ahead) for rank, row in enumerate(ahead) if row]
-    return [_events(rank, rows[rank], done, ends, latest) for rank, done in enumerate(spans)], stuck
+    return [_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
 
 
 def _events(
-    rank: int, row: Sequence[Task], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float], latest: Latest
+    rank: int, row: Sequence[Task], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float]
 ) -> list[Event]:
     done = zip(row, spans, strict=False)
-    return [Event(rank, task.action, start, latest((end, ends.get(task.until, end)))) for task, (start, end) in done]
+    return [Event(rank, task.action, start, max((end, ends.get(task.until, end)))) for task, (start, end) in done]
 
 
 def _stuck(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[Task]]) -> Stuck:
@@ -300,14 +298,11 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
     return [event for row in run(programs, machine.of) for event in row]
 
 
-def run(
-    programs: Sequence[Program], seconds: Seconds, blocking: bool = False, latest: Latest = max
-) -> list[list[Event]]:
-    """The events of each rank. blocking: a rank goes on only when all the ranks it meets have arrived. latest: as for
-    `walk`.
+def run(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[Event]]:
+    """The events of each rank. blocking: a rank goes on only when all the ranks it meets have arrived.
 
     Raises ProgramError if ranks wait for each other."""
-    events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)], latest)
+    events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
     if stuck:
         lines = [line for wait in stuck for line in _explained(programs[wait.rank], wait)]
         raise ProgramError("\n".join(["the ranks of the pipe wait for each other", *lines]))

@@ -1,10 +1,14 @@
-"""A step of ranks that run, beside what was predicted of it."""
+"""Steps of ranks that run, and steps measured on A100s, beside what is predicted of them."""
 
+import csv
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from fsdpx.plan import Prediction
+from fsdpx import Mesh, nn
+from fsdpx.plan import Prediction, predict
 
-__all__ = ["demand_equal", "observed"]
+__all__ = ["demand_equal", "observed", "steps_of_a100s"]
 
 
 def observed(made: Any, x: Any, y: Any) -> Any:
@@ -27,3 +31,22 @@ def demand_equal(found: Prediction, real: Any) -> None:
         memory["gradients"] -= absent[one.peak.action]  # those that have no memory yet when most is held
         there = {kind: n for kind, n in memory.items() if n}
         assert {kind: n for kind, n in one.memory.items() if kind != "activations"} == there
+
+
+def steps_of_a100s(each: int) -> Iterator[tuple[float, float]]:
+    """Predicted and measured seconds of every so many rows of the file, trained as Megatron does it."""
+    lines = Path(__file__).with_name("a100-one-node.csv").read_text().splitlines()
+    for row in [*csv.DictReader(line for line in lines if not line.startswith("#"))][::each]:
+        n = {name: int(value) for name, value in row.items() if name != "step_ms"}
+        tokens = (n["global_batch"], n["seq"]), "int64"
+        found = predict(
+            nn.GPT(51200, n["hidden"], n["layers"], n["heads"], max(n["seq"], 2048)),
+            (tokens, tokens),
+            ranks=n["gpus"],
+            machine="a100-dgx-200g",
+            mesh=Mesh(replica=n["data"], pipe=n["pipe"], tensor=n["tensor"]),
+            microbatches=n["global_batch"] // n["data"] // n["micro_batch"],
+            recompute="all",
+            precision="fp16",
+        )
+        yield found.seconds, float(row["step_ms"]) / 1e3

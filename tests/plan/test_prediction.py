@@ -276,7 +276,7 @@ def test_several_inputs_are_those_of_ranks(mesh: fsdpx.Mesh) -> None:
         return observed(made, (one, two), target)
 
     demand_equal(found, fsdpx.spawn(run, 4))
-    best = fsdpx.plan(model, batch=((x, z), y), ranks=2, machine=FLAT, cache=False, most=4).best
+    best = fsdpx.plan(model, batch=((x, z), y), ranks=2, machine=FLAT, most=4).best
     assert best.prediction.step.batch == (x, z, y)
 
 
@@ -284,7 +284,7 @@ def test_microbatches_without_samples_are_told() -> None:
     says = "^microbatches=5: a data rank has 4 samples at most, and the others take their time without any$"
     with pytest.warns(RuntimeWarning, match=says):
         predict(gpt(), batch(8), ranks=2, machine=FLAT, microbatches=5)
-    options: dict[str, Any] = {"ranks": 2, "machine": FLAT, "mesh": None, "cache": False}
+    options: dict[str, Any] = {"ranks": 2, "machine": FLAT, "mesh": None}
     with pytest.raises(ConfigError, match=f"^no configuration of 2 ranks can run: {says[1:-1]}$"):
         fsdpx.plan(gpt(), batch=batch(8), microbatches=5, **options)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from steps import steps_of_a100s
 
 import fsdpx
 from fsdpx import Mesh, nn
@@ -17,7 +18,6 @@ from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan import Level, Machine, Plan, predict, searching
 from fsdpx.plan.depth import deeper
-from fsdpx.plan.fit import FITTED, MeasuredStep, errors, fitted, rows_of
 from fsdpx.plan.found import SHOWN
 from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Storage
@@ -25,7 +25,6 @@ from fsdpx.plan.measuring import machine_text
 from fsdpx.plan.prediction import step_of
 from fsdpx.plan.searching import CLOSE
 
-ROWS = Path(__file__).with_name("a100-one-node.csv")
 X = ((16, 8), "int64")
 
 
@@ -109,7 +108,7 @@ def test_time_and_memory_against_ranks(found: Plan) -> None:
 def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown, and all that is close to it, is that of a search without bounds; none takes less than its own."""
     x, machine, model = ((16, 8), "int64"), Machine.load("ethernet-10g"), nn.GPT(64, 32, 4, 2, 8)
-    options: dict[str, Any] = {"batch": (x, x), "ranks": 4, "machine": machine, "strategy": "zero1", "cache": False}
+    options: dict[str, Any] = {"batch": (x, x), "ranks": 4, "machine": machine, "strategy": "zero1"}
     made = fsdpx.plan(model, **options)
     monkeypatch.setattr(searching._Search, "_most_seconds", lambda *_: inf)
     whole = fsdpx.plan(model, **options)
@@ -147,7 +146,7 @@ def test_a_bound_of_a_pipe_counts_the_way_through_it(schedule: str, recompute: A
 
 def test_hundreds_of_configurations_are_ranked_by_few_predictions() -> None:
     x = ((64, 8), "int64")
-    made = fsdpx.plan(nn.GPT(64, 32, 4, 2, 8), batch=(x, x), ranks=16, machine="ethernet-10g", cache=False)
+    made = fsdpx.plan(nn.GPT(64, 32, 4, 2, 8), batch=(x, x), ranks=16, machine="ethernet-10g")
     predicted = int(re.search(r"; (\d+) predicted, \d+ ruled out by a bound, \d+ cannot run$", made.searched)[1])
     assert predicted >= len(made.found)
     assert int(made.searched.split()[0]) >= 500 > 3 * predicted
@@ -339,122 +338,19 @@ def test_the_command_line_draws_time_and_memory_against_ranks(
 def test_pipes_have_no_more_ranks_than_the_model_has_layers() -> None:
     """The schedule of hundreds of ranks is long, and would be refused."""
     model, x = nn.Chain(*[nn.Linear(16, 16) for _ in range(4)]), ((64, 16), "float32")
-    made = fsdpx.plan(model, batch=(x, x), ranks=8, machine="ethernet-10g", strategy="ddp", cache=False)
+    made = fsdpx.plan(model, batch=(x, x), ranks=8, machine="ethernet-10g", strategy="ddp")
     assert max(one.prediction.mesh.width("pipe") for one in made.found) == 4
     assert not [words for words, _ in made.refused if "pipe=8" in words]
 
 
-# -- asked before ------------------------------------------------------------------------------------------------------
-
-
-def test_the_same_question_is_answered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-    options: dict[str, Any] = {"batch": (X, X), "ranks": 2, "machine": "laptop", "strategy": "fsdp", "mesh": None}
-    options |= {"microbatches": 1, "recompute": None, "most": 2}
-    calls, lines = list[int](), list[str]()
-    search = searching._Search.run
-    monkeypatch.setattr(searching._Search, "run", lambda self: calls.append(1) or search(self))
-    made = fsdpx.plan(gpt(), **options)
-    model = gpt()
-    again = fsdpx.plan(model, say=lines.append, **options)
-    (file,) = (tmp_path / "plan").iterdir()
-    assert (len(calls), lines) == (1, [f"found before, {file}"])
-    assert (str(again), again.as_json()) == (str(made), made.as_json())
-    assert again.best.prediction.events == made.best.prediction.events
-    assert again.best.prediction.step.model is model
-    assert again.best.prediction.lowered() == made.best.prediction.lowered()
-    monkeypatch.setattr(searching._Search, "run", lambda self: calls.append(1))  # that it searches, not what it finds
-    monkeypatch.setattr(searching._Search, "plan", lambda self: made)
-    others = {"memory": "1GiB"}, {"most": 9}, {"machine": "ethernet-10g"}, {"precision": "bf16"}, {"cache": False}
-    for other in others:
-        fsdpx.plan(gpt(), **options | other)
-    fsdpx.plan(nn.GPT(64, 32, 5, 2, 8), **options)
-    assert len(calls) == 7
-    monkeypatch.setattr("fsdpx.plan.kept._sources", lambda: "another version")
-    fsdpx.plan(gpt(), **options)
-    assert len(calls) == 8
-
-
-def test_a_damaged_answer_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-    options: dict[str, Any] = {"batch": (X, X), "ranks": 2, "machine": "laptop", "strategy": "fsdp", "most": 2}
-    made = fsdpx.plan(gpt(), **options)
-    (file,) = (tmp_path / "plan").iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + b"?")
-    with pytest.warns(RuntimeWarning, match=r"its digest does not fit, so it is made again; it is passed over"):
-        assert str(fsdpx.plan(gpt(), **options)) == str(made)
-    assert len(file.read_bytes()) == len(whole)
-    assert file.read_bytes()[-1:] == whole[-1:]
-
-
-def test_layers_of_others_are_searched_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their code may be another one next time."""
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-
-    class Own(nn.Linear):
-        pass
-
-    x = ((8, 8), "float32")
-    fsdpx.plan(nn.Chain(Own(8, 8)), batch=(x, x), ranks=1, machine="laptop", most=1)
-    assert not (tmp_path / "plan").exists()
-
-
-# -- fitting -----------------------------------------------------------------------------------------------------------
-
-
-def test_measured_steps_are_read() -> None:
-    rows = rows_of(ROWS)
-    assert len(rows) == 720
-    assert rows[0].seconds == 0.3722
-    assert rows[0].options()["microbatches"] == 2
-
-
-def test_no_measured_steps(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("gpus,step_ms\n2,3\n")
-    with pytest.raises(ConfigError, match=re.escape(f"measured steps {path}, row 1: gpus, global_batch,")):
-        rows_of(path)
-    with pytest.raises(ConfigError, match=r"measured steps .* cannot be read"):
-        rows_of(tmp_path / "gone.csv")
-
-
-def test_numbers_are_found_from_steps_that_they_predict() -> None:
-    truth = Machine.load("a100-dgx-200g")
-    rows = [row for row in rows_of(ROWS) if row.numbers["layers"] == 12][:40:8]
-    dries = [row.dry() for row in rows]
-    seconds = [dry.on(truth).seconds for dry in dries]
-    begin = replace(truth, compute=replace(truth.compute, launch=2e-5, overhead=1e-2))
-    made = fitted(begin, dries, seconds, {"launch": 10.0, "overhead": 10.0})
-    assert made.compute.launch == pytest.approx(truth.compute.launch, rel=1e-2)
-    assert set(FITTED) > {"launch", "overhead"}
-
-
-def test_the_report_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a file of a few steps, of which half are fitted."""
-    path, lines = tmp_path / "steps.csv", [line for line in ROWS.read_text().splitlines() if line[0] != "#"]
-    path.write_text("\n".join([lines[0], *lines[1:7]]))
-    words = ["measure-machine", "--fit", str(path)]
-    assert main([*words, "--rows", "2"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("fitted to 2 of 6 steps, seed 0: efficiency 0.")
-    errors = [float(n) for n in re.findall(r"mean error (.*?)%", text)]
-    assert len(errors) == 2
-    assert max(errors) < 40
-    assert "Spearman's rank correlation of all steps: " in text
-    assert main([*words, "--rows", "0"]) == 2
-    assert "rows=0: a whole number, 1 or more" in capsys.readouterr().err
-    path.write_text("\n".join(lines[:2]))
-    assert main(words) == 2
-    assert "one half is fitted, the other compared: two are needed at least" in capsys.readouterr().err
+# -- measured steps -------------------------------------------------------------------------------------------------
 
 
 def test_steps_of_a100s_are_predicted() -> None:
     """A few of the 720; docs/planning.md has all errors."""
-    rows = rows_of(ROWS)[::60]
-    off = np.abs(errors(Machine.load("a100-dgx-200g"), [row.dry() for row in rows], [row.seconds for row in rows]))
-    assert off.mean() < 0.13
-    assert isinstance(rows[0], MeasuredStep)
+    off = [abs(predicted / measured - 1) for predicted, measured in steps_of_a100s(60)]
+    assert len(off) == 12
+    assert sum(off) / len(off) < 0.13
 
 
 def test_a_measured_machine_is_a_file(tmp_path: Path) -> None:
