@@ -92,6 +92,7 @@ thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/engine/test_parity.py tests/elastic/test_every_kill.py tests/launch/test_start.py \
 		--hypothesis-profile=thorough --timeout=0
 	$(PY) tests/checkpoint/fuzz.py 10000
+	$(PY) tests/comm/window_kills.py 300
 	$(PY) tests/checkpoint/kills.py 300
 	$(PY) tests/checkpoint/kills_ranks.py 100
 

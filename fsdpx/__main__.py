@@ -102,7 +102,7 @@ def _say(line: str) -> int:
 
 
 def _info(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--left", action="store_true", help="only the files that killed MPI jobs have left in /dev/shm")
+    p.add_argument("--left", action="store_true", help="only the files that killed jobs have left in /dev/shm")
 
 
 def _doctor(p: argparse.ArgumentParser) -> None:

@@ -24,9 +24,10 @@ from typing import Any, BinaryIO
 from fsdpx.errors import warn
 
 __all__ = [
-    "LARGEST_RECORD", "READABLE", "Untrusted", "append", "believed", "belongs", "create", "demand_private", "folder",
-    "home", "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "place_of", "read", "read_json",
-    "refused", "remove", "sign", "typed", "unreadable", "write",
+    "LARGEST_RECORD", "READABLE", "TEMPORARY", "Untrusted", "append", "believed", "belongs", "create",
+    "demand_private", "folder", "home", "is_folder", "lock", "mark", "open_file", "open_unnamed", "parse_json",
+    "passed_over", "place_of", "read", "read_json", "refused", "remove", "sign", "temporary_path", "typed",
+    "unreadable", "write",
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
@@ -37,6 +38,8 @@ DIGITS = 64
 """The most digits of a whole number in JSON. Tokenizers write a number of 31 digits for "no limit"."""
 PRIVATE, READABLE = 0o600, 0o644
 """Modes of new files: for this user alone, and for others to read, as in a cache that users share."""
+TEMPORARY = "fsdpx-file-"
+"""How names of files begin that have one only until all processes have opened them."""
 _POSIX = hasattr(os, "geteuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -285,6 +288,23 @@ def remove(path: Path) -> None:
 def create(path: Path, mode: int = PRIVATE) -> int:
     """A new file, open for reading and writing; FileExistsError if there is anything of this name, even a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
+
+
+def open_unnamed(folder: str | os.PathLike[str]) -> int:
+    """A new file in a folder, open for reading and writing, that goes with the last process that has it open. Where the
+    system cannot make one without a name it has one for a moment, while it is empty."""
+    if hasattr(os, "O_TMPFILE"):
+        with suppress(OSError):  # a file system that has none
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | _SAFELY, PRIVATE)
+    path = temporary_path(folder)
+    file = create(path)
+    os.unlink(path)
+    return file
+
+
+def temporary_path(folder: str | os.PathLike[str]) -> Path:
+    """A path for a file that has a name for a moment; a process that is killed then leaves it, empty."""
+    return Path(folder, f"{TEMPORARY}{os.urandom(8).hex()}")
 
 
 def mark(path: Path) -> bool:

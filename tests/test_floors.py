@@ -30,8 +30,8 @@ OPENED_ELSEWHERE = {
         "examples/finetune.py pretrained read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
-        "comm/node/memory.py _mapped mkstemp", "comm/node/memory.py _mapped open", "state/disk.py _unnamed mkstemp",
-        "state/disk.py _unnamed open", "launch/notes.py hold_lifeline mkfifo", "launch/notes.py hold_lifeline open",
+        "comm/node/shared_file.py _open_named open", "comm/node/shared_file.py _open_of_process open",
+        "launch/notes.py hold_lifeline mkfifo", "launch/notes.py hold_lifeline open",
         "launch/notes.py open_lifeline open", "examples/finetune.py conversations open",
         "checkpoint/save.py _leave touch", "checkpoint/format.py create open",
     ),

@@ -149,12 +149,12 @@ def shared() -> str:
 
 
 def leftovers() -> str:
-    """MPI's files that killed jobs have left there; the next job removes those of fsdpx."""
+    """The files of MPI and of windows that killed jobs have left there."""
     found = left()
     if not found:
-        return "nothing by killed MPI jobs"
+        return "nothing by killed jobs"
     size = bytes_text(sum(path.stat().st_size for path in found))
-    return f"{size} in {len(found)} files by killed MPI jobs; to remove them: {LEFT} | xargs rm"
+    return f"{size} in {len(found)} files by killed jobs; to remove them: {LEFT} | xargs rm"
 
 
 def blas_of_numpy() -> str:

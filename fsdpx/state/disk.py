@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import platform
-import tempfile
 import threading
 import time
 import weakref
@@ -226,20 +225,22 @@ def _reserve(fd: int, folder: Path, at: int, nbytes: int) -> int:
 
 def _unnamed(folder: Path, direct: bool | None) -> tuple[int, bool]:
     """A new file without a name, and whether it is past the page cache."""
+    import fcntl  # not on Windows, where `Offload` is refused
+
     flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
     try:
-        made, name = tempfile.mkstemp(prefix="fsdpx-", suffix=".offload", dir=folder)
-        os.close(made)
-        try:
-            return os.open(name, os.O_RDWR | flag), bool(flag)
-        except OSError as error:
-            if direct:
-                raise OffloadError(f"{folder}: its file system has no direct I/O ({error.strerror})") from error
-            return os.open(name, os.O_RDWR), False
-        finally:
-            os.unlink(name)
+        file = files.open_unnamed(folder)
     except OSError as error:
-        raise error if isinstance(error, OffloadError) else OffloadError(f"{folder}: {error.strerror}") from error
+        raise OffloadError(f"{folder}: {error.strerror}") from error
+    try:
+        if flag:
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | flag)
+    except OSError as error:
+        if direct:
+            os.close(file)
+            raise OffloadError(f"{folder}: its file system has no direct I/O ({error.strerror})") from error
+        return file, False
+    return file, bool(flag)
 
 
 def taken(folder: Path, owner: str) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
@@ -226,7 +227,7 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, "0"], **piped) as first, subprocess.Popen([*command, "1"], **piped) as second:
-        for _ in range(3):  # collective calls
+        for _ in range(4):  # collective calls
             said = f"[{first.stdout.readline().strip()}, {second.stdout.readline().strip()}]\n"
             for rank in (first, second):
                 rank.stdin.write(said)
@@ -253,3 +254,14 @@ def test_no_room_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             MappedWindow(comm, 64, 1.0)
 
     spawn(run, 2)
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files without names are Linux's")
+@pytest.mark.parametrize("way", ["each", "refused", "40"])
+def test_ranks_killed_while_they_make_windows_leave_no_memory(way: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("window_kills.py")), way], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) >= 12

@@ -142,6 +142,19 @@ def test_the_next_start_removes_sessions_of_open_mpi_that_are_old_and_in_no_use(
     assert not gone.exists()
 
 
+def test_names_of_windows_are_listed_and_the_next_start_removes_them(tmp_path: Path) -> None:
+    killed, new = files.temporary_path(tmp_path), files.temporary_path(tmp_path)
+    old, cache = tmp_path / "fsdpx-a1b2c3_d", tmp_path / "fsdpx-acache00"
+    for path in (killed, new, old):
+        path.touch()
+    cache.mkdir()
+    for path in (killed, old, cache):
+        os.utime(path, (0, 0))
+    assert left(tmp_path) == sorted([killed, old])
+    remove_left(tmp_path, tmp_path)
+    assert set(tmp_path.iterdir()) == {new, old, cache}
+
+
 def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(path: Path) -> bool:
         path.unlink()

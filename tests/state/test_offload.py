@@ -1,5 +1,6 @@
 """State on disk: the same bits as in memory, few pages of it in memory at a time, and folders that cannot be used."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -181,13 +182,13 @@ def test_show_counts_it_without_a_folder(capsys: pytest.CaptureFixture[str]) -> 
 def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file system has none the page cache is used, with the same bits; who insists on it is told."""
 
-    def opened(path: Any, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
+    def control(file: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
-        return real(path, flags, mode)
+        return real(file, command, flags)
 
-    real = os.open
-    monkeypatch.setattr(os, "open", opened)
+    real = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", control)
     with pytest.raises(OffloadError, match=r"its file system has no direct I/O \(Invalid argument\)"):
         disk.File(tmp_path, disk.ALIGN, True)
     file = disk.File(tmp_path, disk.ALIGN, None)

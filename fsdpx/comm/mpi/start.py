@@ -2,7 +2,7 @@
 
 The ranks of a host that wait leave marks in a folder, which `fsdpx run` reads. The first one starts the clock
 (`fsdpx/comm/mpi/clock.py`), which ends the job when the last one does not come. It also removes what killed jobs have
-left in the shared memory of MPI libraries: no library does, and memory is finite.
+left in shared memory: MPI libraries do not, and memory is finite.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from fsdpx.files import belongs
 __all__ = ["PREFIX", "SHARED", "clear", "late", "left", "lives", "owner", "remove_left", "together", "waiting"]
 
 SHARED = Path("/dev/shm")
-NAMES = ("mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*")
-"""Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows."""
+NAMES = (
+    "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*", f"{files.TEMPORARY}*",
+    "fsdpx-????????",
+)  # fmt: skip
+"""Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows; of fsdpx, now and in earlier versions."""
+_REMOVED = ("mpich_", files.TEMPORARY)
+"""How the names begin of what the next start removes. What may be another program's is only listed."""
 SECONDS = 60.0
 """Files younger than this may belong to a job that is starting."""
 _SESSION = "ompi."
@@ -37,19 +42,20 @@ _SECONDS_TO_BEGIN = 600.0
 
 
 def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
-    """Files of this user that belong to an MPI library and that no process has mapped."""
+    """Files of this user that belong to an MPI library or to a window, and that no process has mapped."""
     old = time.time() - seconds
-    found = sorted(path for name in NAMES for path in folder.glob(name) if belongs(path) and _changed(path) < old)
+    files_there = (path for name in NAMES for path in folder.glob(name) if not path.is_dir())
+    found = sorted(path for path in files_there if belongs(path) and _changed(path) < old)
     used = _mapped(folder) if found else set()
     return [path for path in found if str(path) not in used]
 
 
 def remove_left(folder: Path = SHARED, temporary: Path | None = None) -> None:
-    """Remove what killed jobs of MPICH have left in `folder`, and those of Open MPI in `temporary` ($TMPDIR). Ranks map
-    these files for as long as they live, and a job that has not begun after so long never will; where another container
-    shares the folder, its ranks need the names no more."""
+    """Remove what killed ranks and jobs of MPICH have left in `folder`, and those of Open MPI in `temporary` ($TMPDIR).
+    Ranks map these files for as long as they live, and a job that has not begun after so long never will; where another
+    container shares the folder, its ranks need the names no more."""
     for path in left(folder, _SECONDS_TO_BEGIN):
-        if path.name.startswith("mpich_"):
+        if path.name.startswith(_REMOVED):
             with suppress(OSError):  # gone meanwhile, or a folder that cannot be written
                 path.unlink()
     temporary = Path(tempfile.gettempdir()) if temporary is None else temporary

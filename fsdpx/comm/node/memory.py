@@ -7,7 +7,6 @@ has read what it needs. A fence orders the words before the number.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import platform
@@ -25,8 +24,8 @@ import numpy as np
 
 from fsdpx.comm.calls import Array, address
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.node.shared_file import map_shared_file
 from fsdpx.comm.windows import SharedParts
-from fsdpx.errors import ConfigError
 
 __all__ = [
     "FOLDER", "LETTER", "LOCKS", "SLOTS", "Board", "Host", "HostWindow", "MappedWindow", "Mapping", "WindowAddress",
@@ -48,8 +47,8 @@ FOLDER = "/dev/shm"
 
 class Mapping:
     """Memory with a part of each rank of `comm`, all of which run on this machine: a file in memory that all map.
-    Collective. It has no name any more once all have mapped it, so nothing is left behind however they end; and a rank
-    that forgets it, without `close`, gives its own part in it back.
+    Collective. It has no name, so nothing is left behind however they end; and a rank that forgets it, without `close`,
+    gives its own part in it back.
 
     at_once: the memory is taken now, with ConfigError on all ranks if there is too little; else as it is touched. Byte
     size + r of `file` is locked by rank r as long as it lives."""
@@ -57,7 +56,7 @@ class Mapping:
     def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
         sizes = comm.all_gather_plain(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
-        self.file, memory = _mapped(comm, starts[-1], at_once)
+        self.file, memory = map_shared_file(comm, starts[-1], _folder(), at_once)
         self._end = weakref.finalize(self, os.close, self.file)
         self._end.atexit = False  # the system closes it
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
@@ -111,47 +110,6 @@ def memory_here() -> str:
 
 def _folder() -> str:
     return FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
-
-
-def _mapped(comm: Communicator, nbytes: int, at_once: bool) -> tuple[int, mmap.mmap]:
-    """A new file, open, locked and mapped on all ranks; ConfigError on all of them if one cannot do it."""
-    file, path, memory, problem = -1, "", None, ""
-    folder = _folder()
-    try:
-        if comm.rank == 0:
-            file, path = tempfile.mkstemp(prefix="fsdpx-", dir=folder)
-            if at_once:
-                os.posix_fallocate(file, 0, nbytes)
-            else:
-                os.truncate(file, nbytes)
-    except OSError as error:
-        problem = _problem(error, nbytes, folder)
-    path, failed = comm.all_gather_plain((path, problem))[0]
-    try:
-        if not failed:
-            file = file if comm.rank == 0 else os.open(path, os.O_RDWR)
-            memory = mmap.mmap(file, nbytes)
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, comm.size + comm.rank)
-    except OSError as error:
-        problem = f"rank {comm.rank}: {_problem(error, nbytes, folder)}"
-    problems = [failed] if failed else comm.all_gather_plain(problem)  # all have it, and say that they live
-    if comm.rank == 0 and path:
-        os.unlink(path)
-    if memory is None or any(problems):
-        if file >= 0:
-            os.close(file)
-        raise ConfigError(next(filter(None, problems)))
-    return file, memory
-
-
-def _problem(error: OSError, nbytes: int, folder: str) -> str:
-    remedy = "give it more room (containers: docker run --shm-size=4g)"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        remedy = (
-            "close() trainers that are not used any more, or make them by `with model.as_distributed(...) as t:`; "
-            "or allow more files (ulimit -n)"
-        )
-    return f"{nbytes} bytes of shared memory for a window: {folder}: {error.strerror}; {remedy}"
 
 
 RESERVE = 4 << 20
