@@ -54,7 +54,8 @@ def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
     if run.place.imaginary:
         for axis, call, nbytes in run.place.parts_moved(p):
             run.place.axes.counters.add(axis, call, nbytes)
-        note(master, taken[0], *slots.values(), master, *slots.values())  # all are read, and written but the gradient
+        # all are read, and written but the gradient
+        note(master, taken[0], *slots.values(), master, *slots.values(), kernel="update")
     if not scale.skip:
         move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor)
     return (master, slots)

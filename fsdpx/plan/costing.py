@@ -104,10 +104,7 @@ class Costing(Recording):
 
     def _look(self, moved: bool = True) -> tuple[Work, tuple[Call, ...]]:
         """Work and calls since the last look."""
-        work = Work(self.work.products.copy(), self.work.nbytes, self.work.kernels, self.work.inner.copy())
-        self.work.products.clear()
-        self.work.inner.clear()
-        self.work.nbytes = self.work.kernels = 0
+        work = self.work.taken()
         if not moved:
             return work, ()
         calls = tuple(self.counters.since(self._calls))

@@ -220,7 +220,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         if not copy and np.dtype(dtype) == self.dtype:
             return self
         made = ShapeArray(self.shape, dtype)
-        note(self, made)
+        note(self, made, kernel="copy")
         return made
 
     def copy(self) -> ShapeArray:
@@ -236,7 +236,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def fill(self, value: Any) -> None:
         """There are no elements; it is work all the same."""
-        note(self)
+        note(self, kernel="copy")
 
     def item(self) -> Any:
         if self.size != 1:
@@ -262,7 +262,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
         if not _broadcasts(got[more:], want) or any(n != 1 for n in got[:more]):
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
-        note(value, ShapeArray(want, self.dtype, self.root))
+        note(value, ShapeArray(want, self.dtype, self.root), kernel="copy")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
         """What operators and NumPy's ufuncs give; beside calls only `at`."""
@@ -299,8 +299,15 @@ def broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, 
     """What a function of NumPy gives whose operands broadcast."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, dtype_of_result(function, *operands, **options))
-    note(*operands, result)
+    note(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
     return result if out is None else stored(out, result)
+
+
+FUNCTIONS = {
+    np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh,
+    np.power, np.hypot, operator.pow,
+}  # fmt: skip
+"""That take several times as long for each element as a sum or a product."""
 
 
 def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
@@ -348,7 +355,7 @@ def reduced(name: str) -> Callable[..., Any]:
             raise ValueError(f"{name} over a dim of size 0 has no identity: shape {x.shape}")
         shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdims or d not in gone]
         result = ShapeArray(shape, kind(x.dtype, dtype))
-        note(x, result)
+        note(x, result, kernel="sums")
         return result if out is None else stored(out, result)
 
     reduction.__name__ = name

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.shapes.array import Root, ShapeArray, as_one
-from fsdpx.shapes.work import Work, fused, repeat
+from fsdpx.shapes.work import INSIDE, Pass, Product, Work, fused, repeat
 
 __all__ = ["known", "made_of", "plan_of"]
 
@@ -48,14 +48,24 @@ def _worked(call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any,
     with fused() as work:
         found = as_one(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
-    work.products = Counter({p._replace(itemsize=itemsize): times for p, times in work.products.items()})
-    work.kernels = 1
+    kernel = name_of(call, *arguments[1:], **options)
+    named = Counter[Product]()
+    for product, times in work.products.items():
+        named[product._replace(itemsize=itemsize, kernel=kernel, places=work.products.total())] += times
+    work.products = named
     inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4  # sums of other kernels are float32
     work.inner = Counter({getattr(call, "__name__", ""): inner})
     given = found if isinstance(found, tuple) else (found,)
-    work.nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
+    nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
+    work.passes = Counter({Pass(kernel, itemsize, nbytes): 1})
     repeat(work)
     return found, work
+
+
+def name_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The name of a kernel, and of the way that it goes for such arguments."""
+    name, way = getattr(call, "__name__", INSIDE), getattr(call, "way", None)
+    return name if way is None else f"{name} {way(*arguments, **options)}".rstrip()
 
 
 def _key(value: Any, arrays: list[ShapeArray]) -> Any:

@@ -1,5 +1,5 @@
-"""What a computation on arrays without data would cost: its matrix products by shape, and the bytes that all else reads
-and writes. Every product and every pass over an array is noted where its shape is found, so no layer says its FLOPs."""
+"""What a computation on arrays without data would cost: its matrix products by shape, and its passes over arrays by
+their bytes. Every product and every pass is noted where its shape is found, so no layer says its FLOPs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,33 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
-    "Product", "Work", "alike", "counting", "fused", "note", "note_copy", "note_product", "one_product", "repeat",
+    "INSIDE", "Pass", "Product", "Work", "alike", "counting", "fused", "note", "note_copy", "note_product",
+    "one_product", "repeat",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
+INSIDE = "inside"
+"""Stands for the name of a kernel while it is counted."""
+
 
 class Product(NamedTuple):
-    """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes. fused: a part of a kernel,
-    whose operands or result need not lie in memory."""
+    """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes. kernel: the name of the kernel
+    that it is a part of, whose operands or result need not lie in memory; "" for a product of its own. places: of how
+    many products a call of that kernel consists."""
 
     rows: int
     inner: int
     columns: int
     stack: int
     itemsize: int
-    fused: bool
+    kernel: str = ""
+    places: int = 1
+
+    @property
+    def fused(self) -> bool:
+        """Whether it is a part of a kernel."""
+        return self.kernel != ""
 
     @property
     def flops(self) -> int:
@@ -41,16 +52,33 @@ class Product(NamedTuple):
         return self.stack * self.itemsize * (r * i + i * c + r * c)
 
 
+class Pass(NamedTuple):
+    """One call of a kernel that reads and writes so many bytes, of elements of `itemsize` bytes. kernel: its name; of
+    array code what NumPy does: "elements", "functions" such as exp, "sums", "copy"."""
+
+    kernel: str
+    itemsize: int
+    nbytes: int
+
+
 @dataclass
 class Work:
-    """products: how often each. nbytes: that other kernels read and write. kernels: how many of these there are. inner:
-    by name of a kernel, bytes that the steps inside of it would read and write if each were a kernel of its own, where
-    these are between products in the format of their operands."""
+    """products, passes: how often each. inner: by name of a kernel, bytes that the steps inside of it would read and
+    write if each were a kernel of its own, where these are between products in the format of their operands."""
 
     products: Counter[Product] = field(default_factory=Counter)
-    nbytes: int = 0
-    kernels: int = 0
+    passes: Counter[Pass] = field(default_factory=Counter)
     inner: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all passes."""
+        return sum(one.nbytes * times for one, times in self.passes.items())
+
+    @property
+    def kernels(self) -> int:
+        """Kernels that are called, beside products of their own."""
+        return self.passes.total()
 
     @property
     def flops(self) -> int:
@@ -60,9 +88,15 @@ class Work:
     def add(self, other: Work) -> None:
         """Count other work as well."""
         self.products.update(other.products)
-        self.nbytes += other.nbytes
-        self.kernels += other.kernels
+        self.passes.update(other.passes)
         self.inner.update(other.inner)
+
+    def taken(self) -> Work:
+        """What was counted so far; counting begins again."""
+        found = Work(self.products.copy(), self.passes.copy(), self.inner.copy())
+        for counts in (self.products, self.passes, self.inner):
+            counts.clear()
+        return found
 
 
 class _Counting(threading.local):
@@ -88,29 +122,29 @@ def counting() -> Iterator[Work]:
         _now.open = before
 
 
-def note(*arrays: Any) -> None:
+def note(*arrays: Any, kernel: str = "elements") -> None:
     """One kernel reads or writes these arrays once; what is no array without data counts nothing."""
     work = _now.open
     if work is None or _now.deaf:
         return
-    nbytes = sum(a.nbytes for a in arrays if getattr(a, "holds_no_data", False))
+    counted = [a for a in arrays if getattr(a, "holds_no_data", False)]
+    nbytes = sum(a.nbytes for a in counted)
     if _now.silent:
         work.inner[""] += nbytes * _now.times
     else:
-        work.kernels += 1
-        work.nbytes += nbytes
+        work.passes[Pass(kernel, counted[0].itemsize if counted else 4, nbytes)] += 1
 
 
 def note_copy(array: Any) -> None:
     """One kernel reads this array and writes as many bytes."""
-    note(array, array)
+    note(array, array, kernel="copy")
 
 
 def note_product(rows: int, inner: int, columns: int, stack: int, itemsize: int) -> None:
     """A matrix product is computed."""
     work = _now.open
     if work is not None and not _now.deaf:
-        work.products[Product(rows, inner, columns, stack * _now.times, itemsize, _now.silent > 0)] += 1
+        work.products[Product(rows, inner, columns, stack * _now.times, itemsize, INSIDE * (_now.silent > 0))] += 1
 
 
 def alike(first: T, times: int) -> Iterator[T]:

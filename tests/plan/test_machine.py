@@ -153,5 +153,5 @@ def test_ranks_with_a_core_of_their_own_are_as_much_quicker(
 def test_a_processor_reads_what_it_multiplies_first_and_a_gpu_meanwhile(gpu: bool, seconds: float) -> None:
     """1,000 products of 32 x 32 x 32 in float32: 65,536,000 FLOP and 12,288,000 bytes."""
     compute = Compute({"float32": 65_536_000 / 0.25}, 12_288_000 / 0.5, gpu=gpu)
-    work = Work(Counter({Product(32, 32, 32, 1000, 4, False): 1}))
+    work = Work(Counter({Product(32, 32, 32, 1000, 4): 1}))
     assert work_seconds(work, compute, "bf16") == pytest.approx(seconds)

@@ -60,7 +60,67 @@ class Strides(NamedTuple):
         return at
 
 
-@kernel(bits=False, into=("out",))
+LANES = 16
+"""Channels that Winograd's way takes at a time; the number of channels must be a multiple."""
+TILE = 4
+"""Rows and columns of results of its tiles."""
+FEWEST = 32
+"""Tiles from which less work pays for reading the weights."""
+FILLED = 0.6
+"""Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
+MANY = 8
+"""Groups from which products of small matrices by array code are faster than a call for each."""
+
+
+def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
+    """Whether images and weights of these shapes can go this way, and it pays."""
+    same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
+    if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
+        return False
+    if any(size != n - 2 - 2 * strides.first[0] for size, n in zip(sizes, shape[2:], strict=True)):
+        return False
+    tiles = tiles_of(sizes[0]) * tiles_of(sizes[1])
+    filled = math.prod(sizes) >= FILLED * tiles * TILE * TILE
+    return filled and shape[0] * tiles >= FEWEST and weight[0] % LANES == 0 and weight[1] % LANES == 0
+
+
+def tiles_of(size: int) -> int:
+    """Tiles along a dim of so many results."""
+    return -(-size // TILE)
+
+
+def is_dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the window is one cell, moved by one cell at a time, over the whole field: BLAS multiplies it."""
+    one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
+    return one and tuple(cells) == tuple(sizes)
+
+
+def _way(
+    strides: Strides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
+) -> str:
+    """The way of the compiled convolutions of a field of shape `cells`. alone: nothing is added to the result."""
+    if strides.groups >= MANY:
+        return "by place"
+    if alone and suits_winograd(cells, weight, strides, sizes):
+        return "winograd"
+    return "of a cell" if alone and is_dot(strides, cells[2:], sizes) else ""
+
+
+def _way_forward(x: Any, weight: Any, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None) -> str:
+    return _way(strides, x.shape, weight.shape, sizes, out is None)
+
+
+def _way_back(weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any = None) -> str:
+    if any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True)):
+        return "by place"
+    return _way(strides, shape, weight.shape, dy.shape[2:], bias is None)
+
+
+def _way_of_params(x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> str:
+    return "" if weight is None else _way(strides, x.shape, weight[0].shape, dy.shape[2:])
+
+
+@kernel(bits=False, into=("out",), way=_way_forward)
 def correlate(
     xp: Any, x: Any, weight: Any, bias: Any | None, strides: Strides, sizes: Sequence[int], out: Any = None
 ) -> Any:
@@ -79,7 +139,7 @@ def correlate(
     return y
 
 
-@kernel(bits=False)
+@kernel(bits=False, way=_way_back)
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
@@ -95,7 +155,7 @@ def correlate_backward_input(
     return dx
 
 
-@kernel(narrow=0, bits=False)
+@kernel(narrow=0, bits=False, way=_way_of_params)
 def correlate_backward_params(xp: Any, x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> None:
     """The gradients of weight and bias."""
     sizes, groups = dy.shape[2:], strides.groups

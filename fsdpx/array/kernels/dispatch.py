@@ -17,7 +17,7 @@ __all__ = ["kernel"]
 
 
 def kernel(
-    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True
+    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True, way: Callable[..., str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on NumPy arrays of
     float32, float64, or bfloat16 with some of float32, the compiled function of the same name may run instead; on
@@ -25,7 +25,8 @@ def kernel(
 
     narrow: how many of the results of the plain code are rounded back to the 16-bit dtype of the first array.
     into: names of arguments that are changed in place; they are passed on unchanged.
-    bits: the compiled code takes bfloat16 arrays, as views of their bits; else they are widened for it."""
+    bits: the compiled code takes bfloat16 arrays, as views of their bits; else they are widened for it. way: from the
+    shapes of the arguments behind xp, the name of the way that the compiled code goes, "" for the usual one."""
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
@@ -57,7 +58,7 @@ def kernel(
         def resolved(xp: Any, *arguments: Any, **options: Any) -> Any:
             return resolve(xp, arguments)(xp, *arguments, **options)
 
-        resolved.__name__ = name  # by which work on shapes is told apart
+        resolved.__name__, resolved.way = name, way  # type: ignore[attr-defined]  # they tell work on shapes apart
         @functools.wraps(plain)
         def run(xp: Any, *arguments: Any, **options: Any) -> Any:
             if xp is not np:

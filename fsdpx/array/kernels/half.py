@@ -6,6 +6,7 @@ import numpy as np
 
 from fsdpx.array.kernels.choice import compiled, on_device
 from fsdpx.array.random import Stretch
+from fsdpx.shapes.work import note
 
 __all__ = ["add_widened", "narrowed", "round_randomly", "store", "widened"]
 
@@ -20,6 +21,9 @@ def store(xp: Any, x: Any, out: Any) -> None:
         return
     if x.shape == out.shape and (form := on_device("store", xp, (x, out))):
         form(xp, x, out)
+        return
+    if getattr(xp, "holds_no_data", False):
+        note(x, out, kernel="store")
         return
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = x.astype(out.dtype)

@@ -25,16 +25,24 @@ from fsdpx.array.kernels.compiled.half import owned
 from fsdpx.array.kernels.compiled.images import as_first, as_last, cells_last, put_first
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.scalar import widest
-from fsdpx.array.kernels.correlation import Strides, Sum, put
+from fsdpx.array.kernels.correlation import (
+    FEWEST,
+    LANES,
+    MANY,
+    TILE,
+    Strides,
+    Sum,
+    is_dot,
+    put,
+    suits_winograd,
+    tiles_of,
+)  # fmt: skip
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import intrinsic, ir, types
 
 __all__ = ["LANES", "gathering", "scattering", "suits_winograd", "winograd", "winograd_backward_weight"]
 
 Matrix = Sequence[Sequence[float]]
-
-LANES = 16
-"""Channels at a time; the number of channels must be a multiple."""
 
 
 def combination(matrix: Matrix) -> Any:
@@ -147,7 +155,7 @@ def scattering(matrix: Matrix, step: int, name: str) -> Any:
     return jit(loop, name=name)
 
 
-TILE, PLANES, ONES = 4, 36, 7
+PLANES, ONES = 36, 7
 """ONES: the plane that each result has one of, so that what is added to it is added to all of them."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
@@ -164,10 +172,6 @@ LEAST = 64
 """Tiles of a block, at least: the weights are read once for each block."""
 LONG = 256
 """Products that are added up by themselves: rounding grows with the length of a sum."""
-FEWEST = 32
-"""Tiles from which less work pays for reading the weights."""
-FILLED = 0.6
-"""Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
 
 
 def _transposed(matrix: Any) -> Any:
@@ -214,24 +218,12 @@ def _results(first, last, x, y, u, block, row, start, edge, down, right):
         _to_output(a, b, y, m, a, 0, down, right)
 
 
-def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
-    """Whether images and weights of these shapes can go this way, and it pays."""
-    same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
-    if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
-        return False
-    if any(size != n - 2 - 2 * strides.first[0] for size, n in zip(sizes, shape[2:], strict=True)):
-        return False
-    tiles = _tiles(sizes[0]) * _tiles(sizes[1])
-    filled = math.prod(sizes) >= FILLED * tiles * TILE * TILE
-    return filled and shape[0] * tiles >= FEWEST and weight[0] % LANES == 0 and weight[1] % LANES == 0
-
-
 def winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: bool = False) -> np.ndarray:
     """y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3). back: x of y, where
     both are gradients, with 2 - padding."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if back else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
-    down, right = _tiles(y.shape[1]), _tiles(y.shape[2])
+    down, right = tiles_of(y.shape[1]), tiles_of(y.shape[2])
     blocks = owned(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
     rows, u = cells_last(blocks).reshape(-1, 3, 3, LANES), _planes(x, outer * inner)
     block, row = (LANES, outer) if back else (LANES * inner, LANES)
@@ -244,7 +236,7 @@ def winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: b
 def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
     """The gradient of the weight, (out, 3, 3, in)."""
     inner, outer = x.shape[3], dy.shape[3]
-    down, right = _tiles(dy.shape[1]), _tiles(dy.shape[2])
+    down, right = tiles_of(dy.shape[1]), tiles_of(dy.shape[2])
     du, dw = _planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
     for start, stop in _tile_blocks(x.shape[0] * down * right, inner + outer, x.itemsize):
         dm, v = _planes(x, (stop - start) * outer), _planes(x, (stop - start) * inner)
@@ -276,13 +268,6 @@ def _planes(like: np.ndarray, size: int) -> np.ndarray:
     """36 planes that are not a power of two apart: else their elements would share a few lines of the cache."""
     return np.empty((PLANES, size + LANES), like.dtype)
 
-
-def _tiles(size: int) -> int:
-    return -(-size // TILE)
-
-
-MANY = 8
-"""Groups from which products of small matrices by array code are faster than a call for each."""
 
 ALONG, ALONE = (Strides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
 
@@ -321,7 +306,7 @@ def correlate(
         return as_first(winograd(cells_last(x), weight, bias, -strides.first[0]))
     image = _cells(x)
     y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else as_last(out)
-    if at and _dot(strides, image.shape[1:-1], sizes):
+    if at and is_dot(strides, image.shape[1:-1], sizes):
         blas.gemm(_flat(y), _flat(owned(image)), _matrix(weight).T)
         if bias is not None:
             activation.add_bias(xp, y, bias)
@@ -344,7 +329,7 @@ def correlate_backward_input(
     if at and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
         return as_first(winograd(cells_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _cells(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
-    if at and bias is None and _dot(strides, shape[2:], dy.shape[2:]):
+    if at and bias is None and is_dot(strides, shape[2:], dy.shape[2:]):
         blas.gemm(_flat(dx), _flat(owned(slope)), _matrix(weight))
     else:
         for a, b, c in _groups(strides, dx, slope, weight):
@@ -380,19 +365,13 @@ def correlate_backward_params(
     dw = out if here else np.zeros(shape, x.dtype)
     if here and not add:
         out[...] = 0
-    if at and _dot(strides, image.shape[1:-1], slope.shape[1:-1]):
+    if at and is_dot(strides, image.shape[1:-1], slope.shape[1:-1]):
         blas.gemm(_matrix(dw), _flat(owned(slope)).T, _flat(owned(image)), True)
     else:
         for a, b, c in _groups(strides, image, slope, dw):
             direct.sums_backward_weight(image[..., a], slope[..., b], strides, dw[c])
     if not here:
         put(weight, dw)
-
-
-def _dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether the window is one cell, moved by one cell at a time, over the whole field."""
-    one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
-    return one and tuple(cells) == tuple(sizes)
 
 
 def _groups(strides: Strides, x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Iterator[tuple[slice, slice, slice]]:
