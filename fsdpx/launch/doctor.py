@@ -33,6 +33,8 @@ from fsdpx.version import __version__
 __all__ = ["RankFacts", "diagnose", "doctor", "warnings_of"]
 
 PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
+OPTIONAL = ("torch", "cupy")
+"""Packages that are named only where they are installed: nothing is wrong where they are not."""
 SIZES = (8 << 10, 4 << 20)
 """Bytes of the all-reduces that are timed."""
 LITTLE = 64 << 20
@@ -77,14 +79,14 @@ def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     threads = _thread_level()
     hosts = {one.host: [rank for rank, other in enumerate(facts) if other.host == one.host] for one in facts}
     rows = [
-        ("versions", ", ".join(f"{n} {v}" for n, v in {"fsdpx": __version__, **facts[0].versions}.items())),
+        ("versions", ", ".join(f"{name} {v}" for name, v in _versions(facts[0]).items())),
         ("MPI", _mpi(threads)),
         ("launcher", info.launcher()),
         ("ranks", f"{comm.size}: {', '.join(f'{ranks_text(ranks)} on {host}' for host, ranks in hosts.items())}"),
         ("cores", f"{', '.join(str(len(one.cores)) for one in facts)} by rank; {_binding(facts)}"),
         ("threads", f"{', '.join(str(one.threads) for one in facts)} by rank"),
         *(("GPU", f"rank {r}: GPU {seat.gpu} ({seat.bus}) of {seat.host}") for r, seat in enumerate(seats)),
-        *([("GPUs", why_not)] if why_not else []),
+        *([("GPUs", why_not if any(map(_has_gpu, facts)) else "none")] if why_not else []),
         ("host arrays", _way(comm)),
         *([("GPU arrays", _gpu_way(comm))] if seats else []),
         *(("all-reduce", text) for text, _ in speed),
@@ -94,6 +96,17 @@ def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
     return healthy, [*rows, *(("warning", text) for text in notes)]
+
+
+def _has_gpu(one: RankFacts) -> bool:
+    """Whether the host of a rank has a GPU for device="cuda", which may still lack what makes it usable."""
+    return one.driver or bool(one.gpus)
+
+
+def _versions(one: RankFacts) -> dict[str, str]:
+    """Versions of fsdpx and of the packages it uses on a rank."""
+    wanted = {name: v for name, v in one.versions.items() if name not in OPTIONAL or v != "not installed"}
+    return {"fsdpx": __version__, **wanted}
 
 
 def _rank_facts() -> RankFacts:

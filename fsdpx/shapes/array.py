@@ -370,7 +370,7 @@ def _broadcasts(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
 
 def _dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise np.exceptions.AxisError(dim, ndim)
+        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # where it is in NumPy 1.24 and since 1.25
     return dim % ndim
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "host arrays  local: one rank by itself" in text
-    assert "GPUs         rank 0 on " in text
+    assert "cupy" not in text.lower()
+    assert ("GPUs         none\n" in text) != os.path.exists("/dev/nvidiactl")
     assert "GPU arrays" not in text
     assert "all-reduce   4.00 MiB: " in text
     assert ", the sum is right" in text
@@ -129,6 +131,19 @@ def test_warnings_have_remedies(ranks: list[RankFacts], words: str) -> None:
 
 def test_no_warning_without_a_reason() -> None:
     assert warnings_of([GOOD, GOOD], []) == []
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_cupy_is_asked_for_only_where_there_is_a_gpu(driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = GOOD._replace(versions={**VERSIONS, "torch": "not installed", "cupy": "not installed"}, driver=driver)
+    monkeypatch.setattr("fsdpx.launch.doctor._rank_facts", lambda: facts)
+    monkeypatch.setattr("fsdpx.launch.doctor.trial", str)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    (comm,) = spawn(lambda comm: comm, 1)
+    found = dict(diagnose(comm)[1])
+    assert "not installed" not in found["versions"]
+    assert ("needs CuPy" in found["GPUs"], found["GPUs"] == "none") == (driver, not driver)
+    assert ("pip install 'fsdpx[cuda13]'" in found.get("warning", "")) == driver
 
 
 @pytest.mark.jobs

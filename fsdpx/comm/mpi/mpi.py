@@ -31,15 +31,17 @@ __all__ = [
     "finalize_without_the_dead", "lost", "mpi_op", "translated", "ulfm_active", "wire",
 ]  # fmt: skip
 
-DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
-"""Classes of errors that report a death; none where the MPI library has no user-level failure mitigation."""
+_NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+DEATHS = {getattr(MPI, name, MPI.ERR_UNKNOWN) for name in _NAMES} - {MPI.ERR_UNKNOWN}
+"""Classes of errors that report a death; none where the MPI library, or mpi4py before version 4, has no user-level
+failure mitigation."""
 
 
 @cache
 def ulfm_active() -> bool:
     """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
     the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
-    return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
+    return bool(DEATHS) and "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
 
 
 def lost(comm: MPI.Intracomm) -> tuple[int, ...]:
