@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -143,6 +144,9 @@ DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
 class Upsample(FieldLayer):
     """(samples, channels, *cells) at another resolution, as PyTorch's Upsample.
 
+    Nearest cells are found by arithmetic of whole numbers: output o of N is cell floor(o n / N) of n. PyTorch finds the
+    same in float64; in float32 it rounds, and takes the cell before at some sizes.
+
     Parameters
     ----------
     size : cells of the whole result, one number for all dims or one for each
@@ -206,23 +210,31 @@ class Upsample(FieldLayer):
             made.append(dealt(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
         return Parts(tuple(made))
 
-    def _ratios(self, shape: tuple[int, ...]) -> list[tuple[int, float]]:
+    def _ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
         """For each dim the cells of the result, and how many cells of a field of `shape` lie on one of these."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
         if len(each) != len(shape):
             raise ShapeError(f"{self!r} is of {len(each)} dims, and the field has {len(shape)}")
-        rows = [(n, float(one)) for n, one in zip(shape, each, strict=True)]
+        rows = list(zip(shape, each, strict=True))
         if self.size is not None:
-            found = [(int(total), n / total) for n, total in rows]
+            found = [(int(total), Fraction(n, int(total))) for n, total in rows]
         else:
-            found = [(math.floor(n * factor), 1.0 / factor) for n, factor in rows]
+            found = [(math.floor(n * float(factor)), 1 / _simplest(float(factor))) for n, factor in rows]
         if not all(shape) or min(found)[0] < 1:
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {shape}")
         return found
 
 
+LARGEST_DENOMINATOR = 10**6
+
+
+def _simplest(factor: float) -> Fraction:
+    """Return the ratio of whole numbers that a factor stands for: 11 / 10 for 1.1, whose float is a little more."""
+    return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
+
+
 @lru_cache(256)
-def _table(mode: str, n: int, total: int, ratio: float, corners: bool, dims: int) -> tuple[np.ndarray, np.ndarray]:
+def _table(mode: str, n: int, total: int, ratio: Fraction, corners: bool, dims: int) -> tuple[np.ndarray, np.ndarray]:
     """The cells that each output is made of, and their weights, (taps, outputs). Where as many cells come out as go in,
     or twice as many, the ratio does not count in some modes, as in PyTorch."""
     o = np.arange(total)
@@ -231,9 +243,9 @@ def _table(mode: str, n: int, total: int, ratio: float, corners: bool, dims: int
     if total == n and mode.endswith("linear"):
         return o[None], np.ones((1, total))
     if mode.startswith("nearest"):
-        at = np.floor((o + (0.5 if mode.endswith("exact") else 0.0)) * ratio).astype(int)
+        at = (2 * o + mode.endswith("exact")) * ratio.numerator // (2 * ratio.denominator)
         return np.minimum(at, n - 1)[None], np.ones((1, total))
-    x = o * ((n - 1) / (total - 1) if total > 1 else 0.0) if corners else (o + 0.5) * ratio - 0.5
+    x = o * ((n - 1) / (total - 1) if total > 1 else 0.0) if corners else (o + 0.5) * float(ratio) - 0.5
     if mode == "bicubic":
         first = np.floor(x).astype(int)
         t = x - first

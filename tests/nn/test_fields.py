@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,38 @@ def test_upsampling_is_that_of_pytorch(mode: str) -> None:
         for size, corners in itertools.product(sizes, [None] if "nearest" in mode else [False, True]):
             given: dict[str, Any] = {**size, "mode": mode, "align_corners": corners}
             compare(torch, nn.Upsample(**given), torch.nn.Upsample(**given), noise(2, 3, *(5, 6, 7)[:dims]))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_cells_are_those_of_pytorch_at_all_sizes(mode: str) -> None:
+    """In float64, in which PyTorch rounds nothing; the same in float32, in which it does."""
+    torch = pytest.importorskip("torch")
+    for n in range(1, 129):
+        x = np.arange(n, dtype=np.float64)[None, None]
+        cells = torch.tensor(x)
+        for total in range(1, 257):
+            layer = nn.Upsample(size=total, mode=mode)
+            y, _ = layer.forward(ENV, {}, x)
+            want = torch.nn.functional.interpolate(cells, size=total, mode=mode).numpy()
+            assert (y == want).all(), (n, total)
+    for n, total, o, cell in ((30, 22, 11, 15), (2, 82, 41, 1), (61, 122, 61, 30)):
+        x = np.broadcast_to(np.arange(n, dtype=np.float32), (1, 1, 2, n))
+        y, _ = nn.Upsample(size=(3, total), mode="nearest").forward(ENV, {}, x)
+        assert (y[..., o] == cell).all(), (n, total)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_nearest_cells_of_any_factor_are_those_of_pytorch(mode: str, dims: int) -> None:
+    torch = pytest.importorskip("torch")
+    factors = [k / 20 for k in range(5, 80)] + [1 / 3, 2 / 3, 22 / 30, math.pi, 100 / 7]
+    for n, factor in itertools.product((1, 3, 10, 30, 100), factors):
+        if int(n * factor):
+            x = np.broadcast_to(np.arange(n, dtype=np.float64), (1, 1, *(1,) * (dims - 1), n))
+            given = {"scale_factor": (*(1,) * (dims - 1), factor), "mode": mode}
+            want = torch.nn.functional.interpolate(torch.tensor(np.array(x)), **given).numpy()
+            y, _ = nn.Upsample(**given).forward(ENV, {}, x)
+            assert y.shape == want.shape and (y == want).all(), (n, factor)
 
 
 @pytest.mark.parametrize(
