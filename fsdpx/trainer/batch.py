@@ -114,14 +114,11 @@ class Twins:
     """Doubts that data ranks have samples of their own, until two of them differ once or it has been said.
 
     Samples that are all equal tell nothing, and neither do empty batches: they may be meant, or be what an idle rank
-    has.
-
-    predicted: by kind and rows of parts of fields that were predicted before, the rows of all ranks."""
+    has."""
 
     def __init__(self, axes: Axes) -> None:
         self._size, self._speaks = axes.data.size, axes.world.rank == 0
         self.doubted, self._same = self._size > 1, 0
-        self.predicted: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def see(self, alike: bool, arrays: Sequence[Any]) -> None:
         """The next batch. alike: it is the same on all data ranks, which therefore all decide alike."""

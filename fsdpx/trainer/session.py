@@ -29,6 +29,7 @@ from fsdpx.state.state import BATCHES, TrainState
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer.batch import Twins
 from fsdpx.trainer.costs import recomputed_units
+from fsdpx.trainer.settled import Settled
 from fsdpx.trainer.whole import whole_outputs
 from fsdpx.words import patterns_of
 
@@ -56,6 +57,11 @@ class Session:
         self.microbatches, self.commit = microbatches, commit
         self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
+        field, world = self.place.field, self.place.axes.world
+        alone = field is None or self.place.imaginary or prod(field.grid.dims) != world.size
+        # beside a solver a rank waits for its neighbors alone
+        self._settled = None if alone else Settled(world, self._predict_zeros)
+        self._predicted: tuple[Any, ...] = ()  # shapes and formats of the inputs on which ranks have agreed
         # by request and what ran before; those of `LOOKS` by what their requests depend on as well
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
@@ -74,9 +80,12 @@ class Session:
     # -- how calls begin -----------------------------------------------------------------------------------------------
 
     def note(self, call: str) -> None:
-        """This rank has come to `call`: others can read it in its flight record."""
+        """This rank has come to `call`: others can read it in its flight record. Raises what a rank that met an error
+        in `predict` has told this one."""
         if self.engine.recorder is not None:
             self.engine.recorder.call(call)
+        if self._settled is not None and call != "predict" and (error := self._settled.leave()) and call != "close":
+            raise error
 
     def begin(self, call: str) -> None:
         """Return when all ranks have come to `call`; DesyncError on all of them if some call something else. Where
@@ -156,22 +165,23 @@ class Session:
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = batches.as_given(problem, x, y)
-        by_itself = self._by_itself(kind)
-        if error is not None and (by_itself or (kind == "predict" and self._twins.predicted)):
-            raise error  # ranks that have predicted before do not come to hear of it
+        by_itself, settled = self._by_itself(kind), self._settled if kind == "predict" else None
+        if error is not None and by_itself:
+            raise error
         if by_itself or (place.axes.world.size == 1 and error is None):
             everyone = place.accumulation.imagined(rows)
-        elif error is None and kind == "predict" and (features, rows) in self._twins.predicted:
-            everyone = self._twins.predicted[features, rows]  # beside a solver a rank waits for its neighbours alone
+        elif settled is not None and settled.start((features, rows), error):
+            everyone = (rows,) * place.axes.data.size
         else:
             self.meet()
             comm = self._meeting(kind)
             everyone, alike = batches.agree(place.axes, kind, features, rows, error, comm)
             if doubted and comm is place.axes.world:
                 self._twins.see(alike, arrays)
-            if kind == "predict" and place.field and prod(place.field.grid.dims) == place.axes.world.size:
-                self._twins.predicted[features, rows] = everyone
-        place.demand_together(everyone)
+            place.demand_together(everyone)
+            if settled is not None:
+                settled.agree_on((features, rows))
+                self._predicted = _shapes(inputs)
         microbatches = self._microbatches(inputs, target, everyone, kind)
         self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit, batched=batched)
@@ -252,7 +262,7 @@ class Session:
             self.state.ran.add(kind)
             results = self.engine.run(executable, feed)
             if kind == "predict" and self.place.field is not None:
-                self._executable(kind, feed, local)  # all ranks are here: the next one waits for neighbours alone
+                self._executable(kind, feed, local)  # all ranks are here: the next one waits for neighbors alone
         except MemoryError as error:
             if self.short is None:
                 raise
@@ -369,6 +379,8 @@ class Session:
     def predict(self, x: Any, feed: Feed) -> tuple[Any, ...]:
         """The outputs for a batch, which was given as `x`."""
         outputs = self.outputs(self.run("predict", feed), feed)
+        if self._settled is not None:
+            self._settled.check()
         (batch,) = feed.batch
         if self.place.field is not None:
             return tuple(self.leaving(outputs, feed))
@@ -378,6 +390,12 @@ class Session:
                 known.clear()
             known[x.shape, x.dtype] = Direct.after(self.engine, self._executable("predict", feed, False), x)
         return outputs
+
+    def _predict_zeros(self) -> None:
+        """Take part in a prediction for the sake of the other ranks."""
+        zeros = tuple(self.place.xp.zeros(shape, dtype=dtype) for shape, dtype in self._predicted)
+        with self.aside():
+            self.run("predict", Feed([Microbatch(zeros, None, 0)], False, self.commit))
 
     def leaving(self, arrays: Sequence[Any], feed: Feed) -> Sequence[Any]:
         """Parts of fields as the caller of a feed holds them; other arrays as they are."""
@@ -408,6 +426,8 @@ class Session:
         """Free what the engine holds. Collective."""
         self.save_trace()
         self._executables.clear()
+        if self._settled is not None:
+            self._settled.close()
         self.engine.close()
 
 

@@ -246,21 +246,6 @@ def test_predictions_wait_for_neighbours_alone() -> None:
         assert same
 
 
-def test_a_bad_part_is_named_where_it_is_once_others_do_not_wait() -> None:
-    """The other ranks would wait for cells of this one, and not to be told that there are none."""
-
-    def run(comm: Communicator) -> str:
-        trainer = nn.Conv2d(2, 2, 3, padding=1).as_distributed(comm=comm, space=grid_of(comm), strategy="ddp")
-        trainer.predict(np.ones((4, 6, 2)))
-        if comm.rank == 0:
-            return ""
-        with pytest.raises(DataError, match=r"the input has shape \(4, 5, 2\), but this rank's part"):
-            trainer.predict(np.ones((4, 5, 2)))
-        return "named"
-
-    assert spawn(run, 2) == ["", "named"]
-
-
 def test_a_model_reads_several_fields() -> None:
     """Each as the solver holds it, with or without a dim of samples."""
     rng = np.random.default_rng(0)

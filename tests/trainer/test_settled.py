@@ -1,0 +1,133 @@
+"""Predictions beside a solver: what one rank brings wrong is one error of all ranks, and none waits for it in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsdpx
+from fsdpx import nn, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import DataError, FsdpxError, ShapeError
+
+CELLS = 3, 4
+NETS: dict[str, Callable[[], nn.Layer]] = {
+    "near": lambda: nn.Conv2d(1, 1, 3, padding=1),
+    "far": lambda: nn.Chain(*(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular") for _ in range(3))),
+    "sums": lambda: nn.Chain(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 1)),
+    "modes": lambda: nn.FNO(1, 1, (2, 2), 2, 1),
+}
+BAD: dict[str, tuple[Callable[[], Any], type[FsdpxError], str]] = {
+    "samples": (lambda: np.ones((1, *CELLS, 1)), DataError, "rank {} brings 1 sample of float32 of 1 channels"),
+    "more samples": (lambda: np.ones((5, *CELLS, 1)), DataError, "rank {} brings 5 samples"),
+    "cells": (lambda: np.ones((2, 2, 4, 1)), DataError, "rank {}: the input has shape (2, 2, 4, 1)"),
+    "dims": (lambda: np.ones(4), DataError, "rank {}: the input has shape (4,)"),
+    "channels": (lambda: np.ones((2, *CELLS, 3)), ShapeError, "rank {}: layer"),
+    "dtype": (lambda: np.ones((2, *CELLS, 1), complex), DataError, "rank {}: "),
+    "nothing": (lambda: None, DataError, "rank {}: got None"),
+}
+
+
+def predictions(comm: Communicator, net: str, strategy: str, bad: dict[tuple[int, int], Any], calls: int) -> list[str]:
+    """What each call came to: "" or its error. bad: what ranks bring instead in some of their calls."""
+    grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
+    trainer = NETS[net]().as_distributed(space=grid, comm=comm, strategy=strategy)
+    found, whole = [], np.ones((2, *CELLS, 1))
+    for call in range(calls):
+        try:
+            given = bad.get((comm.rank, call), whole)
+            assert np.shape(trainer.predict(given)) == np.shape(given)
+            found.append("")
+        except FsdpxError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("net", NETS)
+def test_what_one_rank_brings_wrong_is_one_error_of_all(net: str, strategy: str) -> None:
+    """In the call of the rank, or, where cells of that rank do not reach, in one of the next; then all go on."""
+    for number, (make, kind, text) in enumerate(BAD.values()):
+        odd = number % 3
+        found = spawn(predictions, 3, net, strategy, {(odd, 3): make()}, 8, timeout=60)
+        errors = {error for row in found for error in row if error}
+        assert len(errors) == 1
+        assert errors.pop().startswith(f"{kind.__name__}: {'predict: ' * ('brings' in text)}{text.format(odd)}")
+        for row in found:
+            assert any(row), found
+            assert not any(row[:3]), found
+            assert not row[-1], found
+
+
+@given(st.data())
+def test_ranks_that_change_what_they_bring(data: st.DataObject) -> None:
+    """All at once is no error; some of them, to something new or to what all have brought before, is one of all."""
+    size, calls = data.draw(st.integers(2, 4)), 6
+    rows = [data.draw(st.sampled_from([1, 2, 3])) for _ in range(calls)]
+    call = data.draw(st.integers(1, calls - 1))
+    odd = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    other = data.draw(st.sampled_from([1, 2, 3, 4]).filter(lambda n: n != rows[call]))
+    net = data.draw(st.sampled_from(["far", "sums"]))
+
+    def bring(rank: int, k: int) -> Any:
+        return np.ones((other if k == call and rank in odd else rows[k], *CELLS, 1))
+
+    bad = {(rank, k): bring(rank, k) for rank in range(size) for k in range(calls)}
+    found = spawn(predictions, size, net, "ddp", bad, calls, timeout=60)
+    assert len({error for row in found for error in row if error}) == bool(odd)
+    for row in found:
+        assert [bool(error) for error in row] == [k == call and bool(odd) for k in range(calls)]
+
+
+def test_other_calls_name_it_too() -> None:
+    """`step` and `evaluate`, which agree in each call; and the call that follows a prediction which another rank has
+    met an error in."""
+
+    def run(comm: Communicator) -> list[str]:
+        grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
+        trainer = NETS["near"]().as_distributed(space=grid, comm=comm, loss=nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1))
+        found, u = [], np.ones((2, *CELLS, 1))
+        odd = u[:1] if comm.rank == 2 else u
+        for name in ("step", "evaluate", "step"):
+            call = getattr(trainer, name)
+            call(u, u)
+            with pytest.raises(DataError) as error:
+                call(odd, odd)
+            found.append(str(error.value))
+        trainer.predict(u)
+
+        def predict_and_step() -> None:
+            trainer.predict(odd)
+            trainer.step(u, u)  # of ranks that had all they needed
+
+        with pytest.raises(DataError) as error:
+            predict_and_step()
+        trainer.step(u, u)
+        return [*found, str(error.value)]
+
+    found = spawn(run, 3, timeout=60)
+    assert found[0] == found[1] == found[2]
+    assert all("rank 2" in text for text in found[0])
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("world", ["node", "mpi"], indirect=True)
+@pytest.mark.parametrize("net", NETS)
+def test_what_one_process_brings_wrong_is_one_error_of_all(world: Communicator, net: str) -> None:
+    if world.size < 2:
+        pytest.skip("one rank alone")
+    for name in ("samples", "cells"):
+        make, _, text = BAD[name]
+        bad = {(world.size - 1, 3): make()}
+        found = world.all_gather_plain(predictions(world, net, "ddp", bad, world.size + 5))
+        errors = {error for row in found for error in row if error}
+        assert len(errors) == 1
+        assert text.format(world.size - 1) in errors.pop()
+        assert all(any(row) for row in found)
+        assert not any(row[-1] for row in found)
