@@ -21,7 +21,8 @@ class Scalars:
     """steps: updates made. rows: samples since the last one. scaler: value and good steps of the loss scale. seed: of
     all random numbers, which are functions of it and of the place in training. slots: of the optimiser. data: what a
     loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one. local: the
-    rounds of replicas that train by themselves, and what each of them has trained on since it met the others."""
+    rounds of replicas that train by themselves, and what each of them has trained on since it met the others. missed:
+    parameter -> steps in which it was frozen, where there were any."""
 
     steps: int
     rows: int
@@ -34,6 +35,7 @@ class Scalars:
     data: dict[str, Any] | None = None
     fit: dict[str, Any] | None = None
     local: dict[str, Any] | None = None
+    missed: dict[str, int] | None = None
 
     @property
     def _sound(self) -> bool:
@@ -44,7 +46,8 @@ class Scalars:
             and (type(self.scale) is float and 0 < self.scale < math.inf)
             and type(self.dynamic) is bool
             and all(type(name) is str for name in (self.optimizer, *self.slots))
-            and all(value is None or type(value) is dict for value in (self.data, self.fit, self.local))
+            and all(value is None or type(value) is dict for value in (self.data, self.fit, self.local, self.missed))
+            and all(type(n) is int and 0 <= n <= self.steps for n in (self.missed or {}).values())
         )
 
     @property
@@ -55,7 +58,7 @@ class Scalars:
     def text(self) -> str:
         """CheckpointError if the state of the data holds more than JSON can."""
         try:
-            known = {name: value for name, value in vars(self).items() if (name, value) != ("local", None)}
+            known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
             text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
             return text.encode().decode()  # no half of a surrogate pair
         except (TypeError, ValueError) as error:
@@ -90,13 +93,14 @@ def scalars_of(
         data=None if loader is None else dict(demand_state(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
         local=local,
+        missed=state.count_missed_steps() or None,
     )
 
 
 def restore(state: TrainState, scalars: Scalars) -> None:
     """Go on where `scalars` were taken."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
-    state.resume(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local)
+    state.resume(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 
 
 def demand_state(loader: Any, method: str) -> Any:

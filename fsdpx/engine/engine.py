@@ -101,7 +101,7 @@ class Engine:
         if self.recording is not None:
             units = self.recording.timed(units)
         fixed = self.placement, feed, work, views, worlds, units
-        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, self._issue)
+        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._issue)
 
     def _let_fly(self) -> None:
         """Transfers under way that lie in slots belong to a later program; the others are of a program that broke off,

@@ -35,7 +35,7 @@ from fsdpx.engine.run import (
 )
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.optim import Segments, rate
-from fsdpx.optim.optimizer import UNSCHEDULED, scheduled
+from fsdpx.optim.optimizer import UNSCHEDULED, scheduled, update_parameters
 from fsdpx.program import SLOTS, VERBS, Action, Edge, Request, Slot, check, compile
 from fsdpx.shapes.work import note
 from fsdpx.state.disk import root_of, spill
@@ -64,10 +64,12 @@ def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
 def move(
     run: ProgramRun, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float
 ) -> None:
-    """Run the optimiser on elements of a page."""
-    place = run.place
+    """Run the optimiser on elements of a page. step: of the trainer."""
+    place, counted = run.place, segments.count_missed(run.missed)
     with left_alone(run, segments, master, slots):
-        place.optimizer.update(place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor)
+        update_parameters(
+            place.optimizer, place.xp, master, gradient, slots, lr=lr, step=step, segments=counted, scale=factor
+        )
 
 
 @contextmanager

@@ -387,8 +387,8 @@ class Worlds:
 class ProgramRun:
     """place: what is fixed. feed: what this run was given. units: of the layout, as they run. ties: by their first
     page. step, scaler: number of updates
-    made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, and the action that
-    began them; the run waits for them at its end."""
+    made, and the loss scale, as they were when it began. missed: parameter -> updates that it has missed. issue: takes
+    transfers that no slot holds, and the action that began them; the run waits for them at its end."""
 
     place: Placement
     feed: Feed
@@ -399,6 +399,7 @@ class ProgramRun:
     ties: dict[int, Tie]
     step: int
     scaler: Scaler
+    missed: Mapping[str, int]
     issue: Callable[[Action, Transfer], None]
 
     @property

@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Optimizer, Slots, Wrapping, check_number, has_data
+from fsdpx.optim.optimizer import Optimizer, Slots, Wrapping, check_number, has_data, update_parameters
 from fsdpx.optim.segments import Segments
 
 __all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged"]
@@ -105,6 +105,6 @@ class Averaged(Wrapping):
         own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
             distance += p
-            self.inner.update(xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
+            update_parameters(self.inner, xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
             distance -= p
             distance *= distance.dtype.type(self.how.keep(step))

@@ -104,14 +104,18 @@ class LAMB:
         m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
         moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
         runs = segments.overrides(self.groups)
-        unbias = 1.0 / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5
-        options = [(*unbias, self.eps, run.decay(self.weight_decay)) for run in runs]
+        options = [(*self._unbias(step - run.missed), self.eps, run.decay(self.weight_decay)) for run in runs]
         squares = [_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, options, strict=True)]
         norms = segments.square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
         for run, numbers, of_p, of_u in zip(runs, options, *norms, strict=True):
             at = slice(run.start, run.stop)
             ratio = (of_p / of_u) ** 0.5 if of_p > 0 and of_u > 0 else 1.0
             follow(xp, (p[at], m[at], v[at]), (*numbers, lr * run.lr_scale * ratio))
+
+    def _unbias(self, count: int) -> tuple[float, float]:
+        """Factors on m and on the root of v after so many updates."""
+        beta1, beta2 = self.betas
+        return 1.0 / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
 
 
 def _squares(

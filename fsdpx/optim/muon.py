@@ -81,7 +81,7 @@ class Muon:
             if self.is_matrix(s.name, s.shape):
                 parts[s.name] = self._part(g[at], mine["m"], scale)
             else:
-                alone = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size),))
+                alone = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size, missed=s.missed),))
                 self._others.update(xp, p[at], g[at], mine, lr=lr, step=step, segments=alone, scale=scale)
         known = segments.together(xp, parts, self.sends, p.dtype)
         full = {name: _whole(xp, some, p.dtype) for name, some in known.items()}

@@ -25,7 +25,7 @@ from fsdpx.optim.segments import NORMS, Groups, Segments
 __all__ = [
     "BLOCK", "BY_NAME", "UNSCHEDULED", "Elementwise", "Formula", "Kept", "Optimizer", "Rate", "Slots", "Wrapping",
     "inside", "kept_of", "needs_whole", "no_decay", "rate", "scheduled", "square_toward", "toward", "update",
-    "with_decay", "zeros",
+    "update_parameters", "with_decay", "zeros",
 ]  # fmt: skip
 
 @dataclass(frozen=True)
@@ -74,11 +74,13 @@ class Elementwise(ABC):
         for run in segments.runs(self.groups):
             at = slice(run.start, run.stop)
             rates = {"lr": lr * run.lr_scale, "weight_decay": run.decay(self.weight_decay), "scale": scale}
-            self._apply(xp, p[at], g[at], {name: array[at] for name, array in slots.items()}, step, **rates)
+            mine = {name: array[at] for name, array in slots.items()}
+            self._apply(xp, p[at], g[at], mine, step - run.missed, **rates)
 
     @abstractmethod
     def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
-        """Update the elements of one run. rates: its lr, weight_decay and the scale of g."""
+        """Update the elements of one run. step: how many updates they have had, this one included. rates: the lr and
+        weight_decay of the run, and the scale of g."""
 
 
 Rate = float | Callable[[int], float]
@@ -119,10 +121,38 @@ class Optimizer(Protocol):
         g : their gradient `(n,)` before `scale`; not changed
         slots : name -> state array `(n,)`; changed in place
         lr : `rate(optimizer, step)`
-        step : 1 for the first update
+        step : 1 for the first update. Where some parameters have missed updates, see `update_parameters`
         segments : which parameters the shard holds
         scale : factor on g
         """
+
+
+def update_parameters(
+    optimizer: Optimizer,
+    xp: Any,
+    p: Any,
+    g: Any,
+    slots: Slots,
+    *,
+    lr: float,
+    step: int,
+    segments: Segments,
+    scale: float = 1.0,
+) -> None:
+    """Update a shard, every parameter by its own count of updates, as `torch.optim` does. Arguments as of
+    `Optimizer.update`, with the step of the trainer.
+
+    An optimiser that works element by element is called for each stretch of parameters with equal counts, and its
+    `step` is that count. One that communicates is called once on every rank, and so are `Elementwise` and `Wrapping`
+    ones: these read `missed` of segments."""
+    rates = {"lr": lr, "scale": scale}
+    whole = isinstance(optimizer, Elementwise | Wrapping) or any(hasattr(optimizer, n) for n in ("gathers", "sends"))
+    if whole or not any(s.missed for s in segments.items):
+        optimizer.update(xp, p, g, slots, step=step, segments=segments, **rates)
+        return
+    for at, missed, part in segments.stretches:
+        mine = {name: array[at] for name, array in slots.items()}
+        optimizer.update(xp, p[at], g[at], mine, step=step - missed, segments=part, **rates)
 
 
 def rate(optimizer: Optimizer, step: int) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store
 from fsdpx.array.random import Stretch
-from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, has_data, inside
+from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, has_data, inside, update_parameters
 from fsdpx.optim.segments import Segments
 
 __all__ = ["Rounded"]
@@ -57,7 +57,7 @@ class Rounded(Wrapping):
         narrow = [name for name, kept in self.kept.items() if kept == Kept()]
         wide = {name: narrowed(xp, slots[name], g.dtype) for name in narrow}
         own = {name: slots[name] for name in self.inner.slots}
-        self.inner.update(xp, x, g, own | wide, step=step, segments=part, **rates)
+        update_parameters(self.inner, xp, x, g, own | wide, step=step, segments=part, **rates)
         for name, array in wide.items():
             _round(xp, array, slots[name], f"{name}@{step}", part)
         if self.kahan:

@@ -27,7 +27,9 @@ Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 class Segment:
     """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`.
 
-    size: elements of the full parameter. shape: its shape, () where it does not matter. norm: it is of a norm."""
+    size: elements of the full parameter. shape: its shape, () where it does not matter. norm: it is of a norm. missed:
+    updates that left it alone, while it was frozen; in update `step` of the trainer it is updated for the
+    `step - missed`th time."""
 
     name: str
     start: int
@@ -36,6 +38,7 @@ class Segment:
     size: int
     shape: tuple[int, ...] = ()
     norm: bool = False
+    missed: int = 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.start <= self.stop and 0 <= self.offset <= self.offset + self.stop - self.start <= self.size):
@@ -44,12 +47,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, stop) of the shard have these hyperparameters. weight_decay: None: the optimiser's own."""
+    """Elements [start, stop) of the shard have these hyperparameters. weight_decay: None: the optimiser's own. missed:
+    as of `Segment`."""
 
     start: int
     stop: int
     lr_scale: float = 1.0
     weight_decay: float | None = None
+    missed: int = 0
 
     def decay(self, default: float) -> float:
         return default if self.weight_decay is None else self.weight_decay
@@ -105,6 +110,33 @@ class Segments:
     def size(self) -> int:
         """Elements of the shard."""
         return self.items[-1].stop if self.items else 0
+
+    def count_missed(self, missed: Mapping[str, int]) -> "Segments":
+        """The same segments, with the updates that each parameter has missed: name -> how many, 0 if it is not there.
+        """
+        if not missed:
+            return self
+        key = tuple([missed.get(s.name, 0) for s in self.items])
+        if not any(key):
+            return self
+        if key not in self._counted:
+            items = tuple(replace(s, missed=n) for s, n in zip(self.items, key, strict=True))
+            self._counted[key] = replace(self, items=items)
+        return self._counted[key]
+
+    @cached_property
+    def _counted(self) -> dict[tuple[int, ...], "Segments"]:
+        return {}
+
+    @cached_property
+    def stretches(self) -> list[tuple[slice, int, "Segments"]]:
+        """The shard as the fewest stretches of parameters that have missed the same updates: where each lies, how many
+        these are, and what it holds."""
+        found = []
+        for missed, same in groupby(self.items, key=lambda s: s.missed):
+            items = list(same)
+            found.append((slice(items[0].start, items[-1].stop), missed, self._block(items[0].start, items[-1].stop)))
+        return found
 
     def runs(self, groups: Groups) -> tuple[Run, ...]:
         """The shard as the fewest runs of equal hyperparameters."""
@@ -212,14 +244,14 @@ def freeze(groups: Groups) -> Frozen:
 def _overrides(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
     def of(s: Segment) -> Run:
         values = next((values for pattern, values in groups if belongs(s.name, s.norm, pattern)), ())
-        return Run(s.start, s.stop, **dict(values))
+        return Run(s.start, s.stop, missed=s.missed, **dict(values))
 
     return tuple(of(s) for s in items)
 
 
 def _runs(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
     merged = []
-    for values, same in groupby(_overrides(items, groups), key=lambda r: (r.lr_scale, r.weight_decay)):
+    for values, same in groupby(_overrides(items, groups), key=lambda r: (r.lr_scale, r.weight_decay, r.missed)):
         stretch = list(same)
         merged.append(Run(stretch[0].start, stretch[-1].stop, *values))
     return tuple(run for run in merged if run.start < run.stop)

@@ -148,6 +148,15 @@ class Pace:
     def meet(self) -> None:
         """Return when all ranks have made their last step, where they have to wait for that by themselves."""
 
+    def count_updates(self, name: str, steps: int) -> int:
+        """How many updates the page of a parameter has had, after `steps` of the trainer."""
+        return steps
+
+    @property
+    def updates_per_step(self) -> int:
+        """How many updates a page gets in one step of all ranks."""
+        return 1
+
     def placed(self, steps: int) -> None:
         """All parameters have been set, after this number of steps."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from fsdpx.config import Precision
 from fsdpx.errors import NumericsError
 from fsdpx.program import Slot
 from fsdpx.state.disk import Disk
+from fsdpx.state.freezing import Freezing
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.state.placement import Placement
 
@@ -146,8 +147,8 @@ have more."""
 class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
-    kinds of programs since the last update, alike on all ranks. frozen: parameters that get no gradient and are not
-    updated for now. idle: parameters that some backward has given no gradient. disk: where rows of that level lie."""
+    kinds of programs since the last update, alike on all ranks. idle: parameters that some backward has given no
+    gradient. disk: where rows of that level lie."""
 
     def __init__(
         self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: Disk | None = None
@@ -161,7 +162,7 @@ class TrainState:
         self.steps = self.samples = 0
         self.adding = ""
         self.ran: set[str] = set()
-        self.frozen: frozenset[str] = frozenset()
+        self.freezing = Freezing(self._count_updates)
         self.idle: dict[str, None] = {}
         self._fill_store()
 
@@ -228,6 +229,21 @@ class TrainState:
             if row.passing:
                 self.ledger.arrays.pop(row.key, None)
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Parameters that get no gradient and are not updated for now."""
+        return self.freezing.frozen
+
+    def count_missed_steps(self) -> dict[str, int]:
+        """Parameter -> steps of the trainer in which it was not updated, where there were any."""
+        each = self.placement.pace.updates_per_step
+        missed = self.freezing.count_missed().items()
+        steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
+        return {name: n for name, n in steps.items() if n}
+
+    def _count_updates(self, name: str) -> int:
+        return self.placement.pace.count_updates(name, self.steps)
+
     def follow(self, steps: int, value: float, good: int) -> None:
         """An update that other ranks have made."""
         self.steps, self.scaler = steps, self.scaler.restored(value, good)
@@ -239,13 +255,22 @@ class TrainState:
                 self.store[slot] = value.wait()
 
     def resume(
-        self, steps: int, samples: int, seed: int, scale: tuple[float, int] | None, pace: dict[str, Any] | None = None
+        self,
+        steps: int,
+        samples: int,
+        seed: int,
+        scale: tuple[float, int] | None,
+        pace: dict[str, Any] | None = None,
+        missed: Mapping[str, int] | None = None,
     ) -> None:
-        """Go on where a state was taken. Random numbers are those of its seed from here on."""
+        """Go on where a state was taken. Random numbers are those of its seed from here on. missed: see
+        `count_missed_steps`."""
         self.forget()
         self.drop_local()
         self.steps, self.samples, self.seed = steps, samples, seed
         self.placement.pace.resumed(self, pace)
+        each = self.placement.pace.updates_per_step
+        self.freezing.resume({name: n * each for name, n in (missed or {}).items()}, steps * each)
         if scale is not None:
             self.scaler = self.scaler.restored(*scale)
 

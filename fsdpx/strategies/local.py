@@ -22,7 +22,7 @@ from fsdpx.engine.run import ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.layout.pages import Range, ShardedPage
 from fsdpx.optim import Segments, rate
-from fsdpx.optim.optimizer import Kept, kept_of, scheduled
+from fsdpx.optim.optimizer import Kept, kept_of, scheduled, update_parameters
 from fsdpx.optim.sgd import SGD
 from fsdpx.program import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Sync, Verb
 from fsdpx.state.ledger import KINDS, Key, Kind, LedgerRow, of_replica
@@ -455,9 +455,10 @@ def outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     segments, optimizer = pace.segments[p], pace.outer
     part, first, replica = pace.part(p), place.pages[p].mine.start, place.axes.replica
     own, number = whole[part.start - first : part.stop - first], rounds.number(p, run.step + 1)
+    counted = segments.count_missed({name: n // rounds.every for name, n in run.missed.items()})
     with left_alone(run, segments, own, slots):
-        optimizer.update(
-            place.xp, own, gradient, slots, lr=rate(optimizer, number), step=number, segments=segments, scale=1.0
+        update_parameters(
+            optimizer, place.xp, own, gradient, slots, lr=rate(optimizer, number), step=number, segments=counted
         )
     if replica.size == 1:
         return (Transfer(DONE, lambda: whole), whole, slots)

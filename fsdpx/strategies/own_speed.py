@@ -398,9 +398,18 @@ class OwnPace(Pace):
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
+    @property
+    def updates_per_step(self) -> int:
+        return self.size if self.choice.sharded and self.choice.staleness != 0 else 1
+
+    def count_updates(self, name: str, steps: int) -> int:
+        pages = self.placement.layout.pages
+        page = next(page.index for page in pages if any(f.source == name for f in page.fields))
+        return self.memory.word(self.rank, page, UPDATES)
+
     def placed(self, steps: int) -> None:
         """All ranks call it; none may step before all have."""
-        updates = steps * (self.size if self.choice.sharded and self.choice.staleness != 0 else 1)
+        updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
                 self.memory.own(key)[...] = 0

@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import spawn
 from fsdpx.optim import Optimizer, Segment, Segments, rate
-from fsdpx.optim.optimizer import zeros
+from fsdpx.optim.optimizer import inside, update_parameters, zeros
 from fsdpx.optim.segments import Exchange, Peers
 from fsdpx.testing.threads import interleaved
 
@@ -112,6 +112,25 @@ class OptimizerContract:
         slots = zeros(np, optimizer, Segments(()), p.dtype)
         optimizer.update(np, p, g, slots, lr=0.01, step=1, segments=Segments(()))
         assert p.size == 0
+
+    def test_each_parameter_has_a_count_of_its_own(self) -> None:
+        """One that has missed two updates is updated for the first time where the others have their third update."""
+        late, optimizer = ("a.bias", "b.weight"), inside(self.make(lr=0.01))  # averages go by the trainer's step
+        p, g, slots = self._state("float64", slice(None), optimizer)
+        alone = {n: self._state("float64", at, optimizer) for n, at in _places().items()}
+        for step in (1, 2, 3):
+            before = [(a, a.copy()) for a in (p, *slots.values())]
+            segments = _segments(0, TOTAL).count_missed(dict.fromkeys(late, 2 if step == 3 else 0))
+            update_parameters(optimizer, np, p, g, slots, lr=0.01, step=step, segments=segments)
+            for name, at in _places().items():
+                if name in late and step < 3:  # frozen
+                    for a, old in before:
+                        a[at] = old[at]
+                    continue
+                q, h, others = alone[name]
+                count = 1 if name in late else step
+                optimizer.update(np, q, h, others, lr=0.01, step=count, segments=_segments(at.start, at.stop))
+                self._same({"p": p[at], **{n: a[at] for n, a in slots.items()}}, {"p": q, **others})
 
     def test_groups_go_by_name(self) -> None:
         if not self.grouped:

@@ -251,7 +251,7 @@ class Session:
         patterns_of("freeze", patterns)
         self.begin(f"freeze({', '.join(map(repr, patterns))}{', undo=True' * undo})")
         names = frozenset[str]().union(*(self.place.layout.matching(pattern, "freeze") for pattern in patterns))
-        self.state.frozen = self.state.frozen - names if undo else self.state.frozen | names
+        (self.state.freezing.unfreeze if undo else self.state.freezing.freeze)(names)
 
     # -- programs ------------------------------------------------------------------------------------------------------
 

@@ -182,7 +182,9 @@ class Trainer:
     def freeze(self, *patterns: str, undo: bool = False) -> None:
         """From now on leave the parameters alone that name patterns (fnmatch) match: they get no gradient and no
         update, and keep their optimiser state. Between updates, not within an accumulation; checkpoints do not keep it.
-        `distribute(frozen=...)` freezes for good, and saves memory. undo: train them again. Collective."""
+        `distribute(frozen=...)` freezes for good, and saves memory. undo: train them again, as PyTorch does after
+        `requires_grad_(True)`: the updates they have missed do not count as theirs, so Adam corrects the bias of their
+        means by their own number of updates. Collective."""
         self._host.demand_open("freeze")
         self._session.freeze(patterns, undo)
 

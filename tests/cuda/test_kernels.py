@@ -7,6 +7,7 @@ import itertools
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from amount import few, in_full
 from calls import CALLS, ROWS, SEGMENTS, N, Q, W, X, arguments_of, each, noise
 from stand_in import Cupy, Device
 
+from fsdpx import optim
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
 from fsdpx.cuda import gemm
 from fsdpx.cuda import kernels as cuda
 from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.cuda.kernels import FORMS, OPTIONS, UPDATES, on_gpu
-from fsdpx.optim.optimizer import BY_NAME
+from fsdpx.optim import Segment, Segments
+from fsdpx.optim.optimizer import BY_NAME, update_parameters
 
 SOURCE, ATTENTION = (Path(cuda.__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
@@ -148,6 +151,20 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
             got, want = kernels.square_sums(cupy, there, grain).get(), kernels.square_sums(np, x[:size], grain)
             np.testing.assert_array_equal(got, want, err_msg=f"{size} elements in blocks of {grain}")
         assert kernels.square_sum(cupy, there) == kernels.square_sum(np, x[:size]), size
+
+
+@needs_compiler
+@pytest.mark.parametrize("optimizer", [optim.AdamW(lr=0.1), optim.LAMB(lr=0.1)], ids=["adamw", "lamb"])
+def test_parameters_with_other_counts_have_the_bits_of_the_host(cupy: Cupy, optimizer: Any) -> None:
+    """A launch for each stretch of equal counts, wherever it begins."""
+    cuts = (0, 7, 100, 101, 1000)
+    held = Segments(tuple(Segment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))).count_missed({"7": 3, "100": 5})
+    host = [abs(noise(1000, seed=n)) for n in range(4)]
+    there = [cupy.asarray(a) for a in host]
+    for xp, (p, g, m, v) in ((np, host), (cupy, there)):
+        update_parameters(optimizer, xp, p, g, {"m": m, "v": v}, lr=0.1, step=6, segments=held)
+    for got, want in zip(there, host, strict=True):
+        np.testing.assert_array_equal(got.get(), want)
 
 
 def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:

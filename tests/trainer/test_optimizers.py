@@ -202,6 +202,30 @@ def test_they_are_the_means_of_what_training_went_through(comm: Communicator, st
         np.testing.assert_array_equal(last[name], path[-1][name])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_exponential_mean_is_that_of_pytorch(strategy: str) -> None:
+    """It begins with the parameters after the first step; those before it, drawn or loaded, do not count."""
+    swa = pytest.importorskip("torch.optim.swa_utils")
+    torch = pytest.importorskip("torch")
+
+    def run(comm: Communicator) -> tuple[list[Any], Any]:
+        trainer = make_averaging(comm, strategy=strategy, precision="float64")
+        trainer.load_parameters({name: array + 1 for name, array in trainer.parameters().items()})
+        path = train_averaging(trainer)
+        return path, trainer.parameters(with_="average")
+
+    path, found = spawn(run, 2)[0]
+    there = torch.nn.ParameterDict({name.replace(".", "_"): torch.tensor(a) for name, a in path[0].items()})
+    mean = swa.AveragedModel(there, multi_avg_fn=swa.get_ema_multi_avg_fn(0.8))
+    for now in path[1:]:
+        for name, array in now.items():
+            there[name.replace(".", "_")].data = torch.tensor(array)
+        mean.update_parameters(there)
+    for name, array in found.items():
+        want = mean.module[name.replace(".", "_")].detach().numpy()
+        np.testing.assert_allclose(array, want, rtol=1e-12, atol=1e-12)
+
+
 def test_evaluation_and_prediction_with_them() -> None:
     """As of a trainer that has them for parameters; training goes on as if nobody had looked."""
     optimizer, average = optim.AdamW(lr=1e-2), fsdpx.EMA(0.8)

@@ -1,0 +1,318 @@
+"""Every parameter counts its own updates: frozen for a while, it goes on where `torch.optim` would."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import from_rank_0
+
+import fsdpx
+from fsdpx import Mesh, Offload, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import CheckpointError
+from fsdpx.optim import Segment, Segments
+from fsdpx.optim.optimizer import zeros
+from fsdpx.strategies.local import Local
+from fsdpx.strategies.own_speed import Async
+from fsdpx.testing import demand_close
+
+WIDTHS = (6, 9, 7, 3)
+X, Y = (np.random.default_rng(2).standard_normal((12, n)) for n in (WIDTHS[0], WIDTHS[-1]))
+NAMES = [f"{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")]
+STEPS = 14
+
+
+@dataclass(frozen=True)
+class OwnAdam:
+    """Adam as a user writes it, element by element: it knows nothing of other parameters."""
+
+    lr: float = 0.02
+    slots = ("mean", "square")
+
+    def update(self, xp, p, g, slots, *, lr, step, segments, scale=1.0):  # type: ignore[no-untyped-def]
+        slots["mean"] += (g * scale - slots["mean"]) * 0.1
+        slots["square"] += ((g * scale) ** 2 - slots["square"]) * 0.05
+        p -= lr * (slots["mean"] / (1 - 0.9**step)) / (xp.sqrt(slots["square"] / (1 - 0.95**step)) + 1e-6)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": optim.Adam(lr=0.02, weight_decay=0.1),
+    "adamw": optim.AdamW(lr=optim.schedules.Linear(0.03, 9, 0.01), weight_decay=0.2, groups=optim.no_decay),
+    "lamb": optim.LAMB(lr=0.05),
+    "muon": optim.Muon(lr=0.03),
+    "lion": optim.Lion(lr=0.01),
+    "sgd": optim.SGD(lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "own": OwnAdam(),
+}
+
+
+def schedule(seed: int) -> list[list[str]]:
+    """What is frozen in each step: something from the start, then anything."""
+    rng = np.random.default_rng(seed)
+    chosen = [["0.*", "4.bias"], ["2.weight"], ["*"], ["*.bias"], [], ["0.weight", "2.bias", "4.weight"]]
+    return [chosen[0]] * 3 + [chosen[int(rng.integers(len(chosen)))] for _ in range(STEPS - 3)]
+
+
+def model() -> nn.Layer:
+    a, b, c, d = WIDTHS
+    return nn.Chain(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
+
+
+def make(comm: Communicator, name: str, **options: Any) -> fsdpx.Trainer:
+    options = {"precision": "float64", "seed": 3, **options}
+    return model().as_distributed(loss=nn.MSE(), optimizer=OPTIMIZERS[name], comm=comm, **options)
+
+
+def train(trainer: fsdpx.Trainer, frozen: Sequence[list[str]]) -> dict[str, Any]:
+    size, rank, chunked = trainer.data.size, trainer.data.rank, trainer.inspect.placement.options.chunks
+    mine = slice(12 * rank // size, 12 * (rank + 1) // size)
+    assert chunked in (None, 12)
+    for patterns in frozen:
+        trainer.freeze("*", undo=True)
+        if patterns:
+            trainer.freeze(*patterns)
+        trainer.step(X[mine], Y[mine])
+    return trainer.parameters()
+
+
+def gradients(p: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the mean squared error, by hand."""
+    values = [X]
+    for i in (0, 2, 4):
+        z = values[-1] @ p[f"{i}.weight"].T + p[f"{i}.bias"]
+        values.append(z if i == 4 else np.tanh(z))
+    d, found = 2 * (values[-1] - Y) / Y.size, {}
+    for i, (x, y) in zip((4, 2, 0), zip(values[2::-1], values[:0:-1], strict=True), strict=True):
+        d = d if i == 4 else d * (1 - y * y)
+        found |= {f"{i}.weight": d.T @ x, f"{i}.bias": d.sum(axis=0)}
+        d = d @ p[f"{i}.weight"]
+    return found
+
+
+@lru_cache
+def initial() -> dict[str, Any]:
+    return spawn(lambda comm: make(comm, "sgd").parameters(), 1)[0]
+
+
+def matching(patterns: Sequence[str]) -> set[str]:
+    from fnmatch import fnmatchcase
+
+    return {name for name in NAMES if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+@lru_cache
+def one_by_one(name: str, seed: int) -> dict[str, Any]:
+    """What PyTorch does: each parameter has a state and a count of its own, and no update while it is frozen. The rule
+    of one whole parameter is that of the optimiser, which `tests/optim` compares with `torch.optim`."""
+    optimizer, p = OPTIMIZERS[name], {n: a.copy() for n, a in initial().items()}
+    whole = {n: Segments((Segment(n, 0, a.size, 0, a.size, a.shape),)) for n, a in p.items()}
+    slots = {n: zeros(np, optimizer, whole[n], np.dtype("float64")) for n in p}
+    counts = dict.fromkeys(p, 0)
+    for step, frozen in enumerate(schedule(seed), 1):
+        found = gradients(p)
+        for n in p.keys() - matching(frozen):
+            counts[n] += 1
+            optimizer.update(
+                np, p[n].reshape(-1), np.ascontiguousarray(found[n]).reshape(-1), slots[n],
+                lr=optim.rate(optimizer, step), step=counts[n], segments=whole[n],
+            )  # fmt: skip
+    return p
+
+
+ALL = pytest.mark.parametrize("name", OPTIMIZERS)
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (3, {"strategy": "ddp"}),
+    "zero1": (2, {"strategy": "zero1"}),
+    "zero2": (5, {"strategy": "zero2", "group_bytes": 0}),
+    "fsdp": (3, {"strategy": "fsdp"}),
+    "hybrid": (4, {"strategy": "hybrid", "mesh": Mesh(replica=2)}),
+    "chunks": (3, {"chunks": 12}),
+    "pipe": (2, {"mesh": Mesh(pipe=2), "microbatches": 2}),
+    "clipped": (2, {"clip_norm": 1e6}),
+    "averaged": (2, {"average": fsdpx.EMA(0.5)}),
+}
+
+
+@ALL
+@pytest.mark.parametrize("place", PLACES)
+def test_parameters_that_were_frozen_go_on_by_their_own_count(name: str, place: str) -> None:
+    ranks, options = PLACES[place]
+    seed = len(place)
+    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(seed)), ranks):
+        demand_close(found, one_by_one(name, seed), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "own"])
+def test_the_tensor_axis_does_not_change_it(name: str) -> None:
+    plan = {"0": nn.Column, "2": nn.Row}
+    options = {"mesh": Mesh(tensor=2), "tensor_plan": plan}
+    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(1)), 2):
+        demand_close(found, one_by_one(name, 1), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_state_on_disk_does_not_change_it(name: str, tmp_path: Path) -> None:
+    options = {"offload": Offload(tmp_path, what="optimizer"), "group_bytes": 0}
+    for found in spawn(lambda comm: train(make(comm, name, **options), schedule(1)), 2):
+        demand_close(found, one_by_one(name, 1), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon", "own"])
+@pytest.mark.parametrize(("there", "here"), [(3, 2), (1, 3)])
+def test_checkpoints_keep_the_counts(name: str, there: int, here: int, tmp_path: Path) -> None:
+    """At another number of ranks and strategy, saved while parameters are frozen."""
+    frozen = schedule(4)
+
+    def save(comm: Communicator) -> None:
+        trainer = make(comm, name, strategy="zero1")
+        train(trainer, frozen[:5])
+        trainer.save(tmp_path / "a")
+
+    def load(comm: Communicator) -> dict[str, Any]:
+        trainer = make(comm, name, group_bytes=0)
+        trainer.freeze("2.*")  # what a checkpoint says replaces what was counted here
+        trainer.load(tmp_path / "a")
+        return train(trainer, frozen[5:])
+
+    spawn(save, there)
+    for found in spawn(load, here):
+        demand_close(found, one_by_one(name, 4), tolerance=1e-9)
+
+
+def test_a_checkpoint_says_nothing_of_counts_that_are_equal(tmp_path: Path) -> None:
+    """So those that were written before counts were kept still load, and each parameter has the count of all steps."""
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "adamw")
+        train(trainer, [[]] * 2)
+        trainer.save(tmp_path / "a")
+        again = make(comm, "adamw")
+        again.load(tmp_path / "a")
+        demand_close(train(trainer, [[]] * 2), train(again, [[]] * 2))
+
+    spawn(run, 1)
+    assert b"missed" not in (tmp_path / "a" / "state.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("missed", [{"0.weight": 3}, {"0.weight": -1}, {"0.weight": 1.0}, ["0.weight"]])
+def test_counts_that_cannot_be_are_refused(missed: Any) -> None:
+    from fsdpx.checkpoint.state import Scalars
+
+    good = Scalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
+    assert Scalars.parse(good.text(), "here") == good
+    text = good.text().replace('{"0.weight":2}', __import__("json").dumps(missed))
+    with pytest.raises(CheckpointError, match="here: this state cannot be read"):
+        Scalars.parse(text, "here")
+
+
+def test_bits_with_chunks_and_16_bit_state_do_not_depend_on_ranks() -> None:
+    options = {"precision": "bf16-true", "chunks": 12}
+
+    def run(comm: Communicator) -> list[bytes]:
+        return [a.tobytes() for a in train(make(comm, "adamw", **options), schedule(2)).values()]
+
+    assert spawn(run, 1)[0] == spawn(run, 3)[0]
+
+
+def test_the_first_update_of_16_bit_state_is_a_full_one() -> None:
+    """Adam moves every element by the learning rate in the first update, however late that is."""
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "adam", precision="bf16-true")
+        trainer.freeze("0.weight")
+        train_on(trainer, 10)
+        before = trainer.parameters()["0.weight"]
+        trainer.freeze("0.weight", undo=True)
+        train_on(trainer, 1)
+        moved = np.abs(trainer.parameters()["0.weight"] - before)
+        assert abs(moved.mean() / 0.02 - 1) < 0.05
+
+    spawn(run, 2)
+
+
+def train_on(trainer: fsdpx.Trainer, steps: int) -> None:
+    mine = slice(12 * trainer.data.rank // trainer.data.size, 12 * (trainer.data.rank + 1) // trainer.data.size)
+    for _ in range(steps):
+        trainer.step(X[mine], Y[mine])
+
+
+@pytest.mark.parametrize("name", ["adamw", "own"])
+def test_ranks_at_their_own_speed_count_as_well(name: str, tmp_path: Path) -> None:
+    """With staleness 0 they do what all do together, also after a checkpoint."""
+
+    def run(comm: Communicator) -> dict[str, Any]:
+        trainer = make(comm, name, strategy=Async(staleness=0))
+        train(trainer, schedule(3)[:6])
+        trainer.save(tmp_path / "a")
+        again = make(comm, name, strategy=Async(staleness=0))
+        again.load(tmp_path / "a")
+        return train(again, schedule(3)[6:])
+
+    for found in spawn(run, 2):
+        demand_close(found, one_by_one(name, 3), tolerance=1e-9)
+
+
+def test_an_outer_step_counts_rounds() -> None:
+    """A parameter that was frozen for two rounds of two steps is moved by as much as in the first round of another."""
+
+    def moved(comm: Communicator, rounds: int) -> Any:
+        strategy = Local(every=2, outer=optim.Adam(lr=0.01))
+        trainer = make(comm, "sgd", strategy=strategy)
+        trainer.freeze("0.weight")
+        train_on(trainer, 2 * rounds)
+        before = trainer.parameters()["0.weight"]
+        trainer.freeze("0.weight", undo=True)
+        train_on(trainer, 2)
+        return np.abs(trainer.parameters()["0.weight"] - before)
+
+    for rounds in (0, 2):
+        for found in spawn(partial(moved, rounds=rounds), 2):
+            np.testing.assert_allclose(found, 0.01, rtol=1e-3)
+
+
+def by_torch(name: str, seed: int) -> dict[str, Any]:
+    torch = pytest.importorskip("torch")
+    kinds = {
+        "adam": partial(torch.optim.Adam, lr=0.02, weight_decay=0.1),
+        "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.2),
+        "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    }
+    p = {n: torch.nn.Parameter(torch.tensor(a)) for n, a in initial().items()}
+    optimizer = kinds[name](list(p.values()))
+    x, y = torch.tensor(X), torch.tensor(Y)
+    for frozen in schedule(seed):
+        still = matching(frozen)
+        for n, one in p.items():
+            one.requires_grad_(n not in still)
+        h = x
+        for i in (0, 2, 4):
+            h = h @ p[f"{i}.weight"].T + p[f"{i}.bias"]
+            h = h if i == 4 else torch.tanh(h)
+        optimizer.zero_grad()
+        if len(still) < len(p):
+            ((h - y) ** 2).mean().backward()
+        optimizer.step()
+    return {n: one.detach().numpy() for n, one in p.items()}
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("seed", range(6))
+def test_schedules_of_freezing_do_as_torch(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "adamw":
+        monkeypatch.setitem(OPTIMIZERS, name, optim.AdamW(lr=0.02, weight_decay=0.2))
+    for found in spawn(lambda comm: train(make(comm, name), schedule(seed)), 2):
+        demand_close(found, by_torch(name, seed), tolerance=1e-9)
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_processes_count_as_one(world: Communicator, name: str) -> None:
+    with make(world, name, group_bytes=0, chunks=12) as trainer:
+        found = train(trainer, schedule(1))
+    demand_close(found, from_rank_0(world, one_by_one, name, 1), tolerance=1e-9)
