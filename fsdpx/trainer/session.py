@@ -148,6 +148,7 @@ class Session:
         self.note(kind)
         inputs: tuple[Any, ...] = ()
         target, features, rows, doubted, batched = None, "", 0, False, True
+        by_itself = self._by_itself(kind)
         try:
             batches.check_places(place, x, y)
             inputs = batches.inputs_of(place, x)
@@ -160,12 +161,13 @@ class Session:
                 mode = ", training=False" * (kind == "forward" and not training)
                 features = ", ".join(map(place.described, arrays)) + also + mode
             doubted = kind in ("step", "accumulate") and self._twins.doubted and place.field is None
-            if doubted or place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
+            shared = doubted or place.axes.data.size < place.axes.world.size  # several ranks work on the same samples
+            if shared and not by_itself:
                 features += f"{batches.DIGEST}{batches.sum_of(arrays)}"
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = batches.as_given(problem, x, y)
-        by_itself, settled = self._by_itself(kind), self._settled if kind == "predict" else None
+        settled = self._settled if kind == "predict" else None
         if error is not None and by_itself:
             raise error
         if by_itself or (place.axes.world.size == 1 and error is None):

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import sys
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -415,3 +416,40 @@ def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.M
     assert (calls.count("sort"), calls.count("_values")) == (2, 2)  # of the batch, and of a microbatch
     assert once(("one",), lambda: 1) + once(("one",), lambda: 2) == 3
     assert gc.isenabled()
+
+
+# -- batches of any size -----------------------------------------------------------------------------------------------
+
+MESHES = fsdpx.Mesh(), fsdpx.Mesh(pipe=2), fsdpx.Mesh(tensor=2), fsdpx.Mesh(pipe=2, tensor=2)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_no_batch_is_made(mesh: fsdpx.Mesh) -> None:
+    """An array of a petabyte fits into no address space, however little of it is touched."""
+    x = (1 << 44, 8), TOKENS
+    assert predict(gpt(), (x, x), ranks=4, machine=FLAT, mesh=mesh).memory > 1 << 49
+    options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW(), "mesh": mesh}
+    assert fsdpx.dry_run(gpt(), x, x, ranks=4, **options).peak.nbytes > 1 << 49
+
+
+@pytest.mark.parametrize("options", [{}, {"space": (2, 2)}, {"mesh": fsdpx.Mesh(pipe=2)}], ids=str)
+@pytest.mark.parametrize("loss", [nn.MSE(), nn.RelativeL2()], ids=str)
+def test_a_larger_field_takes_no_more_calls(loss: Any, options: dict[str, Any]) -> None:
+    """No loop of a kernel goes over the elements of arrays without data."""
+
+    def calls(cells: int) -> int:
+        count, field = 0, ((1, 3, cells, cells), "float32")
+
+        def see(_: Any, event: str, __: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(see)
+        try:
+            predict(nn.UNet(3, 3, 2, 4, 2), (field, field), ranks=4, machine=FLAT, loss=loss, microbatches=1, **options)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    few = calls(64)
+    assert calls(1 << 20) < 1.1 * few
