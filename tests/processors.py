@@ -90,7 +90,8 @@ def main() -> int:
     if unknown:
         parser.error(f"no variant is called {unknown[0]}; there are {', '.join(variants)}")
     if options.list:
-        print(*(f"{one.name:28} {'lacks ' + one.lacking if one.lacking else ''}" for one in variants.values()), sep="\n")
+        for one in variants.values():
+            print(f"{one.name:28} {'lacks ' + one.lacking if one.lacking else ''}")
         return 0
     status: dict[str, str] = {}
     for name in options.only or variants:
