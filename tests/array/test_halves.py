@@ -301,6 +301,8 @@ def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
 
 
 def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
     monkeypatch.setattr(attention16, "cpuinfo", lambda field: "fma avx512f")
     assert not attention16.available.__wrapped__()
     monkeypatch.setattr(attention16, "cpuinfo", lambda field: "avx512f avx512_bf16")
