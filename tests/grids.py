@@ -55,6 +55,13 @@ def grid_at(comm: Any, dims: Sequence[int], cuts: Cuts, **more: Any) -> fsdpx.Gr
     return fsdpx.Grid(comm, [b - a for a, b in bounds(cuts, place_of(comm.rank, dims))], dims=dims, **more)
 
 
+def numbered(comm: Any, dims: Sequence[int], cuts: Cuts, order: Sequence[int], **more: Any) -> fsdpx.Grid:
+    """The grid of a rank whose number says nothing: it stands at place `order[rank]`, and says where its part begins.
+    more: arguments of `fsdpx.Grid`."""
+    mine = bounds(cuts, place_of(order[comm.rank], dims))
+    return fsdpx.Grid(comm, [b - a for a, b in mine], offsets=[a for a, _ in mine], **more)
+
+
 def part(a: np.ndarray, cuts: Cuts, place: Sequence[int], first: int = 2) -> np.ndarray:
     """What the rank at `place` has of an array whose dims from `first` on are cells."""
     return np.ascontiguousarray(a[(slice(None),) * first + tuple(slice(*ends) for ends in bounds(cuts, place))])

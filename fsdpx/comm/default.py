@@ -30,7 +30,7 @@ from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 
 __all__ = [
     "Agreement", "Default", "Place", "current", "demand_member", "given_to_call", "have_met", "kind", "other",
-    "place", "put", "running_mpi", "signature", "use", "uses", "with_arguments",
+    "place", "put", "running_mpi", "signature", "taken", "use", "uses", "with_arguments",
 ]  # fmt: skip
 
 GLANCES = range(64)
@@ -272,9 +272,15 @@ def other() -> tuple[int, int] | None:
 
 def kind(comm: Any) -> str | None:
     """What is given as `comm=`, for ranks to compare; None for nothing and for the default, which are the same."""
-    opened = current()
+    opened, comm = current(), taken(comm)
     demand_member(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
+
+
+def taken(comm: Any) -> Any:
+    """mpi4py's communicator for one of another library that gives it by `tompi4py()`, as `PETSc.Comm` does; others as
+    they are."""
+    return comm.tompi4py() if hasattr(comm, "tompi4py") else comm
 
 
 def demand_member(comm: Any) -> None:

@@ -155,6 +155,7 @@ def adopt(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -
     """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
+    comm = default.taken(comm)
     default.demand_member(comm)
     able = [name for name, opener in BACKENDS.items() if opener.adopts(comm)]
     if not able:
@@ -195,6 +196,7 @@ def resilient(comm: Any = None) -> Survivor:
     the new one moves messages only, as what lies in memory that ranks share does not outlive them. Whether it does
     survive deaths is what `fsdpx.comm.survives` says: MPI has to be Open MPI 5 started with `mpiexec --with-ft ulfm`,
     thread ranks have to be started by `spawn(survive=True)`. ConfigError for a fake communicator."""
+    comm = default.taken(comm)
     given = _opened() if comm is None else adopt(comm, "mpi" if _is_raw(comm) else None)
     inner = unwrapped(given)
     if isinstance(inner, LocalCommunicator):

@@ -235,7 +235,7 @@ class Cuttable(Protocol):
 
     layout: str
     place: tuple[int, ...]
-    ghosts: tuple[int, ...]
+    ghosts: tuple[tuple[int, int], ...]
     periods: tuple[bool, ...]
     parts: Any
 
@@ -318,10 +318,10 @@ class FieldDataset:
     def _begin(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
         if not paths:
             raise DataError("FieldDataset: no files are given")
-        if self.grid is not None and any(g and not p for g, p in zip(self.grid.ghosts, self.grid.periods, strict=True)):
+        if self.grid is not None and self._beyond_walls():
             raise ConfigError(
                 f"FieldDataset: the grid has ghost cells {self.grid.ghosts} and periods {self.grid.periods}: files do "
-                "not have what lies beyond walls; take ghost cells along periodic dims alone"
+                "not have what lies beyond walls; take ghost cells there along periodic dims alone"
             )
         letters = None if self.grid is None else self.grid.layout.replace("c", "")
         shape = None if self.grid is None else self.grid.parts.shape
@@ -401,7 +401,15 @@ class FieldDataset:
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, self.grid.ghosts, strict=True)
-        return {letter: (edges[r] - ghosts, edges[r + 1] + ghosts) for letter, edges, r, ghosts in cuts}
+        return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
+
+    def _beyond_walls(self) -> bool:
+        """Whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
+        grid = self.grid
+        dims = zip(grid.parts.cuts, grid.place, grid.ghosts, grid.periods, strict=True)
+        return any(
+            not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
+        )
 
     def _fill(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
         """Read sample i into x and y, (channels, *cells)."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import permutation
-from fsdpx.comm.default import demand_member, place
+from fsdpx.comm.default import demand_member, place, taken
 from fsdpx.data.dataset import Dataset, collate, emptied
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.words import refusing
@@ -228,6 +228,7 @@ def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
     if comm is not None:
         if rank is not None or size is not None:
             raise ConfigError("DistributedSampler: pass comm, or rank and size, not both")
+        comm = taken(comm)
         demand_member(comm)
         if not hasattr(comm, "rank"):
             raise ConfigError(f"DistributedSampler(comm={comm!r}): a communicator is needed, such as trainer.data")

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.array.namespace import to_host
 from fsdpx.array.sums import chan
-from fsdpx.comm.default import demand_member
+from fsdpx.comm.default import demand_member, taken
 from fsdpx.errors import DataError
 
 __all__ = ["ChannelStatistics", "channel_statistics"]
@@ -42,6 +42,7 @@ def channel_statistics(
     ------
     DataError : on all ranks, where there is no data, arrays of other channels, or something is not finite
     """
+    comm = taken(comm)
     demand_member(comm)
     found, problem = None, ""
     try:

@@ -12,7 +12,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "Column", "Cut", "CutRequest", "Cuts", "Features", "Kind", "Mark", "Own", "Parts", "Positions", "Row", "Samples",
-    "Vocab", "Whole", "share",
+    "Sides", "Vocab", "Whole", "share",
 ]  # fmt: skip
 
 
@@ -149,17 +149,20 @@ class Features:
 
 Cuts = tuple[int, ...]
 
+Sides = tuple[int, int]
+"""Cells before and after a part."""
+
 
 @dataclass(frozen=True)
 class Parts:
     """How a field is cut: along each of its dims rank r of a line has the cells [cuts[r], cuts[r + 1]).
 
-    ghosts: cells that arrays bring on each side beyond these, along each dim; (): none. periods: whether each dim is
-    periodic, by which ghost cells are filled; (): not known.
+    ghosts: cells that arrays bring on each side beyond these, along each dim for each rank of a line; (): none.
+    periods: whether each dim is periodic, by which ghost cells are filled; (): not known.
     """
 
     cuts: tuple[Cuts, ...]
-    ghosts: tuple[int, ...] = ()
+    ghosts: tuple[tuple[Sides, ...], ...] = ()
     periods: tuple[bool, ...] = ()
 
     @classmethod
@@ -184,6 +187,11 @@ class Parts:
     def largest(self) -> int:
         """Cells of the largest part."""
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
+
+    def around(self, dim: int) -> tuple[Sides, ...]:
+        """The ghost cells along a dim, for each rank of a line; (): none of them has any."""
+        found = self.ghosts[dim] if self.ghosts else ()
+        return found if any(map(any, found)) else ()
 
     def local(self, place: Sequence[int]) -> tuple[int, ...]:
         """Cells of the part at a place of the grid."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpx.nn.cut import Parts
 from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.parts import Reach, cells_of
+from fsdpx.nn.parts import Reach, cells_of, rank_along
 from fsdpx.nn.rims import at_dim, fold, widen
 
 __all__ = ["bare", "filled", "filled_backward"]
@@ -42,19 +42,20 @@ def _moves(parts: Parts) -> tuple[Reach, ...]:
         Reach(
             d + 2,
             cuts,
-            tuple((a - g, b + g) for a, b in zip(cuts, cuts[1:], strict=False)),
+            tuple((a - low, b + high) for a, b, (low, high) in zip(cuts, cuts[1:], sides, strict=False)),
             "circular" if periodic else "zeros",
         )
-        for d, (cuts, g, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True))
+        for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True))
     )
 
 
 def _beyond_walls(env: Env, parts: Parts) -> list[tuple[Any, ...]]:
     """Where ghost cells of this rank lie beyond the ends of dims that are not periodic; at corners twice."""
     found = []
-    for d, (cuts, g, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
-        start, stop = cells_of(env, cuts, d)
+    for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
+        (start, stop), (low, high) = cells_of(env, cuts, d), sides[rank_along(env, cuts, d)]
         if not periodic:
-            low, high = slice(0, max(g - start, 0)), slice(max(cuts[-1] + g - start, 0), stop - start + 2 * g)
-            found += [at_dim(env.xp, d + 2, one) for one in (low, high)]
+            before, size = slice(0, max(low - start, 0)), stop - start + low + high
+            after = slice(max(cuts[-1] + low - start, 0), size)
+            found += [at_dim(env.xp, d + 2, one) for one in (before, after)]
     return found

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fsdpx.errors import ShapeError
-from fsdpx.nn.cut import CutRequest, Cuts, Parts
+from fsdpx.nn.cut import CutRequest, Cuts, Parts, Sides
 from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Portion
 
 __all__ = [
@@ -50,14 +50,14 @@ class Reach:
     cuts : the bounds of what they have
     needs : [start, stop) for each rank, also beyond the ends of the field
     mode : what lies there, one of `MODES`
-    ghosts : cells that each rank brings on both sides of its own; with any, it needs no others
+    ghosts : cells that each rank brings before and after its own, which it does not ask others for; (): none
     """
 
     dim: int
     cuts: Cuts
     needs: tuple[Interval, ...]
     mode: str = "zeros"
-    ghosts: int = 0
+    ghosts: tuple[Sides, ...] = ()
 
     @property
     def still(self) -> bool:
@@ -66,10 +66,28 @@ class Reach:
             need == (a, b) for need, a, b in zip(self.needs, self.cuts, self.cuts[1:], strict=False)
         )
 
-    def brought(self, rank: int) -> slice:
-        """Where what a rank needs lies among the cells that it brings."""
-        first = self.cuts[rank] - self.ghosts
-        return slice(self.needs[rank][0] - first, self.needs[rank][1] - first)
+    @property
+    def brought(self) -> bool:
+        """Whether each rank finds all that it needs among its own cells and the ghost cells that it brings."""
+        pairs = zip(self.needs, self.held, strict=True)
+        return bool(self.ghosts) and all(a <= start and stop <= b for (start, stop), (a, b) in pairs if stop > start)
+
+    @property
+    def held(self) -> tuple[Interval, ...]:
+        """The own cells of each rank, with those ghost cells that it needs."""
+        own = zip(self.cuts, self.cuts[1:], strict=False)
+        if not self.ghosts:
+            return tuple(own)
+        rows = zip(self.needs, own, self.ghosts, strict=True)
+        return tuple(
+            (a - min(low, max(a - start, 0)), b + min(high, max(stop - b, 0)))
+            for (start, stop), (a, b), (low, high) in rows
+        )
+
+    def kept(self, rank: int) -> slice:
+        """Where among the cells that a rank brings those are that it reads."""
+        first, (start, stop) = self.cuts[rank] - self.ghosts[rank][0], (self.needs if self.brought else self.held)[rank]
+        return slice(start - first, stop - first)
 
     def size(self, rank: int) -> int:
         """Cells that a rank needs."""
@@ -78,25 +96,27 @@ class Reach:
 
     def pieces(self) -> tuple[HaloPiece, ...]:
         """All pieces of all ranks, in one order."""
-        return _pieces(self.cuts, self.needs, self.mode)
+        return _pieces(self)
 
 
 @lru_cache(1 << 10)
-def _pieces(cuts: Cuts, needs: tuple[Interval, ...], mode: str) -> tuple[HaloPiece, ...]:
-    return tuple(piece for rank, need in enumerate(needs) for piece in _of_rank(rank, need, cuts, mode))
+def _pieces(reach: Reach) -> tuple[HaloPiece, ...]:
+    return tuple(piece for rank in range(len(reach.needs)) for piece in _of_rank(rank, reach))
 
 
-def _of_rank(rank: int, need: Interval, cuts: Cuts, mode: str) -> Iterator[HaloPiece]:
-    n = cuts[-1]
-    wanted = np.arange(*need)
+def _of_rank(rank: int, reach: Reach) -> Iterator[HaloPiece]:
+    cuts, held, n = reach.cuts, reach.held, reach.cuts[-1]
+    wanted = np.arange(*reach.needs[rank])
     if not wanted.size:
         return
-    cells = _mirrored(wanted, n, mode)
+    cells = _mirrored(wanted, n, reach.mode)
     inside = (cells >= 0) & (cells < n)
+    if reach.ghosts:
+        inside &= (wanted < held[rank][0]) | (wanted >= held[rank][1])
     owners = np.searchsorted(np.asarray(cuts), cells, side="right") - 1
     for owner in np.unique(owners[inside]):
         at = np.flatnonzero(inside & (owners == owner))
-        yield HaloPiece(rank, int(owner), run_of(at), run_of(cells[at] - cuts[owner]), int(at.size))
+        yield HaloPiece(rank, int(owner), run_of(at), run_of(cells[at] - held[owner][0]), int(at.size))
 
 
 def _mirrored(at: np.ndarray, n: int, mode: str) -> np.ndarray:
@@ -136,23 +156,25 @@ def reaches(
             (a * stride + first, (b - 1) * stride + first + span) if b > a else (start, start)
             for a, b, start in zip(out, out[1:], cuts, strict=False)
         )
-        made.append(Reach(dim + 2, cuts, needs, mode, parts.ghosts[dim] if parts.ghosts else 0))
+        made.append(Reach(dim + 2, cuts, needs, mode, parts.around(dim)))
     return tuple(made)
 
 
 def demand_fit(reach: Reach) -> None:
     """ShapeError where a field is too small for what lies beyond its ends, or brings too few ghost cells."""
-    n, around = reach.cuts[-1], zip(reach.needs, reach.cuts, reach.cuts[1:], strict=False)
-    lacks = max((max(a - start, stop - b) for (start, stop), a, b in around if stop > start), default=0)
-    if reach.ghosts:
-        if lacks > reach.ghosts:
-            raise ShapeError(
-                f"windows reach {lacks} cells beyond a part along dim {reach.dim}, and arrays bring ghosts="
-                f"{reach.ghosts}: give the grid more ghost cells, or none"
-            )
-        return
-    low = max((-start for start, stop in reach.needs if stop > start), default=0)
-    high = max((stop - n for start, stop in reach.needs if stop > start), default=0)
+    n, lines = reach.cuts[-1], len(reach.needs)
+    around = zip(reach.needs, reach.cuts, reach.cuts[1:], reach.ghosts or ((0, 0),) * lines, strict=False)
+    low = high = 0
+    for (start, stop), a, b, (before, after) in around:
+        if stop <= start:
+            continue
+        for lacks, ghosts in ((a - start, before), (stop - b, after)):
+            if lacks > ghosts > 0:
+                raise ShapeError(
+                    f"windows reach {lacks} cells beyond a part along dim {reach.dim}, and arrays bring ghosts="
+                    f"{ghosts}: give the grid more ghost cells, or none"
+                )
+        low, high = max(low, -start if not before else 0), max(high, stop - n if not after else 0)
     most = {"circular": n, "reflect": n - 1}.get(reach.mode)
     if most is not None and max(low, high) > most:
         raise ShapeError(

@@ -46,7 +46,7 @@ class Around(NamedTuple):
 
 @lru_cache(1 << 10)
 def _around(reach: Reach, me: int) -> Around:
-    (start, stop), (first, last), n = reach.needs[me], reach.cuts[me : me + 2], reach.cuts[-1]
+    (start, stop), (first, last), n = reach.needs[me], reach.held[me], reach.cuts[-1]
     size = max(stop - start, 0)
     low, high = (min(max(-start, 0), size), min(max(n - start, 0), size)) if reach.mode == "zeros" else (0, size)
     begin, end = (min(max(cell - start, low), high) for cell in (first, last))
@@ -248,8 +248,8 @@ def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0) -> Ar
     is `beyond`. Communicates with the ranks that have what it lacks."""
     for reach in moves:
         if reach.ghosts:
-            x = x[at_dim(env.xp, reach.dim, reach.brought(rank_along(env, reach.cuts, reach.dim - 2)))]
-    rims = Rims(env, x, [reach for reach in moves if not reach.ghosts], beyond)
+            x = x[at_dim(env.xp, reach.dim, reach.kept(rank_along(env, reach.cuts, reach.dim - 2)))]
+    rims = Rims(env, x, [reach for reach in moves if not reach.brought], beyond)
     rims.rest()
     if not rims._lines:
         return x
@@ -265,10 +265,10 @@ def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0) -> Ar
 
 def fold(env: Env, dy: Array, moves: Sequence[Reach]) -> Array:
     """The adjoint of `widen`: the gradient of each copy goes back to the owner of its cell."""
-    shape, mine = list(dy.shape), [reach for reach in moves if not reach.ghosts]
+    shape, mine = list(dy.shape), [reach for reach in moves if not reach.brought]
     for reach in mine:
-        me = rank_along(env, reach.cuts, reach.dim - 2)
-        shape[reach.dim] = reach.cuts[me + 1] - reach.cuts[me]
+        start, stop = reach.held[rank_along(env, reach.cuts, reach.dim - 2)]
+        shape[reach.dim] = stop - start
     at, lines = _lines(env, mine, shape)
     if lines:
         boxes = [Box(one, _empty_like(env.xp, dy, size)) for one, size in ((at, shape), *(
@@ -282,9 +282,9 @@ def fold(env: Env, dy: Array, moves: Sequence[Reach]) -> Array:
     for reach in moves:
         if reach.ghosts:
             me, whole = rank_along(env, reach.cuts, reach.dim - 2), list(dy.shape)
-            whole[reach.dim] = reach.cuts[me + 1] - reach.cuts[me] + 2 * reach.ghosts
+            whole[reach.dim] = reach.cuts[me + 1] - reach.cuts[me] + sum(reach.ghosts[me])
             inner, dy = dy, env.xp.zeros(tuple(whole), dtype=dy.dtype)
-            dy[at_dim(env.xp, reach.dim, reach.brought(me))] = inner
+            dy[at_dim(env.xp, reach.dim, reach.kept(me))] = inner
     return dy
 
 
@@ -323,7 +323,7 @@ class Shift(Layer):
     def __init__(self, parts: Parts, wanted: Parts) -> None:
         self.parts, self.wanted = parts, wanted
         self._moves = tuple(
-            Reach(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.ghosts[d] if parts.ghosts else 0)
+            Reach(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.around(d))
             for d, (cuts, out) in enumerate(zip(parts.cuts, wanted.cuts, strict=True))
         )
 

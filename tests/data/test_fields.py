@@ -93,7 +93,7 @@ def test_ghost_cells_come_with_the_part(tmp_path: Path) -> None:
         assert np.isfinite(trainer.step(x, y))
         grid = fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=(1, 0))
         with pytest.raises(
-            ConfigError, match=r"ghost cells \(1, 0\) and periods \(False, False\): files do not have w"
+            ConfigError, match=r"ghost cells \(\(1, 1\), \(0, 0\)\) and periods \(False, False\): files do not have w"
         ):
             FieldDataset(tmp_path / "u.npy", grid, dims="tyxc")
 
@@ -248,7 +248,7 @@ SIDE, PART = 256, 64  # cells of the field, rows of a rank
 def quarter() -> Any:
     """Stands for the grid of the second of four ranks."""
     parts = Parts((tuple(range(0, SIDE + 1, PART)), (0, SIDE)))
-    around: dict[str, Any] = {"ghosts": (0, 0), "periods": (False, False)}
+    around: dict[str, Any] = {"ghosts": ((0, 0), (0, 0)), "periods": (False, False)}
     return SimpleNamespace(layout="yxc", place=(1, 0), parts=parts, everyone=lambda value: [value], **around)
 
 

@@ -365,7 +365,7 @@ def grid_of(comm: Communicator) -> Any:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: fsdpx.Grid(c, (4 + c.rank, 6), dims=(1, 2)), "along dim 0 rank 1 has 5 cells, and rank 0, which"),
+        (lambda c: fsdpx.Grid(c, (4 + c.rank, 6), dims=(1, 2)), "along dim y rank 1 has 5 cells, and rank 0, which"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(2, 2)), "rank 0: dims=(2, 2) are 4 ranks, the communicator has 2"),
         (lambda c: fsdpx.Grid(c, (4,), dims=(1, 2)), "rank 0: shape=(4,): give the cells of this rank's part"),
         (lambda c: fsdpx.Grid(c, (4, 6.5 if c.rank else 6), dims=(1, 2)), "rank 1: shape=(4, 6.5), dims=(1, 2)"),

@@ -197,7 +197,7 @@ def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
         ),
         (
             lambda c: grid_of(c, periods=(False, c.rank == 2)),
-            "Grid: along dim 1 rank 0 has walls and 0 ghost cells, rank 2 a periodic field and 0 ghost cells",
+            "Grid: along dim x rank 0 has walls, rank 2 a periodic field",
         ),
         (lambda c: Mesh(space=(2, 0)), "mesh space=(2, 0): ranks along each of 1 to 3 dims, at least 1"),
     ],

@@ -202,14 +202,16 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
 def test_filling_is_adjoint(n: int, data: st.DataObject) -> None:
     """Any parts, also empty ones, and ghost cells of several parts."""
     ranks, periodic = data.draw(st.integers(1, 4)), data.draw(st.booleans())
-    g = data.draw(st.integers(1, n))
+    side = st.integers(0, n)
     cuts = (0, *sorted(data.draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n)
-    parts = Parts((cuts,), (g,), (periodic,))
+    sides = tuple(data.draw(st.lists(st.tuples(side, side), min_size=ranks, max_size=ranks)))
+    parts = Parts((cuts,), (sides,), (periodic,))
 
     def run(comm: Communicator) -> float:
         env, rng = Env(np, OfLine(comm), Random(0)), np.random.default_rng(comm.rank)  # type: ignore[arg-type]
         size = cuts[comm.rank + 1] - cuts[comm.rank]
-        y, first, dstate = (rng.standard_normal((1, 2, k)) for k in (size, size + 2 * g, size + 2 * g))
+        wide = size + sum(sides[comm.rank])
+        y, first, dstate = (rng.standard_normal((1, 2, k)) for k in (size, wide, wide))
         state, dfirst = filled(env, y, first, parts), np.zeros_like(first)
         forward = float((state * dstate).sum())
         dy = filled_backward(env, dstate, dfirst, parts)
@@ -226,7 +228,14 @@ def test_filling_is_adjoint(n: int, data: st.DataObject) -> None:
             "windows reach 2 cells beyond a part along dim 2, and arrays bring ghosts=1: give the grid more ghost",
         ),
         (lambda c: grid_of(c, ghosts=(1, -1)), "rank 0: ghosts=(1, -1): give the cells beyond each side along each of"),
-        (lambda c: grid_of(c, ghosts=(1, 1 + c.rank)), "along dim 1 rank 0 has walls and 1 ghost cells, rank 1 walls"),
+        (
+            lambda c: grid_of(c, ghosts=((1, c.rank), 1)),
+            "along dim y rank 1 has 1 ghost cells before and 1 behind, and rank 0, which stands beside it, 1 ghost cel",
+        ),
+        (
+            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=(0, (c.rank, 0)))),
+            "windows reach 2 cells beyond a part along dim 3, and arrays bring ghosts=1: give the grid more ghost",
+        ),
         (
             lambda c: nn.Conv2d(1, 1, 1).as_distributed(comm=c, space=grid_of(c, ghosts=1)).predict(np.ones((4, 6, 1))),
             "the input has shape (4, 6, 1), but this rank's part, with ghost cells, in layout 'yxc', is (6, 8, chan",

@@ -1,0 +1,135 @@
+"""Which place of a Cartesian grid each rank has, from the cells of all parts: ranks may be numbered in any order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["Tiling", "tile"]
+
+Interval = tuple[int, int]
+Part = tuple[Interval, ...]
+"""The cells [start, stop) of a rank along each dim."""
+
+
+class Tiling(NamedTuple):
+    """dims: ranks along each dim. ranks: the rank at each place, where the last dim varies fastest."""
+
+    dims: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def tile(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
+    """Find the grid whose slabs the parts are.
+
+    Parameters
+    ----------
+    parts : of all ranks of a field, by rank
+    letters : the names of the dims, for errors
+    first : the number of the first rank, for errors
+
+    Raises
+    ------
+    ConfigError : where parts overlap, leave a gap, or are no slabs of a grid
+    """
+    _demand_distinct(parts, letters, first)
+    lines = [_line(parts, dim, letters, first) for dim in range(len(letters))]
+    dims = tuple(map(len, lines))
+    left: dict[Part, list[int]] = {}
+    for rank, part in enumerate(parts):
+        left.setdefault(part, []).append(rank)
+    ranks = []
+    for part in product(*lines):
+        if not left.get(part):
+            raise ConfigError(f"Grid: the parts leave a gap: no rank has the cells {_cells(part, letters)}")
+        ranks.append(left[part].pop(0))
+    if len(ranks) != len(parts):
+        _refuse_slabs(parts, letters, first)
+    return Tiling(dims, tuple(ranks))
+
+
+def _line(parts: Sequence[Part], dim: int, letters: str, first: int) -> list[Interval]:
+    """The slabs along a dim, one behind the other. Each has as many ranks as any other; those without cells may lie at
+    one place."""
+    counts, stop, before = Counter(part[dim] for part in parts), 0, None
+    for interval in sorted(counts):
+        if interval[0] != stop:
+            _refuse_bound(parts, dim, before, interval, letters, first)
+        stop, before = interval[1], interval
+    ranks = min((count for (a, b), count in counts.items() if b > a), default=min(counts.values()))
+    if any(count % ranks or (b > a and count > ranks) for (a, b), count in counts.items()):
+        _refuse_slabs(parts, letters, first)
+    return [interval for interval in sorted(counts) for _ in range(counts[interval] // ranks)]
+
+
+def _demand_distinct(parts: Sequence[Part], letters: str, first: int) -> None:
+    seen: dict[Part, int] = {}
+    for rank, part in enumerate(parts):
+        other = seen.setdefault(part, rank)
+        if other != rank and prod(b - a for a, b in part):
+            raise ConfigError(
+                f"Grid: rank {first + rank} has the same cells as rank {first + other}, {_cells(part, letters)}: "
+                "offsets= is where each rank's part begins in the whole field. Members of an ensemble need dims= as "
+                "well, the ranks of one of them along each dim"
+            )
+
+
+def _refuse_bound(
+    parts: Sequence[Part], dim: int, before: Interval | None, after: Interval, letters: str, first: int
+) -> None:
+    """ConfigError for a slab that does not begin where the one before it ends."""
+    later, along = [r for r, part in enumerate(parts) if part[dim] == after], f"along dim {letters[dim]}"
+    if after[0] < 0:
+        raise ConfigError(
+            f"Grid: rank {first + later[0]} begins at {after[0]} {along}: offsets count the field's own cells, from 0 "
+            "on, without ghost cells"
+        )
+    stop = 0 if before is None else before[1]
+    if before is None or after[0] > stop:
+        raise ConfigError(
+            f"Grid: the parts leave a gap: {along} no rank has the cells {stop} to {after[0]}, before those of rank "
+            f"{first + later[0]}"
+        )
+    for one in (r for r, part in enumerate(parts) if part[dim] == before):
+        for other in later:
+            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(parts[one], parts[other], strict=True)):
+                raise ConfigError(
+                    f"Grid: the parts overlap: {along} rank {first + one} has the cells {before[0]} to {before[1]}, "
+                    f"and rank {first + other} those from {after[0]} to {after[1]}. shape= and offsets= are without "
+                    "ghost cells"
+                )
+    _refuse_slabs(parts, letters, first)
+
+
+def _refuse_slabs(parts: Sequence[Part], letters: str, first: int) -> None:
+    """ConfigError that names two ranks whose slabs do not fit, of parts that make no grid."""
+    for dim, letter in enumerate(letters):
+        ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
+        for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):
+            if after[0] < stop and after != parts[one][dim]:
+                raise ConfigError(
+                    f"Grid: the parts are no Cartesian grid: along dim {letter} rank {first + one} has the cells "
+                    f"{_span(parts[one][dim])}, and rank {first + other} those {_span(after)}: take slabs that go "
+                    "through the whole field"
+                )
+    counts = [Counter(part[dim] for part in parts) for dim in range(len(letters))]
+    uneven = max(range(len(letters)), key=lambda dim: len(set(counts[dim].values())))
+    (few, fewest), (many, most) = (pick(counts[uneven].items(), key=lambda row: row[1]) for pick in (min, max))
+    rank = next(r for r, part in enumerate(parts) if part[uneven] == few)
+    raise ConfigError(
+        f"Grid: the parts are no Cartesian grid: along dim {letters[uneven]} {fewest} ranks, rank {first + rank} among "
+        f"them, have the cells {_span(few)}, and {most} those {_span(many)}"
+    )
+
+
+def _span(interval: Interval) -> str:
+    return f"from {interval[0]} to {interval[1]}"
+
+
+def _cells(part: Iterable[Interval], letters: str) -> str:
+    return ", ".join(f"{letter} {_span(one)}" for letter, one in zip(letters, part, strict=True))
