@@ -102,7 +102,7 @@ class Grid:
         fields = [_cut_field(facts[i : i + width], i) for i in range(0, size, width)]
         self.dims, self._ranks, cuts, self._sides = fields[self.member]
         self.parts, self.place = Parts(cuts), _place(self._ranks.index(rank), self.dims)
-        self._own = [fact.own for fact in facts]
+        self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
         self.comm, self._free = _kept(self, comm)
 
     @classmethod
@@ -138,6 +138,21 @@ class Grid:
         """This grid, as rank `rank` of a job that does not run sees it."""
         made = copy(self)
         made.comm, made._free, made.place = None, None, _place(rank % prod(self.dims), self.dims)
+        return made
+
+    def with_parts(self, parts: Parts) -> Grid:
+        """Return the grid of another field that the same ranks hold, such as the result of a model.
+
+        Parameters
+        ----------
+        parts : who has which cells of that field, without ghost cells
+        """
+        made = copy(self)
+        made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
+        made._own = [None] * len(self._own)  # of other fields it is not known here
+        for number, rank in enumerate(self._ranks):
+            made._own[rank] = parts.local(_place(number, self.dims))
+        made._source = self  # whose end frees the communicator
         return made
 
     @property
@@ -239,8 +254,10 @@ class Grid:
         everyone = [(tuple(shape), dtype) for shape, dtype in self.everyone((array.shape, array.dtype.str))]
         shapes = []
         for rank, (own, (shape, dtype)) in enumerate(zip(self._own, everyone, strict=True)):
-            self._demand("gather", shape, own, f"the part of rank {rank}")
-            shapes.append(self._sized(own, everyone[0][0]))
+            if own is not None:
+                hint = "; results of another size than the input are parts of trainer.output_grid"
+                self._demand("gather", shape, own, f"the part of rank {rank}", hint)
+            shapes.append(self._sized(own, everyone[0][0]) if own is not None else shape)
             if (shape, dtype) != (shapes[rank], everyone[0][1]):
                 raise DataError(f"Grid.gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
         sizes = [prod(shape) for shape in shapes]
@@ -327,13 +344,13 @@ class Grid:
         letters = self._letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._letters]
 
-    def _demand(self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str) -> None:
+    def _demand(self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str, hint: str = "") -> None:
         """DataError unless an array of `shape` has so many cells."""
         if len(shape) < len(cells) or self._sized(cells, shape) != shape:
             sizes = dict(zip(self._letters, cells, strict=True))
             raise DataError(
                 f"Grid.{call}: an array of shape {tuple(shape)} is not {what}, which has {sizes} in layout "
-                f"{self.layout!r}{self._staggered(shape, cells)}"
+                f"{self.layout!r}{self._staggered(shape, cells) or hint}"
             )
 
     def _staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:

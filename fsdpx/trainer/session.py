@@ -25,6 +25,7 @@ from fsdpx.observe.trace import Tracer
 from fsdpx.program import KINDS, Program, Request, Slot, Stage, Sync, compile, one_by_one
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Feed, Microbatch
+from fsdpx.state.placement import Placement
 from fsdpx.state.state import BATCHES, TrainState
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer.batch import Twins
@@ -53,7 +54,7 @@ class Session:
     def __init__(
         self, engine: Engine, model: Sorted, loss: Any, microbatches: int, commit: Commit | None = None
     ) -> None:
-        self.engine, self.place = engine, engine.placement
+        self.engine = engine
         self.microbatches, self.commit = microbatches, commit
         self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
@@ -61,7 +62,6 @@ class Session:
         alone = field is None or self.place.imaginary or prod(field.grid.dims) != world.size
         # beside a solver a rank waits for its neighbors alone
         self._settled = None if alone else Settled(world, self._predict_zeros)
-        self._predicted: tuple[Any, ...] = ()  # shapes and formats of the inputs on which ranks have agreed
         # by request and what ran before; those of `LOOKS` by what their requests depend on as well
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
@@ -71,6 +71,11 @@ class Session:
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by what is frozen, and inputs wanted
         self.short: Callable[[MemoryError, Feed], Exception] | None = None  # says what to do about too little memory
+
+    @property
+    def place(self) -> Placement:
+        """The fixed choices of this rank."""
+        return self.engine.placement
 
     @property
     def state(self) -> TrainState:
@@ -182,8 +187,7 @@ class Session:
                 self._twins.see(alike, arrays)
             place.demand_together(everyone)
             if settled is not None:
-                settled.agree_on((features, rows))
-                self._predicted = _shapes(inputs)
+                settled.agree_on((features, rows), _shapes(inputs))
         microbatches = self._microbatches(inputs, target, everyone, kind)
         self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit, batched=batched)
@@ -393,9 +397,9 @@ class Session:
             known[x.shape, x.dtype] = Direct.after(self.engine, self._executable("predict", feed, False), x)
         return outputs
 
-    def _predict_zeros(self) -> None:
-        """Take part in a prediction for the sake of the other ranks."""
-        zeros = tuple(self.place.xp.zeros(shape, dtype=dtype) for shape, dtype in self._predicted)
+    def _predict_zeros(self, shapes: tuple[Any, ...]) -> None:
+        """Take part in a prediction for the sake of the other ranks. shapes: of the inputs, and their formats."""
+        zeros = tuple(self.place.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
         with self.aside():
             self.run("predict", Feed([Microbatch(zeros, None, 0)], False, self.commit))
 

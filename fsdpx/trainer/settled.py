@@ -35,19 +35,22 @@ CALLS = 1 << 32
 
 
 class Settled:
-    """comm: of the ranks that hold the field. run_idle: runs the last prediction on zeros."""
+    """comm: of the ranks that hold the field. run_idle: runs a prediction on zeros, of the shapes and formats of its
+    inputs."""
 
-    def __init__(self, comm: Communicator, run_idle: Callable[[], None]) -> None:
+    def __init__(self, comm: Communicator, run_idle: Callable[[tuple[Any, ...]], None]) -> None:
         self._comm, self._run_idle = comm, run_idle
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._window: Window | None = None
         self._able = comm.size > 1
         self._known: Any = None
+        self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
         self._failed: list[FsdpxError] = []  # for each call that other ranks have begun, and this one has not
 
-    def agree_on(self, brought: tuple[str, int]) -> None:
-        """Note what all ranks have agreed to bring. Collective; on a backend without windows they always agree."""
+    def agree_on(self, brought: tuple[str, int], inputs: tuple[Any, ...]) -> None:
+        """Note what all ranks have agreed to bring. inputs: shapes and formats of those of this rank. Collective; on a
+        backend without windows ranks agree in each call."""
         if self._window is None and self._able:
             try:
                 self._window = self._comm.window(SIZE)
@@ -57,7 +60,7 @@ class Settled:
             self._epoch, self._count = self._epoch + 1, 0
             with self._window.open(self._comm.rank, 0, HEAD) as head:
                 head.view(np.int64)[CALL] = self._call(asks=False)
-        self._known = brought if self._able else None
+        self._known, self._inputs = brought if self._able else None, inputs
 
     def start(self, brought: tuple[str, int], error: FsdpxError | None) -> bool:
         """Whether this rank may predict at once; else all ranks come to agree. Raises the error of all where a rank
@@ -159,7 +162,7 @@ class Settled:
         with window.open(me, ERROR, SIZE, write=False) as part:
             kind, text = json.loads(_read(part, 0))
         for _ in range(last - self._count + begun):
-            self._run_idle()
+            self._run_idle(self._inputs)
         self._known = None
         self._failed = [getattr(errors, kind)(text) for _ in range(1 + max(last - self._count, 0))]
         return self._failed.pop()

@@ -16,6 +16,7 @@ from fsdpx.checkpoint.save import Choices
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.generation.texts import Sampling, Stream, is_one
+from fsdpx.layout.grid import Grid
 from fsdpx.nn.container import one_or_all
 from fsdpx.nn.numeric import as_taken
 from fsdpx.program import Program, Slot
@@ -405,6 +406,22 @@ class Trainer:
     def parts(self) -> Communicator:
         """The ranks that hold parts of the same fields, with `space`; without it this rank by itself."""
         return self._session.place.axes.parts
+
+    @property
+    def output_grid(self) -> Grid:
+        """The grid of the model's result, with `space`: as the grid of its input, where both have as many cells.
+
+        `offsets`, `own`, `local`, and `gather` of this grid are those of results and targets. It follows from the
+        layers, before anything has been predicted.
+
+        Raises
+        ------
+        ConfigError : without `space`
+        """
+        field = self._session.place.field
+        if field is None:
+            raise ConfigError("output_grid: this trainer has whole samples: give distribute a grid of fields, space=")
+        return field.grid.with_parts(field.outputs)
 
     @property
     def steps(self) -> int:
