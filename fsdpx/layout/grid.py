@@ -350,7 +350,7 @@ class Grid:
             sizes = dict(zip(self._letters, cells, strict=True))
             raise DataError(
                 f"Grid.{call}: an array of shape {tuple(shape)} is not {what}, which has {sizes} in layout "
-                f"{self.layout!r}{self._staggered(shape, cells) or hint}"
+                f"{self.layout!r}{self._staggered(shape, cells)}{hint}"
             )
 
     def _staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
