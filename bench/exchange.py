@@ -163,7 +163,7 @@ def _clocked(operation: Callable[[], Any], calls: int) -> float:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("implementation", choices=GROUPS)
     p.add_argument("--seconds", type=float, default=0.3, help="of each collective at each size, about")
     p.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes")

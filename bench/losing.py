@@ -138,7 +138,7 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("what", choices=("cost", "recovery"))
     p.add_argument("--model", choices=MODELS, default="small")
     p.add_argument("--rounds", type=int, default=4)

@@ -19,7 +19,7 @@ QUICK = Path(__file__).parents[1] / "build" / "bench"
 
 def arguments(doc: str, rounds: int) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
-    p = argparse.ArgumentParser(description=doc.splitlines()[0])
+    p = argparse.ArgumentParser(allow_abbrev=False, description=doc.splitlines()[0])
     p.add_argument("--rounds", type=int, default=rounds, help="how often the competitors take turns")
     p.add_argument("--quick", action="store_true", help="few and short: to see that it runs; results go to build/bench")
     p.add_argument("--out", type=Path, help="folder of the results")

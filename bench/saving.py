@@ -165,7 +165,7 @@ def read_plainly(folder: Path) -> None:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("what", choices=("bandwidth", "stall"))
     p.add_argument("--gib", type=float, default=1.0)
     p.add_argument("--width", type=int, default=2048)

@@ -188,7 +188,7 @@ def clocked(step: Callable[[], float]) -> float:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("library", choices=LIBRARIES)
     p.add_argument("--model", choices=MODELS, default="tiny")
     p.add_argument("--strategy", default="ddp", help="fsdpx: any; torch: single, compile, ddp, zero1, fsdp")

@@ -40,21 +40,37 @@ class Parser(argparse.ArgumentParser):
     options: adds those of a command, when it is the one that is asked for: a launcher need not import what trains."""
 
     def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
-        super().__init__(*args, **more)
+        super().__init__(*args, **{**more, "allow_abbrev": False})
         self._options = options
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
+        """Unknown options are reported here, by the parser of the command, which knows those that are meant."""
         options, self._options = self._options, None
         if options is not None:
             (_found(options) if isinstance(options, str) else options)(self)
-        return super().parse_known_args(*args, **more)
+        found, unknown = super().parse_known_args(*args, **more)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        from fsdpx.words import left, meant
+        from fsdpx.words import left
 
-        words = (word for word in message.split() if word.startswith("--") or left(word))
-        message += next(filter(None, (meant(word, ()) for word in words)), "")
+        found = [word.partition("=")[0].rstrip(":") for word in message.split()]
+        words = [word for word in found if (word.startswith("-") and "/" not in word) or left(word)]
+        message += next(filter(None, map(self._meant, words)), "")
         self.exit(_say(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"))
+
+
+    def _meant(self, word: str) -> str:
+        """The option that a word may stand for, as the end of a sentence: one that it begins, or as for any word."""
+        from fsdpx.words import meant
+
+        known = [option for action in self._actions for option in action.option_strings]
+        if word in known:
+            return ""
+        begun = [option for option in known if word.startswith("--") and option.startswith(word)]
+        return f"; did you mean {' or '.join(map(repr, begun))}?" if begun else meant(word, known)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,9 +142,11 @@ def _trace(p: argparse.ArgumentParser) -> None:
 
 
 def _start(p: argparse.ArgumentParser) -> None:
-    p.add_argument("-n", "--ranks", type=int, help="number of ranks (default: the allocation's, or the cores here)")
+    ranks = ("-n", "-np", "--np", "--ranks")
+    p.add_argument(*ranks, dest="ranks", type=int, help="number of ranks (default: of the allocation, or cores here)")
     p.add_argument("--nodes", type=int, help="number of hosts, of the hostfile or the allocation")
-    p.add_argument("--nproc-per-node", dest="per_node", type=int, help="ranks per host, at most")
+    each = ("--nproc-per-node", "--nproc_per_node")
+    p.add_argument(*each, dest="per_node", type=int, help="ranks per host; without -n, on one host, that many")
     p.add_argument("--hostfile", type=Path, help="hosts and their slots, in the form of any launcher")
     p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs/backends.md)")
     p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")

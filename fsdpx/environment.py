@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from fsdpx.errors import LaunchError
 
 __all__ = [
     "SWITCHES", "Environment", "StartedBy", "Store", "alike", "allocated", "allocation", "alone", "check_alone",
-    "check_size", "hosts_of_job", "read",
+    "check_size", "has_one_host", "hosts_of_job", "read", "unchanged",
 ]  # fmt: skip
 
 ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
@@ -166,6 +167,18 @@ def number(launcher: StartedBy, size: int | None, environ: MutableMapping[str, s
         environ.update(found)
 
 
+@contextmanager
+def unchanged(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Put the variables back that the block changes: those of the process belong to the program."""
+    before = dict(environ)
+    try:
+        yield
+    finally:
+        for name in environ.keys() - before.keys():
+            del environ[name]
+        environ.update({name: value for name, value in before.items() if environ.get(name) != value})
+
+
 def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that is queried, without the variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
@@ -186,19 +199,25 @@ def alike(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
-    """LaunchError if the launcher started another number of ranks than MPI's `size`.
+    """LaunchError if the launcher started another number of ranks than MPI's `size`, or the user expects another.
 
-    This happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then alone in its
-    MPI_COMM_WORLD."""
+    The first happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then alone
+    in its MPI_COMM_WORLD."""
     launcher, expected = environment.launcher, environment.expected_size
+    if launcher is not None and launcher.size == size != expected:
+        raise LaunchError(
+            f"FSDPX_EXPECT_SIZE says {expected} ranks, but {launcher.name} and {library} say {size}: start {expected} "
+            "ranks, or unset FSDPX_EXPECT_SIZE"
+        )
     if expected is None and launcher is not None and (launcher.rank or 0) >= size:
         expected = (launcher.rank or 0) + 1  # at least
     if launcher is None or expected is None or expected == size:
         return
     beside = Path(sys.executable).with_name("mpiexec")
+    says = launcher.name if launcher.size in (None, expected) else "FSDPX_EXPECT_SIZE"
     use = f"{beside} -n {expected}" if beside.exists() else "the mpiexec that belongs to this library"
     raise LaunchError(
-        f"this rank was started without the others: {launcher.name} says {expected} ranks, "
+        f"this rank was started without the others: {says} says {expected} ranks, "
         f"but {library} says {size}. The launcher and the MPI library that Python loaded do not belong together. "
         f"Start with {use} (under Slurm: srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI), "
         "or load the launcher's library with MPI4PY_LIBMPI"
@@ -354,6 +373,13 @@ def allocated(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None
         if slots := _count(environ, variable):
             return slots, variable
     return None
+
+
+def has_one_host(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the job of this process has no other host: its allocation is of one, or there is no allocation."""
+    if "SLURM_JOB_ID" in environ:
+        return _count(environ, "SLURM_NNODES") == 1
+    return not allocation(environ) and allocated(environ) is None
 
 
 def hosts_of_job(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:

@@ -17,7 +17,8 @@ def share_cores(ranks_here: int) -> int:
     Without this, R ranks on a host run R x cores threads, which slow each other down."""
     wanted, threads = environment.read().threads, threads_of(ranks_here)
     if wanted is None:
-        from threadpoolctl import threadpool_limits
+        with environment.unchanged():  # it sets a variable for OpenMP when it is loaded
+            from threadpoolctl import threadpool_limits
 
         _limits[:] = [threadpool_limits(limits=threads, user_api="blas")]
     parallel.set_threads(threads)

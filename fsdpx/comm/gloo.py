@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fsdpx import environment
+from fsdpx import environment, guest
 from fsdpx.comm.calls import DONE, Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, spin
 from fsdpx.comm.carrier import TIMEOUT, Carrier, of_gpu, relayed
 from fsdpx.comm.communicator import Communicator
@@ -183,6 +183,7 @@ class GlooCommunicator(Carrier):
         return group
 
     def close(self) -> None:
+        guest.release(self)
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:

@@ -1,8 +1,8 @@
 """Opening the world: from the name of a backend, or from what the user already has, to a communicator.
 
 `BACKENDS` is the registry: a new backend is one more entry. `spawn` runs a function on ranks that are threads. Where
-ranks are processes, one that fails ends all: an uncaught exception in any thread is printed once, then the job is
-aborted.
+ranks are processes, one that fails ends all, while a communicator that was opened here or a trainer lives: an uncaught
+exception in any thread is printed once, then the job is aborted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from fsdpx import environment
+from fsdpx import environment, guest
 from fsdpx.comm import default
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.calls import PATIENT, frames_of
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.node.node import NodeCommunicator
 
 __all__ = [
-    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "end_all_on_errors", "first_line", "node_of",
+    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "first_line", "node_of",
     "resilient", "spawn", "world",
 ]  # fmt: skip
 
@@ -48,47 +48,73 @@ _SECONDS_TO_DELIVER = 0.1
 _SECONDS_FOR_RANK_0 = 3.0
 
 
-class Abortable(Protocol):
-    """An object that can end all ranks, as communicators can."""
+def _ends_all(former: Callable[..., Any]) -> Callable[..., Any]:
+    """An excepthook: an uncaught exception, the first one, ends all ranks, after what the program does about it.
 
-    @property
-    def rank(self) -> int: ...
-
-    def abort(self, code: int = 1) -> None: ...
-
-
-def end_all_on_errors(comm: Abortable) -> None:
-    """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
-
-    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them. An error
-    that all ranks raise together is printed once: the others leave it to rank 0, which ends them. Installing again,
-    with any communicator, only replaces the one that aborts. A child that was
-    forked is no rank: there exceptions are Python's."""
+    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them."""
     begun, process = threading.Lock(), os.getpid()
 
-    def end(
-        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
-    ) -> None:
-        if os.getpid() != process:
-            sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
+    def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != process:  # a child that was forked is no rank
+            former(kind, error, trace)
             last_words()
             os._exit(1)  # Python's own way out would finalize MPI, and wait there
-        elif begun.acquire(blocking=False):
-            last_words()
-            if comm.rank > 0 and _alike(error):
-                time.sleep(_SECONDS_FOR_RANK_0)
-            last_words(report(comm.rank, kind, error, trace, thread))
-            time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
-            comm.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        own = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
+        _end(begun, own, kind, error, trace)
 
-    def in_thread(args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != process:
-            threading.__excepthook__(args)
-        elif not issubclass(args.exc_type, SystemExit):  # which ends a thread quietly, as in Python itself
-            name = args.thread.name if args.thread is not None else "unknown"
-            end(args.exc_type, args.exc_value, args.exc_traceback, name)
+    return end
 
-    sys.excepthook, threading.excepthook = end, in_thread
+
+def _ends_all_from_threads(former: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for `threading.excepthook`."""
+    begun, process = threading.Lock(), os.getpid()
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # which ends a thread quietly
+            former(args)
+            return
+        name = args.thread.name if args.thread is not None else "unknown"
+        own = None if former is threading.__excepthook__ else partial(former, args)
+        _end(begun, own, args.exc_type, args.exc_value, args.exc_traceback, name)
+
+    return end
+
+
+guest.register(guest.Hook(sys, "excepthook", _ends_all), guest.Hook(threading, "excepthook", _ends_all_from_threads))
+
+
+def _end(
+    begun: threading.Lock, own: Callable[[], object] | None, kind: type[BaseException], error: BaseException | None,
+    trace: TracebackType | None, thread: str = "",
+) -> None:  # fmt: skip
+    """Print the exception and end all ranks, once. An error that all ranks raise together is printed once: the others
+    leave it to rank 0, which ends them. own: what the program does about it, first of all."""
+    comm = guest.newest()
+    if not begun.acquire(blocking=False):
+        return
+    code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+    if own is not None:
+        code = _run_hook(own) or code
+    last_words()
+    if comm is None:
+        return
+    if comm.rank > 0 and _alike(error):
+        time.sleep(_SECONDS_FOR_RANK_0)
+    last_words(report(comm.rank, kind, error, trace, thread))
+    guest.tell_end(code, kind.__name__)
+    time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
+    comm.abort(code)
+
+
+def _run_hook(own: Callable[[], object]) -> int:
+    """Run a hook of the program, which must not keep the job from its end; the status that it wants to end with."""
+    try:
+        own()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        last_words(f"fsdpx: the program's own excepthook failed:\n{traceback.format_exc()}")
+    return 0
 
 
 def _alike(error: BaseException | None) -> bool:
@@ -258,8 +284,10 @@ def _mpi(asked: Asked, shared: bool = False) -> Communicator:
         _check_mpi(asked)
         from fsdpx.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
-        end_all_on_errors(MpiWorld())
-        return _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
+        guest.hold(ranks := MpiWorld(), ranks)
+        opened = _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
+        guest.release(ranks)  # an exception goes on to hold them, in its traceback
+        return opened
 
 
 def _gloo(asked: Asked) -> Communicator:
@@ -289,7 +317,7 @@ def _begun(carrier: Carrier, shared: bool) -> Communicator:
     from fsdpx.array import cores
     from fsdpx.comm.node.node import NodeCommunicator
 
-    end_all_on_errors(carrier)
+    guest.hold(carrier, carrier)
     if carrier.size > 1:
         compare(carrier, environment.read().agreed, given_to_call())
     made = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
@@ -374,9 +402,10 @@ def spawn(
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     try:
-        for thread in threads:
-            thread.start()
-        late = _join(threads, world)
+        with _exits_named:
+            for thread in threads:
+                thread.start()
+            late = _join(threads, world)
     except BaseException as stop:  # Ctrl-C in a session that goes on: ranks end at their next call
         world.fail(stop)
         raise
@@ -391,6 +420,40 @@ def spawn(
         death.add_note(f"[rank {rank}] the first of {size} thread ranks, all of which died")
         raise death
     return results
+
+
+class _NamedExits:
+    """While thread ranks run, `os._exit` says which of them ends them all."""
+
+    def __init__(self) -> None:
+        self._hook, self._lock, self._inside = guest.Hook(os, "_exit", self._wrap), threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            self._hook.put()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._hook.take_out()
+
+    @staticmethod
+    def _wrap(former: Callable[..., Any]) -> Callable[..., Any]:
+        process = os.getpid()
+
+        def exit(status: int) -> None:
+            opened = default.current()
+            if opened is not None and opened.of_thread and os.getpid() == process:
+                rank = f"[rank {opened.comm.rank}] of {opened.comm.size} thread ranks"
+                last_words(f"fsdpx: os._exit({status}) by {rank}: the process ends, and all of them with it\n")
+            former(status)
+
+        return exit
+
+
+_exits_named = _NamedExits()
 
 
 def _join(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:

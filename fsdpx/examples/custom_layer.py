@@ -52,6 +52,8 @@ def main(steps: int = 60) -> list[float]:
 
 
 if __name__ == "__main__":
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.custom_layer", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.custom_layer", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--steps", type=int, default=60)
     main(p.parse_args().steps)

@@ -41,7 +41,9 @@ def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.digits", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.digits", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--strategy", default="fsdp")
     p.add_argument("--epochs", type=int, default=10)
     p.add_argument("--batch", type=int, default=64, help="images of the global batch")

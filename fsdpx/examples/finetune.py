@@ -30,7 +30,9 @@ END = "<|end|>"
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.finetune", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.finetune", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("folder", nargs="?", help="of a model, as transformers writes it (default: a small one, made here)")
     p.add_argument("data", nargs="?", help="JSON lines: prompt and completion, or messages (default: made here)")
     p.add_argument(

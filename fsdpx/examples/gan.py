@@ -33,7 +33,9 @@ def slope(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Trains; the mean distance of generated points from the circle, every 100 steps and at the end."""
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.gan", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.gan", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--steps", type=int, default=600)
     p.add_argument("--batch", type=int, default=128, help="samples of the global batch")
     p.add_argument("--strategy", default="fsdp")

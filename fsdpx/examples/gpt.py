@@ -25,7 +25,9 @@ from fsdpx.testing.chaos import parse, strike
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.gpt", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.gpt", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--data", default=None, help="a file or folder of text (default: Python's standard library)")
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp, hybrid, local_sgd or diloco")
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")

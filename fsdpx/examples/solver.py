@@ -212,7 +212,9 @@ def part_of(grid: fsdpx.Grid) -> Part:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.solver", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.solver", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--trainers", type=int, default=1, help="how many of the ranks train")
     p.add_argument("--rounds", type=int, default=24, help="exchanges of snapshots and weights")
     p.add_argument("--strategy", default="fsdp")

@@ -72,7 +72,9 @@ def train(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[floa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, and let rank 0 say what came of it."""
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.strategies", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.strategies", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--strategy", choices=CHOICES, default="fsdp", help="or the axis")
     p.add_argument("--steps", type=int, default=40)
     args = p.parse_args(argv)

@@ -76,7 +76,9 @@ def compare(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.surrogate", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.surrogate", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--runs", type=whole, default=12, help="runs of the solver to learn from")
     p.add_argument("--steps", type=whole, default=2, help="steps of training after each state")
     p.add_argument("--pictures", type=Path, help="a folder for pictures; needs Matplotlib")

@@ -34,7 +34,9 @@ def trained(comm: Any, rate: float, args: argparse.Namespace) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.sweep", description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx.examples.sweep", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     p.add_argument("--groups", type=int, default=2, help="of ranks that train at the same time")
     p.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3, 1e-2], help="learning rates to try")
     p.add_argument("--steps", type=int, default=100)

@@ -7,14 +7,14 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any
 
-from fsdpx import environment
+from fsdpx import environment, guest
 from fsdpx.codecs import Choice
 from fsdpx.comm import default as defaults
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.default import uses, with_arguments
 from fsdpx.comm.mesh import Mesh
-from fsdpx.comm.opening import adopt, resilient
+from fsdpx.comm.opening import adopt, carrier_of, resilient
 from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Elastic, Offload, Precision, Sharding
 from fsdpx.cuda.devices import DeviceMap
@@ -38,6 +38,7 @@ from fsdpx.words import demand_known
 __all__ = ["OPTIONS", "distribute"]
 
 
+@guest.visit()
 def distribute(
     model: Any,
     *,
@@ -167,7 +168,14 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
         Recorder(session.engine, wanted[1], wanted[0])
     if device != "shape":
         handed_on(recipe.training.model, world)
-    return Trainer(FixedRanks(session))
+    return _hooked(Trainer(FixedRanks(session)), world)
+
+
+def _hooked(trainer: Trainer, world: Any) -> Trainer:
+    """The trainer; while it lives an uncaught exception ends all ranks, where they are processes."""
+    if (carrier := carrier_of(world)) is not None:
+        guest.hold(trainer, carrier, stays=True)
+    return trainer
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> Trainer:
@@ -177,7 +185,7 @@ def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> Trainer:
     trainer = Trainer(ElasticRanks(recipe, world, choice))
     if (opened := defaults.current()) is not None:
         unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies
-    return trainer
+    return _hooked(trainer, world)
 
 
 def _met(
@@ -191,6 +199,8 @@ def _met(
         note(before, "distribute")
         begin(before, words, given)
     world: Any = resilient(comm) if elastic else _world(comm, backend, device, device_map)
+    if (carrier := carrier_of(world)) is not None:
+        guest.hold(carrier, carrier)
     if not elastic and world is not before:
         note(world, "distribute")
         begin(world, words)

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from fsdpx import environment
+from fsdpx import environment, guest
 from fsdpx.array.namespace import unmasked
 from fsdpx.comm import default as defaults
 from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
@@ -73,6 +73,8 @@ def init(
         return opened.comm
     if (backend, comm, rank, size) == (None, None, None, None):
         existing.comm.leave = finalize
+        if (carrier := carrier_of(existing.comm)) is not None:
+            guest.hold(carrier, carrier)
         return existing.comm
     if existing.of_thread:
         raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")
@@ -132,7 +134,8 @@ def finalize() -> None:
 
 def default() -> Communicator:
     """The default communicator; `init()` is called if there is none."""
-    return init()
+    opened = defaults.current()
+    return init() if opened is None else opened.comm
 
 
 def rank() -> int:

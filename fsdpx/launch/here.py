@@ -19,6 +19,7 @@ from contextlib import suppress
 from types import FrameType
 
 from fsdpx.errors import LaunchError
+from fsdpx.guest import STOP_SIGNALS
 
 __all__ = ["starter"]
 
@@ -36,7 +37,7 @@ def starter() -> list[str]:
 
 def main(words: Sequence[str]) -> int:
     """Start the ranks; the status of the first that fails, which ends the others."""
-    p = argparse.ArgumentParser()
+    p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("--first", type=int, default=0)
     p.add_argument("--of", type=int)
     p.add_argument("-n", dest="ranks", type=int)
@@ -49,8 +50,8 @@ def main(words: Sequence[str]) -> int:
             with suppress(OSError):
                 rank.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
-        signal.signal(number, forward)
+    for name in ("INT", *STOP_SIGNALS):
+        signal.signal(signal.Signals[f"SIG{name}"], forward)
     with tempfile.TemporaryDirectory(prefix="fsdpx-meet-") as folder:
         common = dict(os.environ)
         if args.of is None:

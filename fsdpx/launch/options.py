@@ -275,13 +275,14 @@ def ranks_there(nodes: int | None, per_node: int | None, hostfile: Path | None, 
         if per_node is None and hostfile is not None and not all(host.slots for host in hosts):
             raise LaunchError(f"{made[0]} does not say how many ranks a host takes: say -n or --nproc-per-node")
         return sum(min(host.slots or per_node or 1, per_node or host.slots or 1) for host in hosts), made[1]
+    if per_node is not None and (nodes == 1 or environment.has_one_host()):
+        return per_node, "--nproc-per-node on one host"
     if allocated is not None:
         return allocated
     if nodes is not None and nodes > 1:
         raise LaunchError(f"how many ranks on {nodes} hosts? Say -n or --nproc-per-node")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = max(1, cores // (threads or 1))
-    return min(ranks, per_node or ranks), f"the {_count(cores, 'core')} that this process may use"
+    return max(1, cores // (threads or 1)), f"the {_count(cores, 'core')} that this process may use"
 
 
 def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fsdpx import environment
+from fsdpx import environment, guest
 from fsdpx.comm.default import have_met
 from fsdpx.comm.mpi.start import together
 from fsdpx.launch.notes import Note, asked, hold_lifeline, redirect
@@ -47,6 +48,8 @@ def main() -> None:
     if logs is not None:
         redirect(logs, begun.rank)
     _note_exits(begun, settings.run)
+    told: list[int] = []
+    guest.on_end(partial(_note_end, begun, settings.run, told))
     error: BaseException | None = None
     _note_handlers(begun, settings.run)
     try:
@@ -55,7 +58,7 @@ def main() -> None:
         error = raised
         raise
     finally:
-        if os.getpid() == begun.process:  # not in a child that was forked
+        if os.getpid() == begun.process and not told:  # not in a child that was forked
             _ended(begun, error).write(settings.run)
 
 
@@ -98,6 +101,14 @@ def _note_exits(begun: Note, folder: Path) -> None:
         leave(status)
 
     os._exit = noted
+
+
+def _note_end(begun: Note, folder: Path, told: list[int], status: int, error: str) -> None:
+    """This rank ends all others, which may be seen to end before it does, or while its script still comes to its end.
+    told: the status, from now on."""
+    if os.getpid() == begun.process and not told:
+        told.append(status)
+        replace(begun, status=status, error=error).write(folder)
 
 
 def _note_handlers(begun: Note, folder: Path) -> None:

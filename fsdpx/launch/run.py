@@ -22,6 +22,7 @@ from types import FrameType
 from fsdpx import environment, files
 from fsdpx.comm.mpi.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
+from fsdpx.guest import STOP_SIGNALS, SignalHandler
 from fsdpx.launch.batch import batch, node_cores
 from fsdpx.launch.endings import Deaths, Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.join import Guests, join
@@ -29,6 +30,7 @@ from fsdpx.launch.launchers import Found, answering, command, find
 from fsdpx.launch.notes import Follower, Note, ask, read_notes
 from fsdpx.launch.options import LaunchConfig, NodeRank, look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.rank import end_with_parent
+from fsdpx.messages import last_words
 from fsdpx.watch.flight import FlightRecord, log, read_all
 
 __all__ = ["Job", "main", "run"]
@@ -226,7 +228,7 @@ def _importable(package: str, where: Path) -> bool:
 
 
 def _log(text: str) -> None:
-    print(f"fsdpx run: {text}", file=sys.stderr, flush=True)
+    last_words(f"fsdpx run: {text}\n")  # a terminal that closes asks the job to stop, and shows nothing any more
 
 
 def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, guests: Guests) -> Ending:
@@ -281,17 +283,20 @@ class _Signals:
         self.grace = grace
         self.received: signal.Signals | None = None
         self._times = 0
-        self._before: dict[signal.Signals, object] = {}
+        self._before: list[SignalHandler] = []
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
-                self._before.setdefault(number, signal.signal(number, self._note))
+            for name in ("INT", *STOP_SIGNALS):
+                before = SignalHandler.of(signal.Signals[f"SIG{name}"])
+                if not before.is_wanted():
+                    self._before.append(before)
+                    signal.signal(before.number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        while self._before:
+            self._before.pop().put_back(self._note)
 
     def wait(self, seconds: float) -> bool:
         """Sleep; True as soon as a signal was received."""
@@ -333,8 +338,9 @@ class _Signals:
         _kill(job)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number)
-        self._times += 1
+        first, self.received = self.received is None, self.received or signal.Signals(number)
+        if first or signal.Signals(number).name != "SIGHUP":  # a shell hands on what the terminal has sent already
+            self._times += 1
 
 
 def _kill(job: subprocess.Popen[bytes]) -> None:

@@ -23,7 +23,7 @@ from fsdpx.files import unreadable
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
 from fsdpx.layout.grid import Grid
 from fsdpx.observe.chrome import TraceHeader, TracePlace, write_simulated
-from fsdpx.observe.plots import StepLanes, figure, save
+from fsdpx.observe.plots import StepLanes, check_drawable, figure, save
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, lowered, lowered_text
 from fsdpx.plan.prediction import Dry, Prediction, prepared
@@ -75,6 +75,8 @@ OF_LAYERS = ("tensor", "data", "space")  # axes over which layers communicate, w
 
 def show(args: argparse.Namespace) -> str:
     """The text of `show` for the options of its command line."""
+    if args.png is not None:
+        check_drawable("--png", args.png)
     example = _cut(entry(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)

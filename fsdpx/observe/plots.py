@@ -105,6 +105,21 @@ def missing() -> str:
     return ""
 
 
+def check_drawable(option: str, path: str | Path) -> None:
+    """Raise ConfigError where no picture can be written to `path`, which `option` names: ask before the work for it.
+
+    Matplotlib, the folder and the format are looked at."""
+    if why := missing():
+        raise ConfigError(f"{option} {path}: {why}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffix, known = Path(path).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
+    if suffix and suffix not in known:
+        raise ConfigError(f"{option} {path}: {suffix} is no format of pictures; use {', '.join(sorted(known))}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {Path(path).parent}; make it first")
+
+
 def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
     """Write a picture with one row per rank; returns its path, whose suffix says the format.
 

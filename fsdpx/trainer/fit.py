@@ -24,6 +24,7 @@ from fsdpx.config import python_number
 from fsdpx.data.dataset import digest_of_first
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory, warn
+from fsdpx.guest import STOP_SIGNALS
 from fsdpx.messages import say
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import Meter, metered
@@ -230,7 +231,7 @@ def fit(
     epochs, steps, every, patience = map(python_number, (epochs, steps, every, patience))
     asked = preempt or None
     if preempt is None and checkpoints is not None:
-        asked = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
+        asked = Preemption(signals=(*STOP_SIGNALS, "INT"))  # Ctrl-C loses nothing either
     limits = Limits(epochs, steps, every, patience, stop)
     limits.demand(validation, metrics, restore_best)
     if not isinstance(loader, Iterable):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from fsdpx import guest
 from fsdpx.checkpoint.load import WeightsReport, load_weights
 from fsdpx.checkpoint.save import Choices
 from fsdpx.comm.communicator import Communicator
@@ -52,7 +53,7 @@ class Trainer:
     data-rank's part of the global batch, dim 0 is samples, and parts may differ in size."""
 
     # no others: an attribute that is misspelt, or that nothing reads, is an AttributeError
-    __slots__ = ("_absent", "_finite", "_forwarded", "_host", "_local", "_shown")
+    __slots__ = ("_absent", "_finite", "_forwarded", "_host", "_local", "_shown", "__weakref__")
 
     def __init__(self, host: TrainerHost) -> None:
         self._host = host
@@ -448,6 +449,7 @@ class Trainer:
             self._end()
             self._host.closed = True
             self._host.close()
+            guest.release(self)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

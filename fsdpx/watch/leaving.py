@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdpx import guest
 from fsdpx.messages import last_words
 from fsdpx.watch.flight import FlightRecord, FlightRecorder, read
 
@@ -35,14 +36,14 @@ class Open(NamedTuple):
     """The state of a rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a
     status; None where the others go on."""
 
+    rank: int
     end: Callable[[], None]
     abort: Callable[[int], None] | None
 
 
-def stays(record: FlightRecorder, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
+def stays(record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
     """From now on the end of this process concerns other ranks, which read it in `record`; see `Open`."""
-    _listen()
-    _open[record] = Open(end, abort)
+    _open[record] = Open(rank, end, abort)
     atexit.register(end)
 
 
@@ -64,32 +65,42 @@ def _forget() -> None:
         leaving(record)
 
 
-def _listen() -> None:
-    """Python does not report its exit status when it ends: note the argument of `sys.exit`. `os._exit` runs nothing at
-    the end, and a rank that ends so with status 0 may pass for the good end of all with mpiexec of MPICH."""
-    if getattr(sys.exit, "__module__", "") == __name__:
-        return
-    ends, ends_at_once = sys.exit, os._exit
+def _notes_status(former: Callable[..., Any]) -> Callable[..., Any]:
+    """Python does not report its exit status when it ends: note the argument of `sys.exit`."""
 
     def exit(status: Any = None, /) -> Any:
         _reported[0] = status
-        ends(status)
+        former(status)
+
+    return exit
+
+
+def _ends_all(former: Callable[..., Any]) -> Callable[..., Any]:
+    """`os._exit` runs nothing at the end, and a rank that ends so with status 0 may pass for the good end of all with
+    mpiexec of MPICH."""
+    process = os.getpid()
 
     def _exit(status: int) -> Any:
-        concerned = list(_open.values())
+        concerned = [one for one in _open.values() if one.abort is not None]
         _open.clear()
-        if any(one.abort is not None for one in concerned):
-            code = status or LEFT
-            last_words(f"fsdpx: os._exit({status}) while others may wait for this rank: all end with {code}\n")
+        if concerned and os.getpid() == process:
+            code, rank = status or LEFT, concerned[0].rank
+            guest.tell_end(status)
+            last_words(
+                f"fsdpx: rank {rank} calls os._exit({status}) while others may wait for it: all end with {code}\n"
+            )
             time.sleep(TO_PASS_ON)
             for one in concerned:
                 if one.abort is not None:
                     one.abort(code)
-        ends_at_once(status)
+        former(status)
 
-    sys.exit, os._exit = exit, _exit
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget)
+    return _exit
+
+
+guest.register(guest.Hook(sys, "exit", _notes_status), guest.Hook(os, "_exit", _ends_all))
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 # -- what the others see -----------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.errors import ConfigError
+from fsdpx.guest import STOP_SIGNALS, SignalHandler
+from fsdpx.messages import last_words
 
 __all__ = ["PREEMPTED", "Preempted", "Preemption"]
 
@@ -46,13 +48,15 @@ class Preemption:
                 preemption.check(trainer)
 
     It is enough that one rank gets a signal. Handlers are set while the `with` lasts, or `fit`; a thread that is not
-    Python's main thread can set none, and hears of `ask` and of the other ranks.
+    Python's main thread can set none, and hears of `ask` and of the other ranks. A handler of the program's own is
+    called as well, and is put back at the end, unless the program has set another one meanwhile. HUP stays ignored
+    under nohup, and a QUIT that dumps stacks (`faulthandler.register`) still does that instead.
 
     Parameters
     ----------
     save : called on all ranks, together
-    signals : names; USR1 is forwarded to the ranks by every launcher, TERM comes last before KILL, INT is Ctrl-C (a
-        second one ends at once)
+    signals : names; USR1 is forwarded to the ranks by every launcher, TERM comes last before KILL, HUP means that a
+        terminal closes, QUIT is Ctrl-\\, INT is Ctrl-C (a second one ends at once)
     requeue : rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
@@ -60,28 +64,31 @@ class Preemption:
         self,
         save: Callable[[], object] | None = None,
         *,
-        signals: Sequence[str] = ("USR1", "TERM"),
+        signals: Sequence[str] = STOP_SIGNALS,
         requeue: bool = False,
     ) -> None:
         self.save, self.requeue = save, requeue
         self.signals = [_signal(name) for name in signals if hasattr(signal, "SIGUSR1") or "USR" not in name]  # Windows
         self._asked, self._since = 0, 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, SignalHandler] = {}
         self._process = os.getpid()
 
     def __enter__(self) -> Preemption:
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
-                self._before[number] = signal.signal(number, self._note)
+                before = SignalHandler.of(number)
+                if not before.is_wanted():
+                    self._before[number] = before
+                    signal.signal(number, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._before:
-            number, handler = self._before.popitem()
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            _, before = self._before.popitem()
+            before.put_back(self._note)
 
     def ask(self) -> None:
         """The effect of a signal: this rank asks all to stop at the next boundary."""
@@ -100,7 +107,7 @@ class Preemption:
         trainer.host.most(np.zeros(1), "preemption: all have saved")
         end = Preempted(*found, trainer.steps)
         if trainer.host.rank == 0:
-            print(f"fsdpx: {end}; exit status {PREEMPTED}", file=sys.stderr, flush=True)
+            last_words(f"fsdpx: {end}; exit status {PREEMPTED}\n")  # its terminal may have closed
             if self.requeue:
                 _requeue()
         raise end
@@ -112,8 +119,9 @@ class Preemption:
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """A second Ctrl-C does not wait for the boundary; launchers hand on the first one twice, at the same time.
-        In a child that was forked, which is no rank, the signal has the effect that it had before."""
+        """Note who asks, and do what the program would have done. A second Ctrl-C does not wait for the boundary;
+        launchers hand on the first one twice, at the same time. In a child that was forked, which is no rank, the
+        signal has the effect that it had before."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)
@@ -122,6 +130,7 @@ class Preemption:
         if number == signal.SIGINT and self._asked and now > self._since + 1.0:
             raise KeyboardInterrupt
         self._asked, self._since = self._asked or number, self._since if self._asked else now
+        self._before[signal.Signals(number)].call(frame)
 
 
 def _signal(name: str) -> signal.Signals:

@@ -138,7 +138,7 @@ class Watchdog:
         self._fewer = -math.inf  # when one of them had none any more
         self._found = math.inf  # when it was found that this rank waits in vain
         weak, outlived = self._comm, getattr(comm, "survives", False)
-        stays(self.record, self._leave, None if outlived else lambda code: _end_all(weak(), code))
+        stays(self.record, self.rank, self._leave, None if outlived else lambda code: _end_all(weak(), code))
         threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True).start()
 
     def stop(self) -> None:

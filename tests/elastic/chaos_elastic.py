@@ -36,7 +36,7 @@ def one(seed: int) -> Trial | None:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("seeds", type=int)
     p.add_argument("--first", type=int, default=0)
     p.add_argument("--jobs", type=int, default=1, help="at once")

@@ -127,7 +127,7 @@ def trials(seeds: range) -> int:
 
 
 if __name__ == "__main__":
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     p.add_argument("seeds", type=int)
     p.add_argument("--first", type=int, default=0)
     args = p.parse_args()

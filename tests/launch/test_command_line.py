@@ -365,7 +365,7 @@ def test_mistakes_are_explained(arguments: list[str], text: str, capsys: pytest.
     [
         (
             ["run", "-n", "two", "x.py"],
-            "fsdpx run: argument -n/--ranks: invalid int value: 'two'; python -m fsdpx run --",
+            "fsdpx run: argument -n/-np/--np/--ranks: invalid int value: 'two'; python -m fsdpx run --",
         ),
         (["run", "--nodes"], "fsdpx run: argument --nodes: expected one argument; python -m fsdpx run --help "),
         (["rum"], "fsdpx: argument command: invalid choice: 'rum' (choose from "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -402,6 +403,13 @@ def test_what_no_batch_file_can_say_is_refused(
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6"}, "--hostfile hosts", 4, "--hostfile"),
         ({}, "--hostfile bare --nproc-per-node 3", 6, "--hostfile"),
         ({}, "--threads 2", 3, "the 6 cores that this process may use"),
+        ({}, "--nproc-per-node 8", 8, "--nproc-per-node on one host"),
+        ({}, "--nproc_per_node 8", 8, "--nproc-per-node on one host"),
+        ({}, "--nodes 1 --nproc-per-node 2", 2, "--nodes and --nproc-per-node"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}, "--nproc-per-node 2", 2, "--nproc-per-node on one host"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "6"}, "--nproc-per-node 4", 6, "SLURM_NTASKS",
+        ),
         ({}, "", 6, "the 6 cores that this process may use"),
     ],
 )
@@ -421,6 +429,46 @@ def test_without_a_number_the_ranks_are_those_of_the_allocation_or_the_cores(
     said = capsys.readouterr()
     assert f" -n {ranks} python " in said.out
     assert said.err.startswith(f"fsdpx run: {ranks} ranks, by {source}")
+
+
+@pytest.mark.parametrize("option", ["-n 4", "-n4", "-np 4", "--np 4", "--np=4", "--ranks 4"])
+def test_the_number_of_ranks_has_the_spellings_of_launchers(
+    option: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "hydra", monkeypatch)
+    assert main(["run", *option.split(), "--dry-run", "train.py", "--np", "3"]) == 0
+    assert f"{TAIL.removesuffix('--fast')}--np 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("run --nproc 3 x.py", "fsdpx run: unrecognized arguments: --nproc; did you mean '--nproc-per-node'"),
+        ("run --node 3 x.py", "unrecognized arguments: --node; did you mean '--nodes' or '--node-rank'?"),
+        ("run --max_restarts 3 x.py", "unrecognized arguments: --max_restarts; did you mean '--max-restarts'?"),
+        ("run --hostfle=h x.py", "unrecognized arguments: --hostfle=h; did you mean '--hostfile'?"),
+        ("show --strat ddp", "fsdpx show: unrecognized arguments: --strat; did you mean '--strategy'?"),
+        ("ckpt convert a b --form x", "fsdpx ckpt convert: unrecognized arguments: --form x"),
+        ("--versio", "unrecognized arguments: --versio; did you mean '--version'?"),
+    ],
+)
+def test_an_option_that_is_cut_short_is_not_taken(
+    words: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert text in capsys.readouterr().err
+
+
+def test_no_parser_takes_the_beginning_of_an_option_for_it() -> None:
+    root = Path(fsdpx.__file__).parents[1]
+    files = [path for folder in ("fsdpx", "bench", "tests") for path in sorted((root / folder).rglob("*.py"))]
+    calls = [
+        (path.name, node) for path in files for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("argparse.ArgumentParser", "ArgumentParser")
+    ]
+    assert len(calls) > 10
+    assert [name for name, call in calls if "allow_abbrev=False" not in map(ast.unparse, call.keywords)] == []
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def run(
 
 
 FAILS = (
-    TRAINER
+    "import threading\n"
+    + TRAINER
     + """
 trainer.step(*(array[mine] for array in batches[0]))
 if comm.rank == 2:
@@ -47,12 +48,15 @@ fsdpx.barrier()
 WAYS = [
     ("1 / 0", "ended with ZeroDivisionError", "1"),
     ("sys.exit(3)", "ended with exit status 3", "3"),
+    *(3 * [("os._exit(3)", "ended with exit status 3", "3")]),
+    *(3 * [("threading.Thread(target=lambda: 1 / 0).start()", "ended with ZeroDivisionError", "1")]),
     ("import ctypes; ctypes.string_at(0)", "died (status ", "11|139"),
     ("os.kill(os.getpid(), signal.SIGKILL)", "died (status ", "9|137"),
 ]
+IDS = ["exception", "exit", *(3 * ["_exit"]), *(3 * ["thread"]), "SEGV", "KILL"]
 
 
-@pytest.mark.parametrize(("what", "said", "statuses"), WAYS, ids=["exception", "exit", "SEGV", "KILL"])
+@pytest.mark.parametrize(("what", "said", "statuses"), WAYS, ids=IDS)
 def test_however_one_rank_ends_the_job_ends_soon_and_names_it(
     tmp_path: Path, what: str, said: str, statuses: str
 ) -> None:

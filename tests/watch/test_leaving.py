@@ -80,7 +80,7 @@ def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
     done = job(tmp_path, script)
     assert none_left(tmp_path)
     assert done.status == 1, done.err
-    assert streams == "closed" or ("Error: my own bug" if "raise" in end else "fsdpx: os._exit(0) while") in done.err
+    assert streams == "closed" or ("Error: my own bug" if "raise" in end else "calls os._exit(0) while") in done.err
     assert done.seconds < SECONDS
 
 
@@ -112,7 +112,7 @@ def test_before_distribute_and_outside_of_calls(tmp_path):
 def test_a_process_that_ends_at_once(tmp_path, status, wanted):
     done = ended(tmp_path, f"os._exit({status})")
     assert done.status == wanted, done.err
-    assert f"fsdpx: os._exit({status}) while others may wait for this rank: all end with {wanted}\n" in done.err
+    assert f"fsdpx: rank 2 calls os._exit({status}) while others may wait for it: all end with {wanted}\n" in done.err
 
 
 @pytest.mark.jobs
@@ -288,6 +288,51 @@ def test_handlers_are_set_during_fit_and_put_back(tmp_path):
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_handler_of_the_program_is_called_too_and_put_back(number: signal.Signals) -> None:
+    heard = []
+    own, before = (lambda number, frame: heard.append(number)), signal.getsignal(number)
+    try:
+        signal.signal(number, own)
+        with Preemption() as preemption:
+            signal.raise_signal(number)
+            with pytest.raises(Preempted, match=f"asked to stop by {number.name}"):
+                preemption.check(trainer())
+        assert (heard, signal.getsignal(number)) == ([number], own)
+        other = lambda number, frame: None  # noqa: E731
+        with Preemption():
+            signal.signal(number, other)
+        assert signal.getsignal(number) is other
+    finally:
+        signal.signal(number, before)
+
+
+QUITS = """
+import faulthandler, signal, sys
+from fsdpx import Preemption
+from fsdpx.guest import SignalHandler
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+numbers = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
+if sys.argv[1:]: faulthandler.register(signal.SIGQUIT)
+said = lambda: [(one.function, one.record[:8]) for one in map(SignalHandler.of, numbers)]
+before = said()
+with Preemption() as preemption:
+    assert signal.getsignal(signal.SIGTERM) == preemption._note
+    signal.raise_signal(signal.SIGHUP)
+    if sys.argv[1:]: signal.raise_signal(signal.SIGQUIT)
+    assert not preemption._asked
+assert said() == before
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("dumps", [["dumps"], []])
+def test_nohup_and_stacks_at_quit_stay_what_they_are(dumps: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", QUITS, *dumps], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("most recent call first" in done.stderr) == bool(dumps), done.stderr
+
+
 def test_nobody_asked_nothing_happens():
     assert len(trainer().fit([(X, Y)] * 3, preempt=Preemption(), progress=False).losses) == 3
 
@@ -315,12 +360,13 @@ def test_requeue_asks_slurm(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.jobs
-def test_a_signal_to_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals) -> None:
     """To the launcher, and to all: tests/checkpoint/test_checkpoint_command_line.py."""
     (tmp_path / "job.py").write_text(TRAINER + ENDLESS)
     command = [str(MPIEXEC), "-n", "3", sys.executable, "job.py"]
-    status, err = asked_to_stop(tmp_path, command, signal.SIGUSR1, rank=1)
+    status, err = asked_to_stop(tmp_path, command, number, rank=1)
     assert status == PREEMPTED, err
     steps = {(tmp_path / f"saved-{rank}").read_text() for rank in range(3)}
     assert len(steps) == 1
-    assert "fsdpx: rank 1 was asked to stop by SIGUSR1; all ranks ended together after step " in err
+    assert f"fsdpx: rank 1 was asked to stop by {number.name}; all ranks ended together after step " in err

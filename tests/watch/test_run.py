@@ -149,7 +149,9 @@ def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # USR1: of a batch script, below
+@pytest.mark.parametrize(  # USR1: of a batch script, below
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+)
 def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: signal.Signals) -> None:
     status, err = asked_to_stop(tmp_path, command(tmp_path, ENDLESS), number, TMPDIR=str(tmp_path / "tmp"))
     assert status == PREEMPTED, err

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx import environment
+from fsdpx import environment, guest
 from fsdpx.comm.calls import Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, overlay, spin
 from fsdpx.comm.carrier import TIMEOUT, Carrier, of_gpu, relayed
 from fsdpx.comm.communicator import Communicator, Survivor, loss, settle
@@ -378,6 +378,7 @@ class MpiCommunicator(Carrier):
 
     def close(self) -> None:
         """Free it, unless a rank is missing: then it stays as it is until the process ends."""
+        guest.release(self)
         if self.raw != MPI.COMM_NULL and not self.lost():
             self.raw.Free()
 
