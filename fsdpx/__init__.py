@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fsdpx.facade.distribute import distribute
     from fsdpx.facade.dryrun import dry_run
     from fsdpx.facade.functional import *
+    from fsdpx.facade.latest import latest
     from fsdpx.launch.call import launch
     from fsdpx.launch.info import info
     from fsdpx.launch.options import LaunchConfig
@@ -61,6 +62,7 @@ _NAMES = {
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "finalize", "gather", "init",
         "is_initialized", "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
     ),
+    "fsdpx.facade.latest": ("latest",),
     "fsdpx.launch.info": ("info",),
     "fsdpx.launch.options": ("LaunchConfig",),
     "fsdpx.observe.folder": ("RunFolder",),

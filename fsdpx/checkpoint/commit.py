@@ -18,11 +18,12 @@ from fsdpx import files
 from fsdpx.checkpoint.format import WRITTEN, FileLayout, create, opened, sync, sync_folder, write_at
 from fsdpx.checkpoint.write import MANIFEST, OWN, SUMS, Manifest, is_checkpoint
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.default import gather_plain
 from fsdpx.errors import CheckpointError, FsdpxError
 
 __all__ = [
-    "Target", "agreed", "alone", "current", "hold", "in_words", "located", "moving", "named", "numbered", "place",
-    "prune", "put", "replaceable", "same", "together",
+    "PARTIAL", "Target", "agreed", "alone", "checkpoint_name", "current", "hold", "in_words", "leaving", "located",
+    "moving", "named", "numbered", "place", "prune", "put", "replaceable", "same", "together",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def together(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     except Exception as error:
         problem = in_words(error)
         cause = None if isinstance(error, FsdpxError) else error  # else one text would be shown twice
-    for rank, (_, text) in enumerate(everyone := world.all_gather_plain((value, problem))):
+    for rank, (_, text) in enumerate(everyone := gather_plain(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
             raise CheckpointError(text if text.startswith(where) else f"{where}: {who}{text}") from cause
@@ -99,7 +100,13 @@ except ImportError:  # Windows: two jobs there are not told apart
     fcntl = None  # type: ignore[assignment]
 
 
-PREVIOUS, PARTIAL, LOCK, REMOVED = ".previous", ".partial-", ".lock", ".removed"
+PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
+"""What a save needs beside a checkpoint for a while, and leaves if it is killed. `leaving` makes the names: they do not
+begin as the checkpoint's does, so that who looks for `step-*` finds checkpoints alone."""
+_LEAVING = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
+_OLD_LEAVING = re.compile(rf"(.+)\.({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})", re.DOTALL)
+"""As earlier versions named them."""
+_RESERVED = re.compile(rf"\.fsdpx-.*|.*\.({PREVIOUS}|{PARTIAL}.*|{LOCK}|{REMOVED})", re.DOTALL | re.IGNORECASE)
 LINKS = 40
 """That lead to one another, as many as Linux follows."""
 IN_PLACE = (
@@ -121,11 +128,12 @@ class Target:
         """Lock the folder that `path` names, and make the partial folder with files of the right size in it."""
         path = replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        target = cls(path, beside(path, PARTIAL + token), _lock(path))
+        target = cls(path, leaving(path, PARTIAL + token), _lock(path))
         try:
             _demand_free(path)
-            for left in path.parent.glob(_escaped(path.name) + PARTIAL + "*"):
-                remove(left)
+            for left, kind, name in _leavings(path.parent):
+                if kind.startswith(PARTIAL) and name == path.name:
+                    remove(left)
             target.partial.mkdir()
             for name, contents in plan.files.items():
                 create(target.partial / name, contents.size)
@@ -135,8 +143,8 @@ class Target:
         return target
 
     def commit(self, plan: FileLayout, manifest: Manifest) -> None:
-        """The data are there: headers, manifest, and the new name. Until the last rename, `path` or its `.previous` is
-        the old checkpoint; after it, `path` is the new one."""
+        """The data are there: headers, manifest, and the new name. Until the last rename, `current` finds the old
+        checkpoint; after it, `path` is the new one."""
         for name, contents in plan.files.items():
             put(self.partial / name, contents.header)
         note = {} if plan.note is None else {WRITTEN: plan.note}
@@ -144,7 +152,7 @@ class Target:
             create(self.partial / name, len(text))
             put(self.partial / name, text)
         sync_folder(self.partial)
-        previous = beside(self.path, PREVIOUS)
+        previous = leaving(self.path, PREVIOUS)
         if self.path.exists() and is_checkpoint(self.path):
             remove(previous)
             with moving(self.path):
@@ -161,6 +169,7 @@ class Target:
             raise
         sync_folder(self.path.parent)
         remove(previous)
+        remove(_old_leaving(self.path, PREVIOUS))
         self.release()
 
     def abandon(self) -> None:
@@ -171,12 +180,39 @@ class Target:
     def release(self) -> None:
         lock, self.lock = self.lock, None
         if lock is not None:
-            beside(self.path, LOCK).unlink(missing_ok=True)
+            leaving(self.path, LOCK).unlink(missing_ok=True)
             os.close(lock)
 
 
-def beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
+def leaving(path: Path, kind: str) -> Path:
+    """What lies beside the checkpoint `path` while it is saved."""
+    return path.with_name(f".fsdpx-{kind}-{path.name}")
+
+
+def _old_leaving(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.name}.{kind}")
+
+
+def _parse_leaving(name: str) -> tuple[str, str] | None:
+    """Kind, and the name of the checkpoint, of what a save has left; None for any other name."""
+    if match := _LEAVING.fullmatch(name):
+        return match[1], match[2]
+    match = _OLD_LEAVING.fullmatch(name)
+    return match and (match[2], match[1])
+
+
+def _leavings(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """What saves have left in a folder: path, kind, and the name of the checkpoint."""
+    for path in sorted(folder.iterdir()):
+        if found := _parse_leaving(path.name):
+            yield path, *found
+
+
+def checkpoint_name(name: str) -> str | None:
+    """The name of the checkpoint that an entry of a folder can hold: its own, or that of which it is the previous one;
+    None for all else that saves leave."""
+    kind, of = _parse_leaving(name) or (PREVIOUS, name)
+    return of if kind == PREVIOUS else None
 
 
 def named(path: Any) -> Path:
@@ -214,6 +250,11 @@ def followed(path: Path) -> Path:
 def replaceable(path: Path) -> Path:
     """The folder that `path` names, if another one can take its place; CheckpointError if not."""
     folder = followed(path)
+    if _RESERVED.fullmatch(folder.name):
+        raise CheckpointError(
+            f"{path}: fsdpx gives such names to what it has beside a checkpoint while it saves, and removes it: choose "
+            "another name"
+        )
     if folder.is_dir() and os.path.samefile(folder, os.curdir):
         raise CheckpointError(f"{path} is the current folder, which cannot be replaced: name a folder in it")
     if os.path.ismount(folder):
@@ -233,10 +274,10 @@ def moving(path: Path) -> Iterator[None]:
 
 
 def current(path: Path) -> Path:
-    """Where the checkpoint of this name is: a job that was killed between two renames leaves it in `.previous`."""
+    """Where the checkpoint of this name is: a job that was killed between two renames leaves it under another."""
     path = followed(path)
-    previous = beside(path, PREVIOUS)
-    return previous if not path.exists() and is_checkpoint(previous) else path
+    left = (leaving(path, PREVIOUS), _old_leaving(path, PREVIOUS))
+    return path if path.exists() else next(filter(is_checkpoint, left), path)
 
 
 def remove(folder: Path) -> None:
@@ -255,12 +296,11 @@ def remove(folder: Path) -> None:
 
 def numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
     """The checkpoints PREFIXn of a folder with their numbers, oldest first."""
-    pattern = re.compile(re.escape(prefix) + r"(\d+)(\.previous)?")
-    found: dict[int, Path] = {}
+    pattern, found = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = pattern.fullmatch(path.name)
+        match = pattern.fullmatch(checkpoint_name(path.name) or "")
         if match and is_checkpoint(path):
-            found[int(match[1])] = folder / path.name.removesuffix(PREVIOUS)
+            found[int(match[1])] = folder / match[0]
     yield from sorted(found.items())
 
 
@@ -275,11 +315,12 @@ def prune(path: Path, keep: int, spare: str | None = None) -> None:
     for old in [p for p in known[: max(len(known) + 1 - keep, 0)] if p.name != spare]:
         if os.path.realpath(old) in linked:
             continue
-        gone = beside(old, REMOVED)
+        gone = leaving(old, REMOVED)
         remove(gone)
         os.rename(current(old), gone)
-    for left in path.parent.glob(_escaped(prefix) + "*" + REMOVED):
-        remove(left)
+    for left, kind, name in _leavings(path.parent):
+        if kind == REMOVED and name.rstrip("0123456789") == prefix:
+            remove(left)
 
 
 def unnumbered(path: Path) -> str:
@@ -311,8 +352,21 @@ def _some(names: list[str]) -> str:
 
 
 def _lock(path: Path) -> int:
-    """Hold PATH.lock until `release` or the end of the process, however it ends; CheckpointError if another has it."""
-    return hold(beside(path, LOCK), f"{path}: another job is saving there")
+    """Hold the lock of this name until `release` or the end of the process, however it ends; CheckpointError if another
+    has it."""
+    busy, old = f"{path}: another job is saving there", _old_leaving(path, LOCK)
+    if _is_lock(old):  # of an earlier version, which may still run
+        os.close(hold(old, busy))
+        old.unlink(missing_ok=True)
+    return hold(leaving(path, LOCK), busy)
+
+
+def _is_lock(path: Path) -> bool:
+    """Whether `hold` has signed this file."""
+    with suppress(ValueError):
+        found = files.parse_json(files.believed(path) or b"") if path.is_file() else None
+        return files.typed(found, {"host": str, "process": int, "since": str}) is not None
+    return False
 
 
 def hold(name: Path, busy: str) -> int:
@@ -355,7 +409,3 @@ def put(path: Path, data: Any) -> None:
     with opened(path, writing=True) as fd:
         write_at(fd, data, 0)
         sync(fd)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([\[?*])", r"[\1]", name)

@@ -21,9 +21,9 @@ from fsdpx.errors import CheckpointError
 from fsdpx.files import parse_json
 
 __all__ = [
-    "INDEX", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "Contents", "FileLayout", "Sum", "TensorEntry", "Tensors",
-    "array_type", "code_of", "create", "index_of", "lay", "lay_out", "opened", "parse", "read_at", "rounded", "split",
-    "sync", "sync_folder", "whole", "will_read", "write_at",
+    "INDEX", "LARGEST_TEXT", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "Contents", "FileLayout", "Sum", "TensorEntry",
+    "Tensors", "array_type", "code_of", "create", "index_of", "lay", "lay_out", "opened", "parse", "read_at", "rounded",
+    "split", "sync", "sync_folder", "whole", "will_read", "write_at",
 ]  # fmt: skip
 
 
@@ -351,6 +351,8 @@ def sync_folder(path: Path) -> None:
             os.close(fd)
 
 
+LARGEST_TEXT = 100_000_000
+"""Bytes of a manifest or an index."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STATE = "state.safetensors"

@@ -18,6 +18,7 @@ from fsdpx.array.namespace import from_host
 from fsdpx.checkpoint.commit import current
 from fsdpx.checkpoint.format import (
     INDEX,
+    LARGEST_TEXT,
     STATE,
     WEIGHTS,
     Contents,
@@ -32,6 +33,7 @@ from fsdpx.checkpoint.format import (
     rounded,
     will_read,
 )
+from fsdpx.checkpoint.newest import newest
 from fsdpx.checkpoint.pieces import BLOCK, Block, Held, in_blocks
 from fsdpx.checkpoint.write import MANIFEST, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
@@ -39,8 +41,6 @@ from fsdpx.files import parse_json
 from fsdpx.layout.pages import Range, Run, near, overlap
 
 __all__ = ["Source", "checkpoint", "elements", "parts", "read", "spans", "sums", "take", "weights"]
-
-LARGEST_TEXT = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,9 @@ def _near(path: Path) -> str:
 
 
 def _newest(folder: Path) -> str:
-    """The checkpoint with the most steps, as the end of a sentence; nothing if none has a number at its end."""
-    steps = {path: re.search(r"\d+$", path.name) for path in folder.iterdir()}
-    found = {path: int(step[0]) for path, step in steps.items() if step and is_checkpoint(path)}
-    return f"; the newest in {folder} is {max(found, key=lambda path: found[path]).name}" if found else ""
+    """The newest checkpoint, as the end of a sentence; nothing if there is none, or it has no number to tell it by."""
+    found = newest(folder)
+    return "" if found is None or not re.search("[0-9]", found.name) else f"; the newest in {folder} is {found.name}"
 
 
 def _names(folder: Path) -> str:

@@ -29,8 +29,8 @@ from fsdpx.comm.node.memory import LETTER, Board
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 
 __all__ = [
-    "Agreement", "Default", "Place", "current", "demand_member", "given_to_call", "have_met", "kind", "other",
-    "place", "put", "running_mpi", "signature", "taken", "use", "uses", "with_arguments",
+    "Agreement", "Default", "Place", "current", "demand_member", "gather_plain", "given_to_call", "have_met", "kind",
+    "other", "place", "put", "running_mpi", "signature", "taken", "use", "uses", "with_arguments",
 ]  # fmt: skip
 
 GLANCES = range(64)
@@ -292,6 +292,11 @@ def demand_member(comm: Any) -> None:
         raise ConfigError("comm is MPI.COMM_NULL: this rank is not in it, or it was freed; only ranks in it call this")
     if getattr(comm, "is_inter", True):
         raise ConfigError(f"comm is an MPI.{type(comm).__name__}: the ranks of one Intracomm are needed")
+
+
+def gather_plain(comm: Any, value: Any) -> list[Any]:
+    """The plain values of all ranks of `comm`, which may be of mpi4py, by rank. Collective."""
+    return list(comm.all_gather_plain(value) if hasattr(comm, "all_gather_plain") else comm.allgather(value))
 
 
 def current() -> Default | None:

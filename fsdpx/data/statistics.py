@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.array.namespace import to_host
 from fsdpx.array.sums import chan
-from fsdpx.comm.default import demand_member, taken
+from fsdpx.comm.default import demand_member, gather_plain, taken
 from fsdpx.errors import DataError
 
 __all__ = ["ChannelStatistics", "channel_statistics"]
@@ -73,7 +73,7 @@ def _shared(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatist
     mine = (problem, None if found is None else found.tolist())
     everyone, whole = [mine], None
     if comm is not None:
-        everyone = comm.all_gather_plain(mine) if hasattr(comm, "all_gather_plain") else comm.allgather(mine)
+        everyone = gather_plain(comm, mine)
     for rank, (text, values) in enumerate(everyone):
         if text:
             raise DataError(f"channel_statistics: rank {rank}: {text}")

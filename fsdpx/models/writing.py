@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.checkpoint.commit import alone, moving, place, put, replaceable, together
+from fsdpx.checkpoint.commit import PARTIAL, alone, leaving, moving, place, put, replaceable, together
 from fsdpx.checkpoint.format import INDEX, FileLayout, code_of, create, index_of, lay, sync_folder
 from fsdpx.checkpoint.pieces import BLOCK, Held, owned
 from fsdpx.checkpoint.read import Source
@@ -132,7 +132,7 @@ def _begin(path: Path, plan: FileLayout) -> Path:
     path = replaceable(path)
     if path.exists() and (not path.is_dir() or os.listdir(path)):
         raise CheckpointError(f"{path} is there, and no empty folder: choose another place")
-    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    partial = leaving(path, PARTIAL + secrets.token_hex(4))
     partial.mkdir(parents=True)
     for name, contents in plan.files.items():
         create(partial / name, contents.size)

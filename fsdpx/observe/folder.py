@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import environment, files
+from fsdpx.checkpoint.newest import newest
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.observe.plots import curves, missing
 from fsdpx.version import __version__, version_of
@@ -51,7 +52,7 @@ class RunFolder:
     @property
     def stepped(self) -> bool:
         """Whether the run has made a step that can be gone on from, or looked at."""
-        return bool(self.metrics()) or any(self.checkpoints.glob("*"))
+        return bool(self.metrics()) or newest(self.checkpoints) is not None
 
     def of(self, jobs: Sequence[str]) -> bool:
         """Whether the run was begun, or taken up last, by a job that is told by one of these."""

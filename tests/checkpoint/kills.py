@@ -1,6 +1,7 @@
 """Processes killed while they save: afterwards the old or the new checkpoint loads. `python kills.py 300`.
 
-One process holds a trainer; its forks save without end and are killed after a random time.
+One process holds a trainer; its forks save without end and are killed after a random time. The loop of
+docs/checkpoints.md goes on after each kill, at the newest checkpoint.
 """
 
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdpx import Trainer, nn, optim, spawn
+from fsdpx import Trainer, latest, nn, optim, spawn
 from fsdpx.comm import Communicator
 
 
@@ -59,8 +60,10 @@ def run(folder: Path, kills: int, kill: Kill, seed: int = 0) -> list[int]:
     for _ in range(kills):
         kill(trainer, done + 1, chance)
         here = found(trainer, folder / "latest")
-        names = [p.name for p in folder.iterdir() if (p / "manifest.json").exists()]
-        steps = sorted(int(n.removeprefix("step-")) for n in names if n.startswith("step-") and n[5:].isdigit())
+        steps = sorted(int(p.name.removeprefix("step-")) for p in folder.glob("step-*"))
+        newest = latest(folder)
+        assert newest is not None
+        assert found(trainer, newest) == steps[-1]
         assert [found(trainer, folder / f"step-{n}") for n in steps] == steps
         assert here in (steps[-1], steps[-1] + 1)
         assert here >= last

@@ -210,7 +210,7 @@ def test_ctrl_c_in_a_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mon
             broken.setattr(*place, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 trainer.save(tmp_path / "a", background=True)
-        assert not list(tmp_path.glob("a.partial-*"))
+        assert not list(tmp_path.glob(f"*{commit.PARTIAL}*"))
         trainer.save(tmp_path / "a")  # this process may go on, as in a notebook
 
     spawn(body, 1)
@@ -273,7 +273,7 @@ def test_a_folder_without_permission(nobody: Path, in_background: bool) -> None:
     digest = spawn(saved, 2, path)[0]
     nobody.chmod(0o555)
     text = refused(3, lambda comm: trained(comm, path, background=in_background))
-    assert text == f"save to {path}: rank 0: Permission denied (EACCES): {nobody}/a.lock"
+    assert text == f"save to {path}: rank 0: Permission denied (EACCES): {nobody}/.fsdpx-lock-a"
     assert os.listdir(nobody) == ["a"]
     assert loaded(path) == digest
     (path / "model.safetensors").chmod(0)
@@ -346,13 +346,13 @@ def test_a_link_is_followed_to_its_end(in_background: bool, tmp_path: Path) -> N
     assert loaded(path) == loaded(tmp_path / "step-100") != loaded(tmp_path / "other")
 
 
-@pytest.mark.parametrize("moved", [".partial-", "step-100"])
+@pytest.mark.parametrize("moved", [commit.PARTIAL, "step-100"])
 def test_what_a_link_names_outlives_a_failed_save(moved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rename = linked(tmp_path, "latest"), os.rename
     digest = loaded(path)
 
     def failing(source: Any, target: Any) -> None:
-        if moved in Path(source).name and ".previous" not in Path(source).name:
+        if moved in Path(source).name and commit.PREVIOUS not in Path(source).name:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
         rename(source, target)
 
@@ -369,8 +369,10 @@ def test_links_without_an_end(tmp_path: Path) -> None:
     digest = spawn(saved, 2, tmp_path / "latest")[0]
     assert (tmp_path / "latest").is_symlink()
     assert loaded(tmp_path / "runs/step-1") == loaded(tmp_path / "latest") == digest
-    (tmp_path / "runs/step-1").rename(tmp_path / "runs/step-1.previous")  # killed between two renames
-    assert loaded(tmp_path / "latest") == digest
+    for previous in ("step-1.previous", ".fsdpx-previous-step-1"):  # killed between two renames
+        (tmp_path / "runs/step-1").rename(tmp_path / "runs" / previous)
+        assert loaded(tmp_path / "latest") == digest
+        (tmp_path / "runs" / previous).rename(tmp_path / "runs/step-1")
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     assert refused(2, saved, tmp_path / "a").endswith("is a link that leads to no end: choose another place")
@@ -378,8 +380,9 @@ def test_links_without_an_end(tmp_path: Path) -> None:
 
 def test_links_in_the_place_of_parts_lose_themselves_alone(tmp_path: Path) -> None:
     digest = spawn(saved, 2, tmp_path / "precious")[0]
-    for name in ("a.previous", "a.partial-1234", "step-1.removed"):
-        (tmp_path / name).symlink_to("precious")
+    for name in [*leavings("a")[:-2], *leavings("step-1")[-2:]]:
+        if "lock" not in name:
+            (tmp_path / name).symlink_to("precious")
     spawn(saved, 2, tmp_path / "a")
     spawn(saved, 2, tmp_path / "a")
     spawn(lambda comm: saved(comm, tmp_path / "step-2", keep=1), 2)
@@ -395,7 +398,7 @@ def test_two_names_of_one_place_have_one_lock(tmp_path: Path) -> None:
         for name in (path, tmp_path / "by-another-name/latest"):
             assert "step-100: another job is saving there" in refused(2, trained, name)
     finally:
-        (tmp_path / "step-100.lock").unlink()
+        commit.leaving(tmp_path / "step-100", commit.LOCK).unlink()
         os.close(lock or 0)
     assert loaded(path)
 
@@ -449,27 +452,59 @@ def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
     spawn(saved, 2, old[0])
 
 
+def leavings(name: str) -> list[str]:
+    """What saves leave, by the names of earlier versions and of this one, each kind after the other."""
+    path = Path(name)
+    kinds = commit.PARTIAL + "0123abcd", commit.LOCK, commit.PREVIOUS, commit.REMOVED
+    return [one.name for kind in kinds for one in (commit._old_leaving(path, kind), commit.leaving(path, kind))]
+
+
+@pytest.mark.parametrize("style", [0, 1])
 @pytest.mark.parametrize("moment", ["partial", "previous", "both"])
-def test_what_a_killed_job_leaves_is_found_and_cleaned(moment: str, tmp_path: Path) -> None:
-    path = tmp_path / "a"
+def test_what_a_killed_job_leaves_is_found_and_cleaned(moment: str, style: int, tmp_path: Path) -> None:
+    path, (partial, lock, previous, _) = tmp_path / "a", [tmp_path / name for name in leavings("a")[style::2]]
     digest = spawn(saved, 2, path)[0]
     if moment != "previous":
-        (tmp_path / "a.partial-1234").mkdir()
-        (tmp_path / "a.partial-1234/model.safetensors").write_bytes(bytes(100))
+        partial.mkdir()
+        (partial / "model.safetensors").write_bytes(bytes(100))
     if moment != "partial":
-        path.rename(tmp_path / "a.previous")
-    (tmp_path / "a.lock").write_text("of a dead job")
+        path.rename(previous)
+    lock.write_text('{"host": "a", "process": 1, "since": "then"}')
+    assert fsdpx.latest(tmp_path) == path
     assert loaded(path) == digest
     spawn(trained, 2, path)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert loaded(path) != digest
 
 
+@pytest.mark.parametrize(
+    "name", [*leavings("run"), "run.partial-1", "run.Previous", ".fsdpx-anything", *leavings("step-7")]
+)
+def test_names_of_leavings_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(name)
+    for path in (tmp_path / name, tmp_path / "link"):
+        assert refused(2, saved, path).endswith("while it saves, and removes it: choose another name")
+    assert [p.name for p in tmp_path.iterdir()] == ["link"]
+
+
+def test_a_save_removes_what_is_its_own_alone(tmp_path: Path) -> None:
+    """What looks like it, and what saves to other names have left or are about to, stays."""
+    others = [left for name in ("b-a", "0123abcd-a", "a-1", "aa") for left in leavings(name)]
+    kept = [*others, "a.partial-1", "a.partial-0123"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    (tmp_path / "a.lock").write_text("of another program")
+    for _ in range(2):
+        spawn(saved, 2, tmp_path / "a")
+    spawn(lambda comm: saved(comm, tmp_path / "b-2", keep=1), 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "a", "a.lock", "b-2"])
+
+
 def test_a_failing_last_rename_takes_the_first_one_back(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = os.rename
 
     def failing(source: Any, target: Any) -> None:
-        if ".partial-" in str(source):
+        if commit.PARTIAL in str(source):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
         rename(source, target)
 
