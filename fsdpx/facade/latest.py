@@ -11,7 +11,7 @@ from fsdpx.checkpoint.newest import newest
 from fsdpx.checkpoint.write import is_checkpoint
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.default import demand_member
+from fsdpx.comm.default import demand_member, taken
 from fsdpx.comm.default import place as place_of_process
 from fsdpx.errors import CheckpointError
 from fsdpx.facade.functional import default
@@ -42,6 +42,7 @@ def latest(folder: str | PathLike[str], comm: Any = None) -> Path | None:
     ------
     CheckpointError : on all ranks, if they give different folders, or the folder cannot be read or is a checkpoint
     """
+    comm = taken(comm)
     demand_member(comm)
     if comm is None:
         comm = default() if place_of_process().size > 1 else FakeCommunicator(0, 1)
