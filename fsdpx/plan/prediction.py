@@ -322,6 +322,10 @@ class _Run(NamedTuple):
             self.programs[microbatches] = compile(request)
         return self.programs[microbatches]
 
+    def count(self, microbatches: int) -> Counter[Action]:
+        """How often each action is in that program, later microbatches as the last one that ran."""
+        return Counter(_known(action, min(self.programs)) for action in self.program(microbatches).actions)
+
 
 @dataclass(frozen=True)
 class WorldStep:
@@ -415,7 +419,7 @@ class WorldStep:
             rows = rows // self.microbatches * microbatches
         for place in self._places(member, at):
             found = self._run(place, rows, microbatches, at)
-            self._tell_more(found.costs, self.simulated()[0] - microbatches)
+            self._tell_more(found.costs, max(self.simulated()[0] - microbatches, 0))
             yield found
 
     def _places(self, member: int, at: int) -> Iterator[Coordinates]:
@@ -484,25 +488,42 @@ class Dry:
 
     @classmethod
     def of(cls, step: WorldStep, ran: int) -> Dry:
-        """Runs with so many microbatches, at least `step.few()`."""
+        """Runs with so many microbatches, at least `step.few()`: with all of them where a few do not tell the rest."""
+        found = cls._of(step, ran, *step.simulated())
+        return found if found._is_even() else cls._of(step, step.microbatches, step.microbatches, 0)
+
+    @classmethod
+    def _of(cls, step: WorldStep, ran: int, few: int, each: int) -> Dry:
         last, runs, others = step.members - 1, list[_Run](), list[_Run]()
         if step.rows(0) < step.rows(last) and (step.rows(0) or step.options.get("chunks") is None):
             others += step.runs(0, ran)
         runs += step.runs(last, ran)
         if step.grid is not None and len(step.grid.busiest) > 1:
             others += step.runs(last, ran, 1)
-        return cls(step, runs, others, ran, *step.simulated())
+        return cls(step, runs, others, ran, few, each)
+
+    def _is_even(self) -> bool:
+        """Whether the whole programs consist of what ran, and grow by the same actions with each further microbatch."""
+        m, few, each = self.step.microbatches, self.few, self.each
+        times = (m - few) // each if each else 0
+        for run in () if self.ran == m else self.runs:
+            counts, whole = run.count(few), run.count(m)
+            more = run.count(few + each) if each else counts
+            grown = {action: counts[action] + (n - counts[action]) * times for action, n in more.items()}
+            if whole != grown or not whole.keys() <= run.costs.keys():
+                return False
+        return True
 
     def on(self, machine: Machine) -> Prediction:
         """The same step on a machine."""
         step, few, each, clock = self.step, self.few, self.each, _Clock(self.runs, self.step.times(machine))
         seconds, rows_few = clock.timed(few)
         parts = clock.mean_parts(rows_few, seconds)
-        times = (step.microbatches - few) // each if each else 0
         rows = step.samples // step.members // step.microbatches * (step.microbatches - self.ran)
         busy = (self.others, step.sample_bytes(1)), (self.runs, step.sample_bytes(0))
-        classes = [self._grown(run, times, rows * nbytes) for some, nbytes in busy for run in some]
+        classes = [self._whole(run, rows * nbytes) for some, nbytes in busy for run in some]
         if each:
+            times = (step.microbatches - few) // each
             more, rows_more = clock.timed(few + each)
             bigger = clock.mean_parts(rows_more, more)
             seconds += (more - seconds) * times
@@ -512,22 +533,19 @@ class Dry:
         found = seconds + overhead, parts, tuple(classes), step.mesh, step.microbatches, machine, step, events
         return Prediction(*found)
 
-    def _grown(self, run: _Run, times: int, nbytes: int) -> RankClass:
-        """The class of a run with all microbatches: `few`, and `times` more of `each`. nbytes: of the batch that is
-        added."""
+    def _whole(self, run: _Run, nbytes: int) -> RankClass:
+        """The class of a run with all microbatches: what the actions of its whole program move. nbytes: of the batch
+        that is added."""
         if self.ran == self.step.microbatches:
             return run.found
-        traffic = {key: list(both) for key, both in run.found.traffic.items()}
-        ran, few, more = (_actions(run.program(n), self.ran) for n in (self.ran, self.few, self.few + self.each))
-        for action, count in more.items():
-            least = few.get(action, 0)
-            added = least - ran.get(action, 0) + (count - least) * times
-            for axis, call, calls, moved in run.costs[action].calls if added else ():
+        traffic, more = dict(run.found.traffic), run.count(self.step.microbatches)
+        more.subtract(run.count(self.ran))
+        for action, times in more.items():
+            for axis, call, calls, moved in run.costs[action].calls if times else ():
                 if axis != CONTROL:
-                    traffic[axis, call][0] += calls * added
-                    traffic[axis, call][1] += moved * added
-        counted = {key: (both[0], both[1]) for key, both in traffic.items()}
-        return replace(run.found, peak=run.found.peak.larger(nbytes), traffic=counted)
+                    before = traffic[axis, call]
+                    traffic[axis, call] = before[0] + calls * times, before[1] + moved * times
+        return replace(run.found, peak=run.found.peak.larger(nbytes), traffic=traffic)
 
     def held(self, prediction: Prediction) -> list[dict[str, list[tuple[float, int]]]]:
         """What lies in memory while `prediction.events` run, by rank of the pipe: kind -> (seconds, bytes from then
@@ -564,15 +582,6 @@ def _curve(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)
     return list(dict(zip((time for time, _ in changes), now, strict=True)).items())
-
-
-def _actions(program: Program, few: int) -> dict[Action, int]:
-    """How often each action is there, later microbatches as the last of the first few."""
-    found: dict[Action, int] = {}
-    for action in program.actions:
-        known = _known(action, few)
-        found[known] = found.get(known, 0) + 1
-    return found
 
 
 def _known(action: Action, few: int) -> Action:

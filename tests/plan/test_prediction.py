@@ -22,7 +22,8 @@ from fsdpx.nn.sort import once
 from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
 from fsdpx.plan.seconds import Lines, StepTimes
-from fsdpx.program import prove
+from fsdpx.program import VERBS, Action, compiler, passes, prove
+from fsdpx.program.pipeline import Stage
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.work import counting
 from fsdpx.state.gradients import rows_of
@@ -84,6 +85,57 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(ranks: int, samples
 
     real = fsdpx.spawn(run, ranks)
     demand_equal(found, real)
+
+
+def many(number: int) -> list[tuple[int, int, dict[str, Any]]]:
+    """Ranks, microbatches and options of steps of which a few microbatches run, drawn with a seed."""
+    draw, found = random.Random(8), list[tuple[int, int, dict[str, Any]]]()
+    for _ in range(number):
+        pipe, data = draw.choice((1, 1, 2)), draw.choice((1, 2))
+        strategy, tensor = draw.choice(("ddp", "zero1", "zero2", "fsdp")), draw.choice((1, 2))
+        options = {
+            "strategy": strategy,
+            "mesh": fsdpx.Mesh(replica=data if strategy == "ddp" else 1, pipe=pipe, tensor=tensor),
+            "recompute": draw.choice((None, "all")),
+            "schedule": draw.choice(("1f1b", "interleaved", "zb-h1")) if pipe > 1 else "1f1b",
+        }
+        found.append((pipe * data * tensor, draw.choice((12, 16, 18)), options))
+    return found
+
+
+@pytest.mark.parametrize("each", [None, 2, 4, 5])
+@pytest.mark.parametrize(("ranks", "microbatches", "options"), many(12))
+def test_bytes_and_calls_are_those_of_whole_programs(
+    ranks: int, microbatches: int, options: dict[str, Any], each: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of an option that the plan has never heard of: gradients are reduced once in so many microbatches."""
+
+    def reduce_seldom(actions: list[Action], stage: Stage, _: bool, behind: int, join: str) -> list[Action]:
+        added = [passes._pages("grad", VERBS[action.op].adds, action, stage) for action in actions]
+        turns = [(action.mb or 0) // (each or 1) for action in actions]
+        last = {(page, turns[at]): at for at, pages in enumerate(added) for page in pages}
+        complete = [[page for page in pages if last[page, turns[at]] == at] for at, pages in enumerate(added)]
+        found = passes._reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
+        ends = {action.unit: at for at, action in enumerate(found) if join and action.op == "SETTLE"}
+        for page, at in sorted(ends.items(), key=lambda item: -item[1]):
+            found.insert(at + 1, Action(join, page))
+        return found
+
+    if each is not None:
+        monkeypatch.setattr(compiler, "reduce", reduce_seldom)
+    compiler.compile.cache_clear()
+    options, data = options | {"microbatches": microbatches}, ranks // options["mesh"].pipe // options["mesh"].tensor
+    rows = microbatches * data
+    try:
+        found = predict(gpt(), batch(rows), ranks=ranks, machine="epyc-100g", **options)
+
+        def run(comm: Communicator) -> Any:
+            made = gpt().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, **options)
+            return observed(made, *(np.zeros((microbatches, 8), TOKENS) for _ in "xy"))
+
+        demand_equal(found, fsdpx.spawn(run, ranks))
+    finally:
+        compiler.compile.cache_clear()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
