@@ -239,6 +239,8 @@ COMMANDS: dict[str, tuple[str, str, Options]] = {
     "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _doctor),
     "bench": ("how fast the verbs of a communicator are, and steps by strategy", "bench:bench", "bench:add_options"),
     "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _start),
+    "compile": ("compile the kernels of models before the first job, without MPI", "compile:compile_kernels",
+                "compile:add_options"),
     "train": ("train what a run file in TOML describes; under mpiexec on all ranks", "runs:train", _train),
     "generate": ("let a model of a folder go on with a text", "generate:generate", "generate:add_options"),
     "show": ("a step's program, units, traffic and memory, without MPI", "show:show", _show),

@@ -10,12 +10,16 @@ from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, TextIO
 
-__all__ = ["LOGGER", "SILENCE", "TIMER", "last_words", "line", "on_terminal", "say", "slow"]
+__all__ = ["LOGGER", "SILENCE", "TIMER", "Count", "Slow", "last_words", "line", "on_terminal", "say", "slow"]
 
 SILENCE = 1.0
 """Seconds that something may take before it is named."""
 TIMER = "fsdpx timer"
 """The thread that names it."""
+ANEW = "\r\x1b[K"
+"""Writes the line of a terminal anew."""
+Count = Callable[[int, int], None]
+"""Told how many are done, and of how many."""
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -68,24 +72,50 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def slow(speaks: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[None]:
+def slow(speaks: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[Count]:
     """If the block takes longer than `SILENCE`, a rank that speaks says what it does, and at its end how long it took.
-    Others start no thread, for which a rank that does not exist may have no memory. outcome: is added to the end."""
+    Others start no thread, for which a rank that does not exist may have no memory. outcome: is added to the end.
+
+    The block gets a function (done, total) that says how far it is: on a terminal in place, elsewhere in a few lines,
+    each after three times as long as the one before."""
     if not speaks:
-        yield
+        yield lambda done, total: None
         return
-    begin, named = perf_counter(), threading.Event()
-
-    def name() -> None:
-        named.set()
-        line(f"fsdpx: {what} ...")
-
-    timer = threading.Timer(SILENCE, name)
+    shown = Slow(what)
+    timer = threading.Timer(SILENCE, shown.show)
     timer.name, timer.daemon = TIMER, True
     timer.start()
     try:
-        yield
+        yield shown.count
     finally:
         timer.cancel()
-        if named.is_set():
-            line(f"fsdpx: {what} took {perf_counter() - begin:.0f} s{outcome()}")
+        shown.end(outcome)
+
+
+class Slow:
+    """What takes long: shown for the first time by a timer, then when it is counted."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.reached, self.again = what, "", 0.0
+        self.begin, self.lock = perf_counter(), threading.Lock()
+
+    def show(self) -> None:
+        with self.lock:
+            if on_terminal():
+                sys.stderr.write(f"{ANEW}fsdpx: {self.what}{self.reached} ...")
+                sys.stderr.flush()
+            else:
+                line(f"fsdpx: {self.what}{self.reached} ...")
+            self.again = 3 * (perf_counter() - self.begin)
+
+    def count(self, done: int, total: int) -> None:
+        self.reached = f" {done}/{total}"
+        if self.again and (on_terminal() or perf_counter() - self.begin > self.again):
+            self.show()
+
+    def end(self, outcome: Callable[[], str]) -> None:
+        with self.lock:
+            if self.again:
+                if on_terminal():
+                    sys.stderr.write(ANEW)
+                line(f"fsdpx: {self.what} took {perf_counter() - self.begin:.0f} s{outcome()}")

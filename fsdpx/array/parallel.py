@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from fsdpx.errors import ConfigError
 
 __all__ = [
@@ -54,6 +56,8 @@ def _control() -> Any:
         return None
     from fsdpx.array.kernels.compiled import scalar as register
 
+    for kind in (np.float32, np.float64):
+        np.finfo(kind)  # NumPy 1 would compute it when first asked, and warn where denormals count as 0
     return register
 
 

@@ -231,8 +231,10 @@ def resilient(comm: Any = None) -> Survivor:
     if not hasattr(mpi, "raw"):
         able = "ranks of MPI (backend='mpi' or 'node') or thread ranks (fsdpx.spawn)"
         raise ConfigError(f"ranks of {inner!r} cannot die or come back: use {able}")
-    from fsdpx.comm.mpi.mpi import UlfmCommunicator
+    from fsdpx.comm.mpi.mpi import UlfmCommunicator, demand_ulfm
 
+    if environment.read().ulfm:
+        demand_ulfm()
     made = UlfmCommunicator(mpi.raw, mpi.timeout)
     made.progress.patience = mpi.progress.patience
     opened = default.current()

@@ -3,7 +3,8 @@ numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,25 +13,39 @@ from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.parallel import flushed
-from fsdpx.nn.layer import Layer, runs_of
+from fsdpx.messages import Count
 from fsdpx.optim.optimizer import zeros
 from fsdpx.optim.segments import Segment, Segments
 
-__all__ = ["OTHERS", "warm", "warm_kernels"]
+__all__ = ["OTHERS", "every", "make_ready", "warm_calls", "warm_kernels"]
 
 
-def warm(xp: Any, model: Layer, loss: Any, optimizer: Any, dtypes: tuple[Any, Any, Any], norm: bool) -> None:
-    """Run each kernel once on a few numbers. dtypes: of what is computed, of gradients, and of what is updated, by an
-    optimizer if there is one. norm: the gradient's norm is wanted. On the CPU only."""
+def warm_calls(
+    runs: Iterable[str], optimizers: Iterable[Any], codecs: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
+) -> list[Callable[[], Any]]:
+    """Calls with a few numbers on the CPU, each of which compiles or loads a kernel.
+
+    runs: names of the kernels of a model and its loss. dtypes: of what is computed, of gradients, and of what the
+    optimizers update. norm: the gradient's norm is wanted."""
     dtype, gradients, master = map(np.dtype, dtypes)
-    if xp is not np:
-        return
+    calls = kernel_calls([*runs, "add"], dtype)
+    if norm:
+        calls += kernel_calls(["square_sum", "square_sums"], gradients)
+    calls += [partial(_warm_optimizer, optimizer, master, gradients) for optimizer in optimizers]
+    return calls + [partial(codec.warm, gradients) for codec in codecs]
+
+
+def make_ready(
+    calls: Sequence[Callable[[], Any]], share: tuple[int, int] = (0, 1), count: Count = lambda done, total: None
+) -> None:
+    """Make the calls. share: this rank of how many on its host: each begins with other ones, and loads what others have
+    compiled meanwhile. count: is told how many are done, of how many."""
+    rank, ranks = share
+    first = rank * len(calls) // ranks
     with flushed():
-        warm_kernels([*runs_of(model), *getattr(loss, "runs", ()), "add"], dtype)
-        if norm:
-            warm_kernels(["square_sum", "square_sums"], gradients)
-        if optimizer is not None:
-            _warm_optimizer(optimizer, master, gradients)
+        for done, call in enumerate([*calls[first:], *calls[:first]]):
+            count(done, len(calls))
+            call()
 
 
 def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
@@ -47,23 +62,48 @@ OTHERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "bfloat16": lambda x, w, s: _through(x, "bf16"),
 }
 """What is warmed beside kernels, by calls with what `choice.Sample` gets."""
+VARIANTS = {
+    **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
+    **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "gelu_recompute"), ("tanh",)),
+}
+"""The forms of kernels that have several, beside the usual one."""
+
+
+def every() -> list[str]:
+    """The names of all kernels and their forms."""
+    names = [*choice.names(), *OTHERS]
+    return names + [f"{name} {variant}" for name in names for variant in VARIANTS.get(name, ())]
 
 
 def warm_kernels(names: Iterable[str], dtype: Any) -> None:
     """Compile or load the kernels of these names for `dtype`; of "gated gelu tanh" the form "gelu tanh", as the last
     argument. Unknown names, and kernels that run as plain code, cost nothing."""
+    for call in kernel_calls(names, dtype):
+        call()
+
+
+def kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
+    """The calls that `warm_kernels` makes, one for each kernel."""
     dtype = np.dtype(dtype)
     half_float = dtype.itemsize == 2
     x, w, s = np.zeros((2, 3), dtype), np.ones(3, dtype), np.ones(3, np.float32 if half_float else dtype)
+    found: list[Callable[[], Any]] = []
     for name in dict.fromkeys([*names, *([dtype.name] if half_float else [])]):
-        known, _, variant = name.partition(" ")
-        given = x.copy(), w.copy(), s.copy()
+        known = name.partition(" ")[0]
         if name in OTHERS:
-            OTHERS[name](*given)
-        elif choice.chosen(known) == "numba" and (sample := choice.SAMPLES[known]):
-            calls = sample(*given)
-            for arguments in calls if isinstance(calls, list) else [calls]:
-                getattr(kernels, known)(np, *arguments, *([variant] if variant else []))
+            found.append(partial(OTHERS[name], x.copy(), w.copy(), s.copy()))
+        elif choice.chosen(known) == "numba" and choice.SAMPLES[known]:
+            found.append(partial(_warm_kernel, name, x.copy(), w.copy(), s.copy()))
+    return found
+
+
+def _warm_kernel(name: str, *given: Any) -> None:
+    known, _, variant = name.partition(" ")
+    sample = choice.SAMPLES[known]
+    assert sample is not None
+    calls = sample(*given)
+    for arguments in calls if isinstance(calls, list) else [calls]:
+        getattr(kernels, known)(np, *arguments, *([variant] if variant else []))
 
 
 def _linear(x: Any, w: Any, s: Any) -> None:

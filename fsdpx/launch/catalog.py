@@ -14,10 +14,11 @@ from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.layout.grid import Grid
 from fsdpx.nn import models
+from fsdpx.nn.layer import runs_of
 from fsdpx.nn.sort import infer, sort
 from fsdpx.shapes import ShapeArray
 
-__all__ = ["CATALOG", "CatalogModel", "entry"]
+__all__ = ["CATALOG", "CatalogModel", "entry", "kernels_of"]
 
 _WHOLE = "wants whole numbers"
 """Words in the error of a layer that takes no real numbers, such as Embedding."""
@@ -122,14 +123,11 @@ def entry(name: str, batch: str | None = None) -> CatalogModel:
 
 def _own(name: str, batch: str | None) -> CatalogModel:
     """By default inputs are whole numbers where real ones do not fit, and the loss is CrossEntropy there, else MSE."""
-    made = _made(name)
+    model, loss = _model_and_loss(name)
     match = _BATCH.fullmatch(batch or "")
     if match is None:
         raise ConfigError(f"{name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64")
     dims = tuple(map(int, match[1].split("x")))
-    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Layer):
-        raise ConfigError(f"{name}: a layer is needed, or a layer and its loss; it gave {type(model).__name__}")
     dtype, output = _fitting(model, dims, match[2])
     loss = loss or (nn.CrossEntropy() if dtype.startswith("int") else nn.MSE())
     labels = isinstance(loss, nn.CrossEntropy)
@@ -138,6 +136,26 @@ def _own(name: str, batch: str | None) -> CatalogModel:
     return CatalogModel(
         about, lambda: model, loss, lambda n: ((n, *dims[1:]), dtype), lambda n: ((n, *target[0]), target[1]), dims[0]
     )
+
+
+def kernels_of(name: str) -> list[str]:
+    """The names of the kernels that a model of the catalog or of the user, and its loss, run. A model without a loss
+    may get either of those that `_own` takes."""
+    if ":" in name:
+        model, own = _model_and_loss(name)
+        losses = [nn.CrossEntropy(), nn.MSE()] if own is None else [own]
+    else:
+        found = entry(name)
+        model, losses = found.model(), [found.loss]
+    return list(dict.fromkeys([*runs_of(model), *(kernel for loss in losses for kernel in loss.runs)]))
+
+
+def _model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
+    made = _made(name)
+    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Layer):
+        raise ConfigError(f"{name}: a layer is needed, or a layer and its loss; it gave {type(model).__name__}")
+    return model, loss
 
 
 def _made(name: str) -> Any:

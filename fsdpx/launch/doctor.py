@@ -157,7 +157,8 @@ def _mpi(threads: str | None) -> str:
         return f"not in use; Python would load {info.mpi()}"
     path, wanted = devices.library_path(), environment.mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
-    if not wanted and path is not None and path.startswith((sys.prefix, sys.base_prefix)):
+    wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # there it is the system's
+    if not wanted and path is not None and path.startswith(tuple(wheels)):
         how = "a wheel in this environment"
     library = first_line(sys.modules["mpi4py.MPI"].Get_library_version())
     return f"{library}, thread level {threads}; {path}: {how}"

@@ -160,6 +160,11 @@ def leftovers() -> str:
 def blas_of_numpy() -> str:
     import numpy as np
 
-    config: Any = np.show_config(mode="dicts")
+    try:
+        config: Any = np.show_config(mode="dicts")
+    except TypeError:  # before NumPy 1.26
+        of_old: Any = np.__config__
+        built = filter(None, map(of_old.get_info, ("blas_ilp64_opt", "blas_opt")))
+        return str(next(built, {"libraries": ["?"]})["libraries"][0])
     found = config["Build Dependencies"]["blas"]
     return f"{found.get('name', '?')} {found.get('version', '')}".strip()

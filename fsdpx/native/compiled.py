@@ -65,6 +65,10 @@ class Compiled:
         found = self._ready(arguments)(*arguments)
         return self.dispatcher()(*arguments) if found is NotImplemented else found
 
+    def prepare(self, *arguments: Any) -> None:
+        """Compile or load it for arguments like these, without a call."""
+        self._ready(arguments)
+
     @property
     def ready(self) -> set[tuple[str, ...]]:
         """The kinds of arguments for which there is machine code."""

@@ -23,6 +23,7 @@ from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.errors import printable, warn
 from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES
+from fsdpx.messages import Count
 from fsdpx.native.image import cpuinfo
 from fsdpx.version import __version__
 
@@ -176,12 +177,12 @@ class Tuning:
         return f"BLAS {self.blas}, {self.threads} threads per rank, group_bytes {self.group_bytes:,}"
 
 
-def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
+def tune_for(world: Communicator, wanted: bool, xp: Any, count: Count = lambda done, total: None) -> Tuning:
     """The choices for jobs like this one: known from before, or measured now. Collective.
 
     wanted: else the defaults, without measuring. Ranks that are threads have nothing to measure; imagined ones use
     what real ones have measured. With FSDPX_TUNE=again each kind of job is measured again, once in a process. The BLAS
-    library is set for the process."""
+    library is set for the process. count: is told how much is measured, of how much."""
     if wanted and isinstance(world, FakeCommunicator):
         return _kept(_key(world), times=False) or Tuning(blas.chosen(), parallel.threads())
     measurable = world.size == 1 or carrier_of(world) is not None
@@ -194,7 +195,7 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     if found is None:
         last = _of_rank_0(world, known or _like(key))
         busy = load()
-        found = _measure(world)
+        found = _measure(world, count)
         if last is not None and not anyway:  # jobs of all sizes on a machine compute with one library: the same bits
             found = replace(found, blas=last.blas)
         _remeasured.add(str(key))
@@ -224,8 +225,8 @@ def stored() -> list[tuple[dict[str, Any], Tuning, Measurement]]:
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _measure(world: Communicator) -> Tuning:
-    rates = blas.measure()
+def _measure(world: Communicator, count: Count) -> Tuning:
+    rates = blas.measure(count)
     measured = {"GFLOP/s per thread": ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())}
     size = GROUP_BYTES if world.size == 1 else SEVERAL
     found = Tuning(_fastest(rates, blas.chosen()), parallel.threads(), size, measured)

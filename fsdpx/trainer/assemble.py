@@ -23,11 +23,11 @@ from fsdpx.comm.mesh import Axes, FieldRanks, Mesh, connect
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.engine.engine import Engine
-from fsdpx.engine.warm import warm
+from fsdpx.engine.warm import make_ready, warm_calls
 from fsdpx.errors import ConfigError, warn
 from fsdpx.layout.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
 from fsdpx.messages import say, slow
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Layer, runs_of
 from fsdpx.nn.plan import Planned, over_parts, parallelise
 from fsdpx.nn.sort import Sorted, once, sort, with_numbers
 from fsdpx.optim import no_decay
@@ -82,11 +82,11 @@ def session_of(
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
-    with slow(_speaks(world), "compiling kernels"):
-        warm(place.xp, model, place.loss, place.optimizer, dtypes, norm)
-        if place.xp is np:
-            for codec in place.codecs:
-                codec.warm(place.formats.gradients)
+    if place.xp is np:
+        runs = *runs_of(model), *getattr(place.loss, "runs", ())
+        optimizers = [] if place.optimizer is None else [place.optimizer]
+        with slow(_speaks(world), "compiling kernels") as count:
+            make_ready(warm_calls(runs, optimizers, place.codecs, dtypes, norm), _share(world), count)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     _remark(place)
@@ -98,8 +98,17 @@ def session_of(
 
 
 def _speaks(world: Communicator) -> bool:
-    """Whether this is rank 0, and exists."""
-    return world.rank == 0 and not isinstance(world, FakeCommunicator)
+    """Whether this is rank 0, and exists: of the whole job, where each rank may have a trainer of its own."""
+    launcher = environment.read().launcher
+    return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)
+
+
+def _share(world: Communicator) -> tuple[int, int]:
+    """This process of how many ranks of the job on its host: (number, count)."""
+    launcher = environment.read().launcher
+    if launcher is None or launcher.local_rank is None or not launcher.local_size or isinstance(world, FakeCommunicator):
+        return 0, 1
+    return launcher.local_rank % launcher.local_size, launcher.local_size
 
 
 class TrainingRanks(NamedTuple):
@@ -174,8 +183,8 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
     distribution, machinery, settings = recipe.distribution, recipe.machinery, environment.read()
     xp = _namespace(machinery, world)
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
-    with slow(_speaks(world), "measuring", kept):
-        tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
+    with slow(_speaks(world), "measuring", kept) as count:
+        tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp, count)
     axes, sharding = _axes(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
 

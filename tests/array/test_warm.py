@@ -76,13 +76,15 @@ def test_a_step_finds_all_kernels_warm(precision):
         + """
 import warnings
 from fsdpx import nn, optim
-from fsdpx.engine.warm import warm
+from fsdpx.engine.warm import make_ready, warm_calls
+from fsdpx.nn.layer import runs_of
 warnings.filterwarnings("ignore", "fsdpx: bf16 is computed as float32")  # on processors without instructions for it
 block = nn.TransformerBlock(8, 2, dropout=0.1)
 model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))
 loss, optimizer = nn.CrossEntropy(), optim.LAMB()
 trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
-warm(np, model, loss, optimizer, (trainer.inspect.placement.formats.compute, "float32", "float32"), True)
+dtypes = trainer.inspect.placement.formats.compute, "float32", "float32"
+make_ready(warm_calls([*runs_of(model), *loss.runs], [optimizer], [], dtypes, True))
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)

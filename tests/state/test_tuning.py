@@ -48,7 +48,7 @@ def _trainer(**options):
 @in_full
 def test_measured_once_then_read_from_disk(cache, monkeypatch):
     first = tune_for(_single(), True, np)
-    monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured again"))
+    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured again"))
     assert tune_for(_single(), True, np) == first
     assert [t for _, t, _ in stored()] == [first]
     assert "GFLOP/s per thread" in first.measured
@@ -87,7 +87,7 @@ def rates(monkeypatch):
     """What each measurement finds, one after the other: GFLOP/s of all libraries."""
     found, taken = [], []
 
-    def measure():
+    def measure(count):
         taken.append(found.pop(0) if found else 50.0)
         return dict.fromkeys(blas.available(), taken[-1])
 
@@ -130,7 +130,7 @@ def test_what_a_busy_machine_gave_is_measured_again_when_it_is_calm(monkeypatch,
 
 @in_full
 def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
-    monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured"))
+    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured"))
     batch = ((4, 32), "float32")
 
     def units(**options):
@@ -153,7 +153,7 @@ def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, ta
     usual = blas.chosen()
     other = next(name for name in blas.available() if name != usual)
     rates = dict.fromkeys(blas.available(), 1.0) | {usual: 50.0, other: 50.0 * faster}
-    monkeypatch.setattr(blas, "measure", lambda: rates)
+    monkeypatch.setattr(blas, "measure", lambda count: rates)
     assert (tune_for(_single(), True, np).blas == other) == taken
     assert (blas.chosen() == other) == taken
 
@@ -164,11 +164,11 @@ def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     if len(blas.available()) < 2:
         pytest.skip("one library only")
     usual, other = blas.chosen(), next(name for name in blas.available() if name != blas.chosen())
-    monkeypatch.setattr(blas, "measure", lambda: {**dict.fromkeys(blas.available(), 1.0), other: 2.0})
+    monkeypatch.setattr(blas, "measure", lambda count: {**dict.fromkeys(blas.available(), 1.0), other: 2.0})
     assert tune_for(_single(), True, np).blas == other
     key = {**stored()[0][0], "ranks": 4}
     monkeypatch.setattr(tuning, "_key", lambda world: key)
-    monkeypatch.setattr(blas, "measure", lambda: {**dict.fromkeys(blas.available(), 1.0), usual: 2.0})
+    monkeypatch.setattr(blas, "measure", lambda count: {**dict.fromkeys(blas.available(), 1.0), usual: 2.0})
     assert tune_for(_single(), True, np).blas == other
     monkeypatch.setenv("FSDPX_TUNE", "again")
     monkeypatch.setattr(tuning, "_remeasured", set())
@@ -176,7 +176,7 @@ def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
 
 
 def test_not_wanted_means_not_measured(cache, monkeypatch):
-    monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured"))
+    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured"))
     assert tune_for(_single(), False, np).group_bytes == 1 << 20
     _trainer(tune=False)
     monkeypatch.setenv("FSDPX_TUNE", "0")
@@ -187,7 +187,7 @@ def test_not_wanted_means_not_measured(cache, monkeypatch):
 def test_thread_ranks_have_nothing_to_measure(monkeypatch):
     from fsdpx import spawn
 
-    monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured"))
+    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured"))
     assert spawn(lambda comm: tune_for(comm, True, np).group_bytes, 2) == [1 << 20] * 2
 
 
@@ -212,7 +212,7 @@ SPOILT = [
 @pytest.mark.parametrize("text", few(SPOILT, 4))
 def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     counted = []
-    monkeypatch.setattr(blas, "measure", lambda: counted.append(1) or dict.fromkeys(blas.available(), 1.0))
+    monkeypatch.setattr(blas, "measure", lambda count: counted.append(1) or dict.fromkeys(blas.available(), 1.0))
     tune_for(_single(), True, np)
     (file,) = cache.glob("tuning-*.json")
     key, good = json.loads(file.read_text())["key"], json.loads(file.read_text())["tuning"]

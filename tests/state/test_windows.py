@@ -171,7 +171,7 @@ def test_ranks_that_measure_differently_choose_the_same(
     from fsdpx.state import tuning
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
-    monkeypatch.setattr(tuning.blas, "measure", lambda: dict.fromkeys(tuning.blas.available(), 50.0 + world.rank))
+    monkeypatch.setattr(tuning.blas, "measure", lambda count: dict.fromkeys(tuning.blas.available(), 50.0 + world.rank))
     found = tuning.tune_for(world, True, np)
     assert len(set(map(str, world.all_gather_object(found)))) == 1
     assert found.measured["GFLOP/s per thread"].endswith(" 50")

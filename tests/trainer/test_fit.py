@@ -1,6 +1,7 @@
 """The loop around the step: metrics, callbacks, logs, progress, the best weights, and runs that are finished."""
 
 import csv
+import functools
 import io
 import json
 import math
@@ -8,6 +9,7 @@ import os
 import re
 import threading
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from models import CASES, make, part
 
 from fsdpx import Checkpoints, Elastic, Mesh, data, environment, messages, nn, optim, spawn
 from fsdpx.comm import Communicator
+from fsdpx.engine.warm import make_ready
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.state.tuning import Tuning
 from fsdpx.trainer import assemble
@@ -330,13 +333,67 @@ def test_what_takes_more_than_a_second_is_said(
         return Tuning("numpy")
 
     monkeypatch.setattr(messages, "line", lambda text: (print(text), spoken.set()))
-    monkeypatch.setattr(assemble, "warm", slowly)
+    monkeypatch.setattr(assemble, "make_ready", slowly)
     monkeypatch.setattr(assemble, "tune_for", slowly)
     make(spawn(lambda comm: comm, 1)[0], "mlp")
     lines = [re.sub(r"\d+ s", "some s", line) for line in capsys.readouterr().out.splitlines()]
     kept = f"took some s; what came of it is kept in {environment.read().cache}"
     compiled = ["fsdpx: compiling kernels ...", "fsdpx: compiling kernels took some s"]
     assert lines == ["fsdpx: measuring ...", f"fsdpx: measuring {kept}", *compiled]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_how_far_it_is_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    """On a terminal in one line; elsewhere in few, as it may be a file."""
+    clock = [0.0]
+    monkeypatch.setattr(messages, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    shown = messages.Slow("thinking")
+    for done in range(100):
+        shown.count(done, 100)
+        clock[0] += 1.0
+        if done == 0:
+            shown.show()  # by a timer
+    shown.end(str)
+    err = capsys.readouterr().err
+    if terminal:
+        assert err.count("\n") == 1
+        assert err.startswith("\r\x1b[Kfsdpx: thinking 0/100 ...\r\x1b[Kfsdpx: thinking 1/100 ...\r\x1b[K")
+        assert err.endswith("\r\x1b[Kfsdpx: thinking took 100 s\n")
+    else:
+        spoken = [f"fsdpx: thinking {done}/100 ..." for done in (0, 4, 13, 40)]
+        assert err.splitlines() == [*spoken, "fsdpx: thinking took 100 s"]
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ["kernels"]), (2, [])])
+def test_trainers_of_single_ranks_are_spoken_of_by_the_first_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, rank: int, said: list[str]
+) -> None:
+    heard: list[str] = []
+
+    @contextmanager
+    def hear(speaks: bool, what: str, *_: Any) -> Any:
+        heard.extend([what.split()[-1]] * speaks)
+        yield lambda done, total: None
+
+    monkeypatch.setattr(assemble, "slow", hear)
+    for name, value in (("PMI_RANK", rank), ("PMI_SIZE", 3), ("MPI_LOCALRANKID", rank), ("MPI_LOCALNRANKS", 3)):
+        monkeypatch.setenv(name, str(value))
+    make(spawn(lambda comm: comm, 1)[0], "mlp")
+    assert [what for what in heard if what == "kernels"] == said
+
+
+def test_ranks_of_a_host_begin_with_different_kernels() -> None:
+    made: list[int] = []
+    calls = [functools.partial(made.append, number) for number in range(5)]
+    for rank, order in enumerate([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0], [3, 4, 0, 1, 2]]):
+        counted: list[tuple[int, int]] = []
+        made.clear()
+        make_ready(calls, (rank, 3), lambda done, total, counted=counted: counted.append((done, total)))
+        assert made == order
+        assert counted == [(done, 5) for done in range(5)]
 
 
 def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from fsdpx.array.blas import libraries
 from fsdpx.array.blas.products import gemm
+from fsdpx.messages import Count
 
 __all__ = ["measure"]
 
@@ -16,16 +17,18 @@ BUDGET = 0.1  # seconds of `measure`, about
 TURNS = 5
 
 
-def measure() -> dict[str, float]:
+def measure(count: Count = lambda done, total: None) -> dict[str, float]:
     """GFLOP/s of each library on one thread in some tenths of a second: what a tuner chooses by.
 
     The libraries take turns, and the fastest call of each product counts: what else runs here slows some of them.
-    The figure is the harmonic mean over the shapes: small products must not be lost among large ones."""
+    The figure is the harmonic mean over the shapes: small products must not be lost among large ones. count: is told
+    how many turns of libraries are over, of how many."""
     names, before = list(libraries.available()), libraries.asked
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
     try:
-        for _ in range(TURNS):
-            for name in names:
+        for turn in range(TURNS):
+            for place, name in enumerate(names):
+                count(turn * len(names) + place, TURNS * len(names))
                 libraries.choose(name)
                 for shape in SHAPES:
                     best[name, shape] = min(best[name, shape], _seconds(*shape, BUDGET / len(best) / TURNS))

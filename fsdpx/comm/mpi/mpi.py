@@ -12,6 +12,7 @@ from functools import cache, partial
 from os import _exit
 from typing import Any, cast
 
+import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -24,11 +25,11 @@ from fsdpx.comm.node.memory import MappedWindow
 from fsdpx.comm.reduction import in_rank_order, is_half
 from fsdpx.comm.windows import Window
 from fsdpx.cuda.streams import synchronise
-from fsdpx.errors import CommError, CommTimeout, RankLost
+from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
 
 __all__ = [
     "DEATHS", "LIMIT", "MpiCommunicator", "MpiWindow", "MpiWorld", "Requests", "UlfmCommunicator",
-    "finalize_without_the_dead", "lost", "mpi_op", "translated", "ulfm_active", "wire",
+    "demand_ulfm", "finalize_without_the_dead", "lost", "mpi_op", "translated", "ulfm_active", "wire",
 ]  # fmt: skip
 
 _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
@@ -42,6 +43,15 @@ def ulfm_active() -> bool:
     """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
     the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
     return bool(DEATHS) and "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
+
+
+def demand_ulfm() -> None:
+    """ConfigError if this mpi4py cannot ask MPI which ranks have died."""
+    if not hasattr(MPI, _NAMES[0]):
+        raise ConfigError(
+            f"ranks that outlive others (mpiexec --with-ft ulfm) need mpi4py 4.0 or newer, and this is "
+            f"{mpi4py.__version__}: pip install 'mpi4py>=4.0', or start the job without --with-ft"
+        )
 
 
 def lost(comm: MPI.Intracomm) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, address, named, spin
 from fsdpx.comm.node import shared
 from fsdpx.comm.node.meetings import Neighbours, late
 from fsdpx.comm.node.memory import SLOTS, WindowAddress
+from fsdpx.native.compiled import Compiled
 
-__all__ = ["STREAM", "Persistent", "Started", "added", "gathered"]
+__all__ = ["STREAM", "Persistent", "Started", "added", "gathered", "prepare_meetings"]
 
 LOOKS = 512
 """How often compiled code looks at a flag, about 20 us, before Python waits and moves other transfers on, too."""
@@ -24,10 +25,16 @@ STREAM = 4 << 20
 from a cache shortly after is worth more."""
 
 Run = Callable[[int, int, int, int], int]
-_SUMS: dict[str, Run] = {
+_SUMS: dict[str, Compiled] = {
     "f": shared.meet32, "d": shared.meet64, "bfloat16": shared.meet_bfloat16, "float16": shared.meet_float16
 }  # fmt: skip
 """By the dtype of the arrays, or the format that summands of float32 are rounded to."""
+
+
+def prepare_meetings(kind: str) -> None:
+    """Compile or load what ranks run that share memory, before they meet. kind: the format in which they add."""
+    for run in (shared.come, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
+        run.prepare(0, 0, 0, 0)
 
 
 def gathered(near: Neighbours, call: Call, own: Array | None = None) -> Persistent:

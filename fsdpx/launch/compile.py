@@ -1,0 +1,92 @@
+"""`compile`: make the kernels of models ready before the first job, where no rank waits for them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fsdpx import config, environment, optim
+from fsdpx.array import random
+from fsdpx.array.kernels import choice
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.codecs import codec
+from fsdpx.codecs.rules import SIMPLE
+from fsdpx.comm.node.persistent import prepare_meetings
+from fsdpx.config import Precision
+from fsdpx.engine.warm import every, make_ready, warm_calls
+from fsdpx.errors import ConfigError
+from fsdpx.launch.catalog import kernels_of
+from fsdpx.launch.info import version
+from fsdpx.messages import slow
+from fsdpx.native import image
+from fsdpx.optim.rounded import Rounded
+
+__all__ = ["add_options", "compile_kernels"]
+
+OPTIMIZERS = (
+    optim.SGD(lr=0.0), optim.SGD(lr=0.0, momentum=0.9), optim.Adam(lr=0.0), optim.LAMB(lr=0.0), optim.Lion(lr=0.0),
+    optim.Muon(lr=0.0),
+)  # fmt: skip
+"""One for each kernel: their updates take little time to compile, so a job may choose among them."""
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("example", nargs="*", help="as for `show`: gpt-small, unet2d, mymodule:make_model, ...")
+    p.add_argument("--all", action="store_true", help="every kernel, for any model, in float32, float64 and bf16")
+    p.add_argument("--precision", default="float32", help="as for distribute (default: float32)")
+
+
+def compile_kernels(args: argparse.Namespace) -> str:
+    """The text of `compile` for the options of its command line: how many kernels there are, and where they lie."""
+    if args.all == bool(args.example):
+        raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")
+    folder = _folder()
+    calls = _all() if args.all else []
+    for name in dict.fromkeys(args.example):
+        calls += _calls(kernels_of(name), config.precision(args.precision))
+    before, begin = set(folder.glob("*.code")), perf_counter()
+    with slow(True, "compiling kernels") as count:
+        make_ready(calls, count=count)
+    what = "all models" if args.all else f"{', '.join(dict.fromkeys(args.example))} in {args.precision}"
+    new = set(folder.glob("*.code")) - before
+    if not image.able():
+        return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
+    return (
+        f"kernels of {what} are in {folder}: {len(new)} were compiled now, in {perf_counter() - begin:.0f} s\n"
+        f"They are for {image.cpuinfo('model name') or platform.machine()}, Python {platform.python_version()}, NumPy "
+        f"{np.__version__} and Numba {version('numba')}: jobs that have the same, and this FSDPX_CACHE, compile nothing"
+    )
+
+
+def _folder() -> Path:
+    """Where machine code is kept; ConfigError if none can be made or kept."""
+    if not choice.installed():
+        raise ConfigError("Numba is not installed, so nothing is compiled: pip install numba")
+    cache = environment.read().cache
+    there = next(f for f in (cache, *cache.parents) if f.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"{cache} cannot be written: set FSDPX_CACHE to a folder that the jobs can read")
+    return cache / "code"
+
+
+def _calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
+    """What a trainer of this precision with these kernels compiles, and its ranks to meet in shared memory."""
+    dtypes = dtype_of(precision.compute), dtype_of(precision.gradients), dtype_of(precision.updated)
+    rounded = precision.updated != precision.gradients
+    optimizers = [Rounded(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
+    codecs = [codec(None, precision.sums, precision.gradients)]
+    meetings = partial(prepare_meetings, dtype_of(precision.sums).name)
+    return [partial(random.normal, 0, "", 0, 1), meetings, *warm_calls(runs, optimizers, codecs, dtypes, norm=True)]
+
+
+def _all() -> list[Callable[[], Any]]:
+    calls = [call for one in ("float32", "float64", "bf16") for call in _calls(every(), Precision(one))]
+    return calls + [partial(kind().warm, np.dtype(np.float32)) for kind in SIMPLE.values()]

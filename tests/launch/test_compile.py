@@ -1,0 +1,86 @@
+"""python -m fsdpx compile: a job after it compiles nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trials import job
+
+from fsdpx.__main__ import main
+from fsdpx.array.kernels import choice
+from fsdpx.engine.warm import OTHERS, every
+from fsdpx.launch.catalog import CATALOG, kernels_of
+from fsdpx.native import image
+
+MINE = """
+from fsdpx import nn
+
+def make():
+    return nn.Chain(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU("tanh"), nn.Linear(4, 2))
+"""
+TRAIN = """
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+from mine import make
+
+trainer = make().as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=0.1), clip_norm=1.0)
+for _ in range(2):
+    trainer.step(np.ones((2, 3), "f4"), np.ones((2, 2), "f4"))
+trainer.predict(np.ones((2, 3), "f4"))
+trainer.close()
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
+def test_a_job_compiles_nothing_more(tmp_path: Path) -> None:
+    """Also what ranks run that meet in shared memory."""
+    (tmp_path / "mine.py").write_text(MINE)
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-m", "fsdpx", "compile", "mine:make"]
+    env = {**os.environ, "FSDPX_CACHE": str(cache)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=240)
+    compiled = {file.name for file in (cache / "code").iterdir()}
+    assert done.stdout.startswith(
+        f"kernels of mine:make in float32 are in {cache / 'code'}: {len(compiled)} were compi"
+    )
+    result = job(tmp_path, TRAIN, ranks=2, FSDPX_CACHE=str(cache), PYTHONPATH=str(tmp_path))
+    assert result.status == 0, result.err
+    assert {file.name for file in (cache / "code").iterdir()} == compiled
+    again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=240)
+    assert f"{cache / 'code'}: 0 were compiled now" in again.stdout
+
+
+def test_every_kernel_of_every_model_is_one_of_all() -> None:
+    known = {name for name in every() if name in OTHERS or choice.SAMPLES[name.partition(" ")[0]]}
+    for model in CATALOG:
+        compiled = {name for name in kernels_of(model) if name.partition(" ")[0] in {*choice.names(), *OTHERS}}
+        assert compiled <= known
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all"),
+        (["mlp", "--all"], "name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all"),
+        (["gpt"], "no example 'gpt': choose one of gpt-tiny, gpt-small"),
+        (["mlp", "--precision", "int8"], "unknown precision 'int8'"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "cache"))
+    assert main(["compile", "mlp"]) == 2
+    assert "/file/cache cannot be written: set FSDPX_CACHE to a folder " in capsys.readouterr().err
