@@ -242,6 +242,14 @@ class Cuttable(Protocol):
     def everyone(self, value: Any) -> list[Any]: ...
 
 
+def _reaches_beyond_walls(grid: Cuttable) -> bool:
+    """Whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
+    dims = zip(grid.parts.cuts, grid.place, grid.ghosts, grid.periods, strict=True)
+    return any(
+        not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
+    )
+
+
 class FieldDataset:
     """Windows in time of fields in files: sample i is `x`, `inputs` states beside each other in the channels, and `y`,
     the `targets` states after them, each as the grid has arrays: this rank's part. Collective, if there is a grid.
@@ -318,7 +326,7 @@ class FieldDataset:
     def _begin(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
         if not paths:
             raise DataError("FieldDataset: no files are given")
-        if self.grid is not None and self._beyond_walls():
+        if self.grid is not None and _reaches_beyond_walls(self.grid):
             raise ConfigError(
                 f"FieldDataset: the grid has ghost cells {self.grid.ghosts} and periods {self.grid.periods}: files do "
                 "not have what lies beyond walls; take ghost cells there along periodic dims alone"
@@ -402,14 +410,6 @@ class FieldDataset:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
-
-    def _beyond_walls(self) -> bool:
-        """Whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
-        grid = self.grid
-        dims = zip(grid.parts.cuts, grid.place, grid.ghosts, grid.periods, strict=True)
-        return any(
-            not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
-        )
 
     def _fill(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
         """Read sample i into x and y, (channels, *cells)."""

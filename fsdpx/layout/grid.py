@@ -62,7 +62,7 @@ class Grid:
         varies fastest from rank to rank (C order), as on MPI's own Cartesian communicators
     offsets : the cell of the whole field that this rank's part begins with, along each dim, without ghost cells
     ghosts : cells that arrays have on each side beyond the part, for all dims, for each, or as (low, high) for each;
-        these may differ from rank to rank along the dim. Convolutions that read the field first, or behind layers that
+        these may differ from rank to rank along the dim. Convolutions that read the field first, or after layers that
         act on each cell, take what lies there instead of their padding; on a side without ghost cells they pad
     periods : whether each dim is periodic, where `comm` is not Cartesian; `Rollout` fills ghost cells by it
 
@@ -103,7 +103,7 @@ class Grid:
         self.dims, self._ranks, cuts, self._sides = fields[self.member]
         self.parts, self.place = Parts(cuts), _place(self._ranks.index(rank), self.dims)
         self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
-        self.comm, self._free = _kept(self, comm)
+        self._comm, self._free = _kept(self, comm)
 
     @classmethod
     def even(
@@ -131,13 +131,20 @@ class Grid:
         """Free the duplicate of the communicator, at most once. Collective. The grid's own cells, and trainers that
         were made with it, go on; `gather` does not. A grid that is dropped without it is closed by the next one."""
         if self._free is not None and self._free.detach() is not None:
-            self.comm.Free()
-        self.comm = None
+            self._comm.Free()
+
+    @property
+    def comm(self) -> Any:
+        """The grid's own duplicate of mpi4py's communicator, or the one that it was given; None in a dry run.
+        ConfigError where the grid is closed."""
+        if self._free is not None and not self._free.alive:
+            raise ConfigError(f"{self} is closed: call close() of a grid when nothing needs its communicator any more")
+        return self._comm
 
     def seen_by(self, rank: int) -> Grid:
         """This grid, as rank `rank` of a job that does not run sees it."""
         made = copy(self)
-        made.comm, made._free, made.place = None, None, _place(rank % prod(self.dims), self.dims)
+        made._comm, made._free, made.place = None, None, _place(rank % prod(self.dims), self.dims)
         return made
 
     def with_parts(self, parts: Parts) -> Grid:
@@ -157,7 +164,7 @@ class Grid:
 
     @property
     def busiest(self) -> tuple[int, ...]:
-        """A rank with the most cells along each dim, and one with the most neighbours where that is another one."""
+        """A rank with the most cells along each dim, and one with the most neighbors where that is another one."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -172,7 +179,8 @@ class Grid:
         return self._sized(_around(self.own, self.ghosts) if ghosts else self.own, shape)
 
     def __repr__(self) -> str:
-        ghosts = f", ghosts={_plain(self.ghosts)}" if any(map(any, self.ghosts)) else ""
+        each = ["|".join(map(str, dict.fromkeys(_plain(sides)))) for sides in self._sides]
+        ghosts = f", ghosts=({', '.join(each)})" if self.entered.ghosts else ""  # all ranks say the same
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
     @property
@@ -204,7 +212,7 @@ class Grid:
     def ranks(self, rank: int) -> tuple[int, ...] | None:
         """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
         over `comm`."""
-        if self.comm is None and self._free is None:
+        if self.comm is None:
             return None
         theirs = self.everyone(rank)
         return tuple(int(theirs[r]) for r in self._ranks)
@@ -243,8 +251,6 @@ class Grid:
 
     def everyone(self, value: Any) -> list[Any]:
         """The plain values of all ranks, by rank, on every rank. Collective."""
-        if self.comm is None:
-            raise ConfigError(f"{self} is closed: call its close() when nothing is gathered any more")
         return _gathered(self.comm, value)
 
     def gather(self, array: Any) -> Any:
@@ -468,9 +474,7 @@ def _demand_alike(facts: Sequence[GridFacts]) -> None:
         for letter, ours, theirs in zip(first.letters, first.periods, fact.periods, strict=True):
             if ours != theirs:
                 kinds = ("walls", "a periodic field")
-                raise ConfigError(
-                    f"Grid: along dim {letter} rank 0 has {kinds[ours]}, rank {rank} {kinds[theirs]}"
-                )
+                raise ConfigError(f"Grid: along dim {letter} rank 0 has {kinds[ours]}, rank {rank} {kinds[theirs]}")
 
 
 class CutField(NamedTuple):
@@ -510,7 +514,7 @@ def _cut_field(facts: Sequence[GridFacts], first: int) -> CutField:
 
 def _along(fact: GridFacts, d: int, what: str) -> str:
     """What a rank has along a dim, in words."""
-    return f"{fact.own[d]} cells" if what == "cells" else "{} ghost cells before and {} behind".format(*fact.ghosts[d])
+    return f"{fact.own[d]} cells" if what == "cells" else "{} ghost cells before and {} after".format(*fact.ghosts[d])
 
 
 def _tiled(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Sequence[int]]:

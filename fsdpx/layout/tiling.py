@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
-from math import prod
 from typing import NamedTuple
 
 from fsdpx.errors import ConfigError
@@ -54,7 +53,7 @@ def tile(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
 
 
 def _line(parts: Sequence[Part], dim: int, letters: str, first: int) -> list[Interval]:
-    """The slabs along a dim, one behind the other. Each has as many ranks as any other; those without cells may lie at
+    """The slabs along a dim, one after the other. Each has as many ranks as any other; those without cells may lie at
     one place."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
@@ -71,7 +70,7 @@ def _demand_distinct(parts: Sequence[Part], letters: str, first: int) -> None:
     seen: dict[Part, int] = {}
     for rank, part in enumerate(parts):
         other = seen.setdefault(part, rank)
-        if other != rank and prod(b - a for a, b in part):
+        if other != rank and all(b > a for a, b in part):
             raise ConfigError(
                 f"Grid: rank {first + rank} has the same cells as rank {first + other}, {_cells(part, letters)}: "
                 "offsets= is where each rank's part begins in the whole field. Members of an ensemble need dims= as "

@@ -18,6 +18,8 @@ from fsdpx.engine.engine import Direct, Engine
 from fsdpx.engine.operations import Executable
 from fsdpx.engine.run import GradientScale, Mean, demand_finite
 from fsdpx.errors import ConfigError, FsdpxError, warn
+from fsdpx.layout.grid import Grid
+from fsdpx.layout.overlaps import describe_ends, find_overlaps, overlap_warning
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
@@ -41,7 +43,7 @@ STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
 """Calls of which replicas that train by themselves tell each other only where they meet."""
 
 
-IDLE = "no gradient reaches some"
+IDLE, OVERLAP = "no gradient reaches some", "parts overlap"
 SHAPES = 16
 """The most shapes of small batches for which the way their layers run is kept."""
 LOOKS = ("evaluate", "predict")
@@ -188,6 +190,8 @@ class Session:
             place.demand_together(everyone)
             if settled is not None:
                 settled.agree_on((features, rows), _shapes(inputs))
+        if place.field is not None and kind in ("step", "accumulate") and OVERLAP not in self._noticed:
+            self._tell_overlaps(place.field.grid, inputs[0])
         microbatches = self._microbatches(inputs, target, everyone, kind)
         self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit, batched=batched)
@@ -309,6 +313,18 @@ class Session:
                 "trained with a gradient of zero: weight decay and momentum still move them, where PyTorch leaves them "
                 "alone; leave their layers out, or freeze them (frozen=[...])",
             )
+
+    def _tell_overlaps(self, grid: Grid, x: Any) -> None:
+        """Look once whether parts of a field have cells in common, and say so. Collective where all ranks step
+        together."""
+        self._noticed.add(OVERLAP)
+        axes = self.place.axes
+        if self.place.imaginary or axes.field is None or self._meeting("step") is not axes.world:
+            return
+        ends = axes.uncounted.all_gather_plain(describe_ends(grid, x))
+        shared = find_overlaps(grid, [ends[rank] for rank in axes.field.here])
+        if shared and axes.world.rank == 0:
+            warn(overlap_warning(shared))
 
     def updated(self, mean: Mean, scale: GradientScale) -> None:
         """An update has ended."""

@@ -156,6 +156,41 @@ def test_the_functional_api_on_mpi(world):
     together(world, world, body)
 
 
+class Petsc:
+    """As `PETSc.Comm`: a communicator that is none of mpi4py's, and gives one."""
+
+    def __init__(self, comm):
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+
+    def tompi4py(self):
+        return self.comm
+
+
+def test_communicators_that_give_one_of_mpi4py_are_taken(world):
+    from mpi4py import MPI
+
+    def body(comm):
+        petsc = Petsc(MPI.COMM_WORLD)
+        assert fsdpx.Grid(petsc, (4,), offsets=(4 * comm.rank,)).shape == (4 * comm.size,)
+        assert len(DistributedSampler(comm.size, comm=petsc)) == 1
+        assert channel_statistics([np.full((1, 1), comm.rank)], comm=petsc).mean == ((comm.size - 1) / 2,)
+        trainer = nn.Linear(2, 2).as_distributed(comm=petsc)
+        assert trainer.host.world.size == comm.size
+        trainer.close()
+        functional.init(comm=petsc)
+        assert functional.all_reduce(np.ones(1)).tolist() == [comm.size]
+        functional.finalize()
+        apart = resilient(petsc)
+        assert apart.size == comm.size
+        apart.close()
+
+    excepthook, threadhook = sys.excepthook, threading.excepthook
+    try:
+        together(world, world, body)
+    finally:
+        sys.excepthook, threading.excepthook = excepthook, threadhook
+
+
 @pytest.mark.parametrize(
     "call",
     [

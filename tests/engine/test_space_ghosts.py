@@ -230,7 +230,7 @@ def test_filling_is_adjoint(n: int, data: st.DataObject) -> None:
         (lambda c: grid_of(c, ghosts=(1, -1)), "rank 0: ghosts=(1, -1): give the cells beyond each side along each of"),
         (
             lambda c: grid_of(c, ghosts=((1, c.rank), 1)),
-            "along dim y rank 1 has 1 ghost cells before and 1 behind, and rank 0, which stands beside it, 1 ghost cel",
+            "along dim y rank 1 has 1 ghost cells before and 1 after, and rank 0, which stands beside it, 1 ghost cel",
         ),
         (
             lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=(0, (c.rank, 0)))),
@@ -249,3 +249,66 @@ def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None
 
 def grid_of(comm: Communicator, **more: Any) -> Any:
     return fsdpx.Grid(comm, (4, 6), dims=(1, 2), **more)
+
+
+SIDES = ["none at walls", "low alone", "none in the middle"]
+
+
+@in_full
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("kind", SIDES)
+def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str) -> None:
+    """Where a rank brings ghost cells that are those of its neighbours, and elsewhere none, results and gradients are
+    those of the whole field: what is missing comes from its owners, and walls have the layer's padding."""
+    whole = np.random.default_rng(0).standard_normal((2, *SHAPE, 2))
+    net = nn.Chain(nn.Conv2d(2, 4, (5, 3), padding=(2, 1), padding_mode=mode), *tail(4))
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts, told: bool) -> Any:
+        place = place_of(comm.rank, dims)
+        mine = bounds(cuts, place)
+        sides = [sides_of(kind, r, d, g) for r, d, g in zip(place, dims, GHOSTS, strict=True)] if told else [(0, 0)] * 2
+        grid = grid_at(comm, dims, cuts, ghosts=sides)
+        rows = [np.arange(a - low, b + high) % n for (a, b), (low, high), n in zip(mine, sides, SHAPE, strict=True)]
+        x = whole[:, rows[0][:, None], rows[1]]
+        trainer = net.as_distributed(space=grid, **options(comm))
+        target = wanted(SHAPE)[:, *(slice(a, b) for a, b in mine)]
+        losses = [trainer.step(x, target) for _ in range(2)]
+        return losses, trainer.parameters(), grid.gather(trainer.predict(x))
+
+    want = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1)), False), 1)[0]
+    for dims in ((2, 1), (1, 3), (2, 2), (3, 2)):
+        for cuts in (even(SHAPE, dims), ((0, 2, 5, 9)[: dims[0]] + (9,), (0, 3, 4, 11)[: dims[1]] + (11,))):
+            for losses, parameters, field in spawn(
+                lambda comm, d=dims, c=cuts: run(comm, d, c, True), int(np.prod(dims))
+            ):
+                np.testing.assert_allclose(losses, want[0], rtol=1e-11, err_msg=f"{dims} {cuts}")
+                demand_close(parameters, want[1], 1e-8)
+                demand_close({"prediction": field}, {"prediction": want[2]}, 1e-8)
+
+
+def sides_of(kind: str, place: int, dims: int, ghosts: int) -> tuple[int, int]:
+    """The ghost cells of a rank along a dim, all of them cells of neighbours."""
+    inner = ghosts * (place > 0), ghosts * (place < dims - 1)
+    return {"none at walls": inner, "low alone": (inner[0], 0), "none in the middle": inner if place else (0, 0)}[kind]
+
+
+def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
+    """None at walls, as PETSc has them: each step pads there, and later states have those of their neighbours."""
+    net = nn.Chain(nn.Conv2d(1, 4, 3, padding=1, padding_mode="replicate"), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    whole = np.random.default_rng(0).standard_normal((1, *SHAPE, 1))
+    y = np.random.default_rng(1).standard_normal((1, *SHAPE, 3))
+
+    def run(comm: Communicator, dims: Sequence[int], told: int) -> Any:
+        cuts, place = even(SHAPE, dims), place_of(comm.rank, dims)
+        sides = [sides_of("none at walls", r, d, told) for r, d in zip(place, dims, strict=True)]
+        grid, mine = grid_at(comm, dims, cuts, ghosts=sides), bounds(cuts, place)
+        trainer = nn.Rollout(net, 3).as_distributed(space=grid, **options(comm))
+        x = whole[:, *(slice(a - low, b + high) for (a, b), (low, high) in zip(mine, sides, strict=True))]
+        target = y[:, *(slice(a, b) for a, b in mine)]
+        return [trainer.step(x, target) for _ in range(3)], grid.gather(trainer.predict(x))
+
+    losses, field = spawn(lambda comm: run(comm, (1, 1), 0), 1)[0]
+    for dims in ((2, 1), (3, 2)):
+        for found in spawn(lambda comm, d=dims: run(comm, d, 1), int(np.prod(dims))):
+            np.testing.assert_allclose(found[0], losses, rtol=1e-11)
+            demand_close({"prediction": found[1]}, {"prediction": field}, 1e-8)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import even, part, random_cuts
+from grids import bounds, even, numbered, part, place_of, random_cuts
 from ranks import from_rank_0
 from test_space import MODELS, trained, wanted
 
@@ -12,6 +12,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.comm.local import single
+from fsdpx.errors import ConfigError
 from fsdpx.testing import demand_close
 
 # what is tried are communicators of mpi4py, whatever backend counts the ranks
@@ -89,3 +90,86 @@ def test_members_of_an_ensemble_have_communicators_of_their_own(world: Communica
     trainer.close()
     cart.Free()
     split.Free()
+
+
+class Petsc:
+    """A communicator of another library, which gives mpi4py's."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+
+    def tompi4py(self) -> Any:
+        return self.comm
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_may_be_numbered_in_any_order(world: Communicator, first: int) -> None:
+    """x first, and backwards: the same losses as in MPI's own order, on a communicator of another library."""
+    MPI = pytest.importorskip("mpi4py.MPI")
+    dims = tuple(MPI.Compute_dims(world.size, 2))
+    cuts, u = random_cuts((9, 12), dims), np.random.default_rng(1).standard_normal((9, 12, 2))
+    other: Any = np.arange(world.size).reshape(dims).T.ravel() if first == 0 else range(world.size)[::-1]
+    orders = [range(world.size), other]
+    found = []
+    for order in orders:
+        grid = numbered(Petsc(MPI.COMM_WORLD), dims, cuts, order)
+        place = place_of(order[world.rank], dims)
+        trainer = nn.Conv2d(2, 2, 3, padding=1, padding_mode=("reflect", "circular")).as_distributed(
+            loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2), precision="float64", space=grid
+        )
+        mine = part(u, cuts, place, 0)
+        found.append([trainer.step(mine, mine) for _ in range(3)])
+        np.testing.assert_allclose(grid.gather(mine), u)
+        if mine.size:
+            assert grid.offsets == tuple(a for a, _ in bounds(cuts, place))
+        trainer.close()
+        grid.close()
+    np.testing.assert_allclose(*found, rtol=1e-13)
+
+
+def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
+    """A grid gathers, a trainer that is made later trains, and none of many grids keeps a communicator of MPI."""
+    MPI = pytest.importorskip("mpi4py.MPI")
+    cart = MPI.COMM_WORLD.Create_cart((world.size, 1), periods=[True, False])
+    grid = fsdpx.Grid(cart, (2, 5))
+    cart.Free()
+    u = np.full((2, 5, 1), world.rank, np.float32)
+    assert grid.gather(u)[::2, 0, 0].tolist() == list(range(world.size))
+    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "space": grid}
+    trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(**options)
+    loss = trainer.step(u, u)
+    grid.close()
+    grid.close()
+    assert trainer.step(u, u) < loss
+    assert trainer.predict(u).shape == u.shape
+    with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
+        grid.gather(u)
+    with pytest.raises(ConfigError, match=r"^Grid\(.*\) is closed: "):
+        nn.Conv2d(1, 1, 3, padding=1).as_distributed(**options)
+    trainer.close()
+    comm = MPI.COMM_WORLD.Create_cart((1, world.size))
+    for _ in range(5000):  # MPICH has some 2,000 of them
+        fsdpx.Grid(comm, (2, 5))
+    comm.Free()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (lambda r, n: (0, 3 * (n - 1 - r)), r"rank 0 is at \(0, 0\) of the Cartesian communicator, and at \(0, \d+"),
+        (lambda r, n: (2 * r, 0), r"communicator has \(1, \d+\) ranks along y, x, and the parts at offsets= are on \("),
+    ],
+)
+def test_a_cartesian_communicator_that_says_something_else_is_named(
+    world: Communicator, offsets: Any, message: str
+) -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    if world.size == 1:
+        pytest.skip("one rank has one place")
+    cart = MPI.COMM_WORLD.Create_cart((1, world.size))
+    with pytest.raises(ConfigError, match=message):
+        fsdpx.Grid(cart, (2, 3), offsets=offsets(world.rank, world.size))
+    with pytest.raises(ConfigError, match=r"the Cartesian communicator has \(1, \d+\) ranks$"):
+        fsdpx.Grid(cart, (2, 3), dims=(world.size, 1))
+    assert fsdpx.Grid(cart, (2, 3), offsets=(0, 3 * world.rank)).offsets == (0, 3 * world.rank)
+    cart.Free()

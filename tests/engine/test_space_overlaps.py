@@ -1,0 +1,103 @@
+"""The first step tells of arrays with ghost cells that their grid was not told of."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import bounds, even, place_of
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+
+SHAPE = (24, 32)
+
+
+def told(
+    field: np.ndarray, dims: Sequence[int], sides: Sequence[tuple[int, int]], walls: bool = False, **more: Any
+) -> str:
+    """What the first two steps say on arrays with ghost cells of which the grid knows nothing, all ranks together. At
+    walls lies what the solver has there, or with `walls` nothing."""
+
+    def run(comm: Communicator) -> None:
+        rows, place = [], place_of(comm.rank, dims)
+        mine = bounds(even(SHAPE, dims), place)
+        for (a, b), (low, high), at, width, n in zip(mine, sides, place, dims, SHAPE, strict=True):
+            low, high = (low * (at > 0), high * (at < width - 1)) if walls else (low, high)
+            rows.append(np.arange(a - low, b + high) % n)
+        u = field[rows[0][:, None], rows[1]]
+        grid = fsdpx.Grid(comm, u.shape, dims=dims, layout="yx", **more)
+        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid
+        )
+        for _ in range(2):
+            trainer.step(u, u)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        spawn(run, int(np.prod(dims)))
+    texts = [str(one.message) for one in found if "ghost cells" in str(one.message)]
+    assert len(texts) <= 1
+    return texts[0] if texts else ""
+
+
+def waves() -> np.ndarray:
+    y, x = np.meshgrid(*(np.arange(n) for n in SHAPE), indexing="ij")
+    return np.sin(y / 3) * np.cos(x / 4) + 0.1 * y
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("sides", "rows"), [(((1, 1), (1, 1)), 2), (((2, 2), (2, 2)), 4), (((1, 2), (1, 2)), 3)])
+@pytest.mark.parametrize("walls", [False, True])
+def test_ghost_cells_of_which_nothing_was_said_are_told_of(
+    dims: tuple[int, int], sides: Any, rows: int, walls: bool
+) -> None:
+    text = told(waves(), dims, sides, walls)
+    cut = ", ".join(f"{letter} ({rows} rows)" for letter, d in zip("yx", dims, strict=True) if d > 1)
+    assert text.startswith(f"fsdpx: along dim {cut} the end of each part is the beginning of the next one"), text
+    assert text.endswith("ghosts=((low, high), ...))" if rows == 3 else f"ghosts={rows // 2})")
+
+
+def test_corners_that_a_solver_does_not_fill_do_not_hide_it() -> None:
+    field = waves()
+    field[11:13, 15:17] = np.nan
+    assert told(field, (2, 2), [(1, 1)] * 2).startswith("fsdpx: along dim y (2 rows), x (2 rows)")
+
+
+def test_a_periodic_field_of_one_rank_meets_itself() -> None:
+    assert told(waves(), (1, 1), [(1, 1)] * 2, periods=(False, True)).startswith("fsdpx: along dim x (2 rows) the")
+    assert not told(waves(), (1, 1), [(1, 1)] * 2)
+
+
+FIELDS = {
+    "waves": waves(),
+    "constant": np.ones(SHAPE),
+    "constant along one dim": np.repeat(np.arange(32.0)[None], 24, 0),
+    "zero but in one place": np.where(np.hypot(*np.mgrid[-3:21, -3:29]) < 3, 1.0, 0.0),
+    "a checkerboard": np.indices(SHAPE).sum(0) % 2.0,
+    "stripes": np.repeat((np.arange(24) // 2 % 2.0)[:, None], 32, 1),
+    "land": np.where(np.arange(24)[:, None] > 5, np.nan, waves()),
+    "steps": np.floor(waves()),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_parts_without_ghost_cells_are_not_told_of(name: str) -> None:
+    for dims in ((2, 1), (2, 2), (3, 4), (1, 1)):
+        assert not told(FIELDS[name], dims, [(0, 0)] * 2, periods=(True, True)), dims
+
+
+def test_ghost_cells_that_the_grid_knows_are_not_told_of() -> None:
+    def run(comm: Communicator) -> None:
+        grid = fsdpx.Grid(comm, (12, 32), dims=(2, 1), layout="yx", ghosts=(1, 0))
+        u = np.pad(waves(), ((1, 1), (0, 0)), mode="wrap")[12 * comm.rank :][:14]
+        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid
+        )
+        trainer.step(u, u)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        spawn(run, 2)
