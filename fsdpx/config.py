@@ -194,8 +194,8 @@ class Precision:
     compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers, what they give and keep
     param : what parameters are sent as in the all-gather: compute (None), float32, or beside it 16 bits
     reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
-    buffers : "float32", "float64", "bf16" or "fp16": of running statistics, rounded once a step; None: float32
-        (float64 where compute is)
+    buffers : "float32" or "float64": of running statistics; None: float32 (float64 where compute is). They move by
+        less than the last bit of 16 bits
     master : of the shard that the optimiser updates, and of its state; None: float32 (float64 where compute is).
         "bf16" beside compute="bf16" trains in 16 bits alone
     rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): up or down by chance,
@@ -232,7 +232,7 @@ class Precision:
         full = "float64" if self.compute == "float64" else "float32"
         self._choose("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
         self._choose("reduce", None, full, "bf16", "float16")
-        self._choose("buffers", None, full, *(("float64", "bf16", "float16") if full == "float32" else ()))
+        self._choose("buffers", None, full, "float64")
         self._choose("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
         self._choose("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
         for name in ("loss_scale", "initial_scale", "growth_interval"):

@@ -19,15 +19,15 @@ from fsdpx.array.parallel import flushed
 from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, Handle
 from fsdpx.engine import computing
-from fsdpx.engine.operations import Executable, ExecutableAction
+from fsdpx.engine.operations import Executable, ExecutableAction, demand_finite_loss
 from fsdpx.engine.recording import Recording
 from fsdpx.engine.run import ProgramRun, Views, Worlds, number_of
 from fsdpx.errors import CommTimeout
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env, Parameters
-from fsdpx.program import VERBS, Action, Program, Request, Slot
+from fsdpx.program import KINDS, VERBS, Action, Program, Request, Slot
 from fsdpx.state.feed import Feed, Microbatch
-from fsdpx.state.state import PROGRESS, Clock, TrainState
+from fsdpx.state.state import PROGRESS, Clock, TrainState, restore_copies
 
 __all__ = ["Direct", "Engine"]
 
@@ -62,6 +62,8 @@ class Engine:
     def run(self, executable: Executable, feed: Feed) -> dict[Slot, Any]:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
         overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
+        trains = feed.training and not self.placement.imaginary
+        statistics = self.state.copy_statistics() if trains else []
         with flushed(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
             try:
                 run = self._begin(executable, feed)
@@ -73,10 +75,17 @@ class Engine:
                     self._sends.clear()
                 if self._flying:
                     self._poke()
-                return {slot: self._result(slot) for slot in executable.program.results}
+                results = {slot: self._result(slot) for slot in executable.program.results}
+                kind = KINDS[executable.program.kind]
+                if kind.loss == "LOSS" and not kind.updates and not overflows:  # nothing is added up with it
+                    demand_finite_loss(run, results[Slot("mean")], run.together)
             except BaseException:  # Ctrl-C in a session that goes on, too
+                restore_copies(statistics)
                 self.state.forget()
                 raise
+        if (scale := results.get(Slot("scale"))) is not None and scale.skip:
+            restore_copies(statistics)
+        return results
 
     def _begin(self, executable: Executable, feed: Feed) -> ProgramRun:
         state, program = self.state, executable.program

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -28,12 +28,14 @@ from fsdpx.engine.run import (
     Values,
     Workspace,
     demand_alike,
+    find_not_finite,
     microbatch_of,
     number_of,
     planned,
     words,
 )
-from fsdpx.errors import DataError, ShapeError
+from fsdpx.errors import DataError, NumericsError, ShapeError
+from fsdpx.layout.pages import Range
 from fsdpx.optim import Segments, rate
 from fsdpx.optim.optimizer import UNSCHEDULED, scheduled, update_parameters
 from fsdpx.program import SLOTS, VERBS, Action, Edge, Request, Slot, check, compile
@@ -44,8 +46,8 @@ from fsdpx.state.placement import Placement, tag
 from fsdpx.state.state import Tie, TrainState
 
 __all__ = [
-    "OPERATIONS", "Executable", "ExecutableAction", "alone", "fetch", "left_alone", "move", "receive", "send",
-    "store_record", "travelling", "update",
+    "OPERATIONS", "Executable", "ExecutableAction", "alone", "demand_finite_loss", "fetch", "left_alone", "move",
+    "receive", "send", "store_record", "travelling", "update",
 ]  # fmt: skip
 
 
@@ -299,6 +301,10 @@ def norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Va
     factor = 1.0 / (mean.each * scaler.value)
     size = math.sqrt(squares) * factor
     finite = math.isfinite(squares)
+    if not scaler.dynamic:
+        demand_finite_loss(run, mean, run.together)
+        if not finite:
+            _refuse(run, f"the norm of the gradient is {size}", _bad_gradient(run, read), run.together)
     if clip is not None and finite:
         factor *= _clipped(size, clip)
     return mean, GradientScale(factor, size, not finite and scaler.dynamic, mean.rate, scaler.after(finite))
@@ -310,7 +316,9 @@ def _clipped(norm: float, most: float) -> float:
 
 def scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The same where the norm is not needed: nothing is left to exchange. The gradients are read so that all that needs
-    other ranks has arrived before anything is updated."""
+    other ranks has arrived before anything is updated. Each rank looks at those that it updates with."""
+    demand_finite_loss(run, read[0], run.together)
+    _demand_finite_gradients(run, read[1:])
     factor = 1.0 / (read[0].each * run.scaler.value)
     return (GradientScale(factor, math.nan, False, read[0].rate, run.scaler),)
 
@@ -359,11 +367,72 @@ def alone(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     """Loss and scale of this rank's own batch."""
     place, clip = run.place, run.place.options.clip_norm
     mean = _mean(run, [_losses(run, taken[:-1], taken[-1:])])
+    demand_finite_loss(run, mean)
     factor, norm = 1.0 / (mean.shared * run.scaler.value), math.nan
+    totals = tuple([gradient.at(0) for gradient in read])
+    _demand_finite_gradients(run, totals)
     if clip is not None:
-        norm = math.sqrt(exact_sum([square_sum(place.xp, gradient.at(0)) for gradient in read])) * factor
-        factor *= _clipped(norm, clip) if math.isfinite(norm) else 1.0
+        norm = math.sqrt(exact_sum([square_sum(place.xp, total) for total in totals])) * factor
+        factor *= _clipped(norm, clip)
     return mean, GradientScale(factor, norm, False, mean.rate, run.scaler)
+
+
+def demand_finite_loss(run: ProgramRun, mean: Mean, comm: Communicator | None = None) -> None:
+    """NumericsError if the loss of a step is NaN or Inf, before anything is updated. comm: the ranks whose loss it is;
+    they raise the same error, which names a rank whose batch is not finite. None: no other rank knows."""
+    if run.feed.batch and not math.isfinite(mean.total):
+        _refuse(run, f"the loss is {mean.value}", _bad_batch(run), comm)
+
+
+def _demand_finite_gradients(run: ProgramRun, totals: Values) -> None:
+    """The same of the gradients that this rank updates with; other ranks do not know."""
+    if run.place.imaginary:
+        note(*totals)
+        return
+    with np.errstate(all="ignore"):
+        if math.isfinite(sum([total.dot(total) for total in totals])):
+            return
+    found = _bad_gradient(run, totals)  # squares can overflow where nothing else does
+    if found and run.together.size > 1:
+        found += (
+            ". Ranks that update other parameters may have done so: go on from a checkpoint. With clip_norm=... all "
+            "ranks know of it before any of them updates"
+        )
+    if found:
+        _refuse(run, "a gradient is not finite", found)
+
+
+def _refuse(run: ProgramRun, what: str, origin: str, comm: Communicator | None = None) -> NoReturn:
+    """Raise NumericsError. origin: where this rank sees one. comm: ranks that all come here, to tell each other."""
+    origins = [origin] if comm is None else comm.all_gather_plain(origin)
+    told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
+    raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
+
+
+def _bad_batch(run: ProgramRun) -> str:
+    """Name what is NaN or Inf in this rank's batch; "" if nothing is."""
+    place = run.place
+    for batch in filter(None, run.feed.batch):
+        arrays = {f"input {name!r}": array for name, array in zip(place.layout.inputs, batch.inputs, strict=True)}
+        if batch.target is not None and not getattr(place.loss, "skipna", False):
+            arrays["the target"] = batch.target
+        for what, array in arrays.items():
+            if found := find_not_finite(place, array, what):
+                return found
+    return ""
+
+
+def _bad_gradient(run: ProgramRun, totals: Values) -> str:
+    """Name the first parameter whose gradient is NaN or Inf on this rank; "" if none is."""
+    for p, total in zip(run.stage.trained, totals, strict=True):
+        page = run.place.pages[p]
+        first = page.mine.start if total.size == page.mine.size else 0  # a rank at its own speed has all of it
+        for piece in page.page.pieces(Range(first, first + total.size)):
+            name = page.page.fields[piece.have].source
+            part = total[piece.start - first : piece.stop - first]
+            if found := find_not_finite(run.place, part, f"the gradient of {name!r}"):
+                return found
+    return ""
 
 
 OPERATIONS: dict[str, Operation] = {

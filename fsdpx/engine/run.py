@@ -31,8 +31,8 @@ from fsdpx.state.state import Scaler, Tie, TrainState
 
 __all__ = [
     "Activations", "GradientScale", "Mean", "Operation", "ProgramRun", "Values", "Views", "Workspace",
-    "Worlds", "demand_alike", "demand_finite", "is_activation", "lives", "microbatch_of", "number_of", "plan",
-    "planned", "roots", "words",
+    "Worlds", "demand_alike", "demand_finite", "find_not_finite", "is_activation", "lives", "microbatch_of",
+    "number_of", "plan", "planned", "roots", "words",
 ]  # fmt: skip
 
 
@@ -342,14 +342,19 @@ def scratch_nbytes(state: TrainState, slot: Slot) -> int:
 
 def demand_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
     """NumericsError naming rank, tensor, action and the first bad element, if there is one."""
+    if text := find_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
+        raise NumericsError(text)
+
+
+def find_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
+    """Name rank, tensor and the first element that is NaN or Inf; "" if there is none."""
     xp = placement.xp
     if placement.imaginary or array.dtype.kind not in "fV" or bool(xp.isfinite(array).all()):
-        return
+        return ""
     bad = xp.asarray(~xp.isfinite(array)).reshape(-1)
     first = int(xp.argmax(bad))
     value = float(array.reshape(-1)[first])
-    where = f" in action {action}" if action is not None else ""
-    raise NumericsError(
+    return (
         f"rank {placement.axes.world.rank}: {what} has {int(bad.sum())} of {bad.size} elements NaN or Inf{where}, "
         f"the first is {value} at flat index {first}"
     )

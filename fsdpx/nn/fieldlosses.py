@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.cells import CellWeights, moments, reduced, weighed
 from fsdpx.nn.cut import Cuts, Parts
 from fsdpx.nn.layer import Array, Env
@@ -96,7 +96,8 @@ class RelativeL2(_Root):
     """|y - target| / |target| of each sample, over all its elements, summed; weight: the number of samples.
 
     (samples, ...) of one shape. Over a grid of ranks the sums of a sample are made over all its parts: one all-reduce
-    of 24 bytes for each sample. It is the measure of neural operators (Li et al. 2021).
+    of 24 bytes for each sample. It is the measure of neural operators (Li et al. 2021). Without `eps` a target of zeros
+    is a DataError, as nothing is an error relative to it.
 
     Parameters
     ----------
@@ -117,7 +118,23 @@ class RelativeL2(_Root):
         self, env: Env, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
     ) -> tuple[Array, Array, Array]:
         count, squares, of_target = self._sums(env, dims, w, apart * apart, target * target)
+        if self.eps == 0:
+            self._demand_sizes((count > 0) & (of_target == 0))
         return count, squares, (env.xp.sqrt(of_target) + self.eps) ** 2
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        super().validate(shape, target)
+        if self.parts is None and self.weights is None and not self.skipna and self.eps == 0 and target.size:
+            self._demand_sizes(~target.reshape(len(target), -1).any(axis=1))
+
+    def _demand_sizes(self, zero: Array) -> None:
+        """DataError if the target of a sample is 0."""
+        if getattr(zero, "holds_no_data", False) or not bool(zero.any()):
+            return
+        raise DataError(
+            f"{self!r}: all of the target of sample {int(zero.argmax())} is 0, so no error is relative to it: give "
+            "eps=..., which is added to |target|, or leave such samples out"
+        )
 
 
 class RMSE(_Root):

@@ -5,9 +5,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.array.kernels.half import add_widened
 from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Optimizer, Slots, Wrapping, check_number, has_data, update_parameters
+from fsdpx.optim.optimizer import Kept, Optimizer, Slots, Wrapping, check_number, has_data, kept_of, update_parameters
 from fsdpx.optim.segments import Segments
 
 __all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged"]
@@ -79,10 +80,13 @@ class Averaged(Wrapping):
     ----------
     inner : makes the update
     how : an `EMA`, an `SWA`, or anything with their `keep(step)`
+    dtype : the format of the average; None: that of the shard. Beside a shard in 16 bits it is float32: what an average
+        takes in one step is less than the last bit of 16, and what rounding does to parameters must not add up in it
     """
 
     inner: Optimizer
     how: Average
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.how, type) or not callable(getattr(self.how, "keep", None)):
@@ -96,6 +100,10 @@ class Averaged(Wrapping):
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, AVERAGE)
 
+    @property
+    def kept(self) -> dict[str, Kept]:
+        return {**kept_of(self.inner), AVERAGE: Kept(self.dtype)}
+
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
     ) -> None:  # fmt: skip
@@ -104,7 +112,16 @@ class Averaged(Wrapping):
             return
         own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
-            distance += p
+            _add(xp, distance, p)
             update_parameters(self.inner, xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
-            distance -= p
-            distance *= distance.dtype.type(self.how.keep(step))
+            xp.negative(distance, out=distance)
+            _add(xp, distance, p)
+            distance *= distance.dtype.type(-self.how.keep(step))
+
+
+def _add(xp: Any, total: Any, p: Any) -> None:
+    """total += p, which may be narrower."""
+    if total.dtype == p.dtype:
+        total += p
+    else:
+        add_widened(xp, p, total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,11 +16,10 @@ from fsdpx.config import Precision
 from fsdpx.errors import NumericsError
 from fsdpx.program import Slot
 from fsdpx.state.disk import Disk
-from fsdpx.state.freezing import Freezing
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.state.placement import Placement
 
-__all__ = ["BATCHES", "PROGRESS", "Clock", "Scaler", "Spent", "Tie", "TrainState"]
+__all__ = ["BATCHES", "PROGRESS", "Clock", "Freezing", "Scaler", "Spent", "Tie", "TrainState", "restore_copies"]
 
 SMALLEST = 2.0**-40
 
@@ -139,6 +138,45 @@ class Clock:
         return {op: Spent(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()}
 
 
+class Freezing:
+    """frozen: parameters that get no gradient and no update for now. missed: parameter -> updates that left it alone
+    until it was trained again, if it was ever frozen; its own count of updates is that many smaller."""
+
+    def __init__(self, updates: Callable[[str], int]) -> None:
+        """updates: how many the page of a parameter has had so far."""
+        self.frozen: frozenset[str] = frozenset()
+        self.missed: dict[str, int] = {}
+        self._updates = updates
+        self._since: dict[str, int] = {}  # frozen parameter -> updates of its page before that
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """Leave parameters alone from now on; on all ranks the same ones."""
+        self._since |= {name: self._updates(name) for name in names if name not in self.frozen}
+        self.frozen = frozenset(self._since)
+
+    def unfreeze(self, names: Iterable[str]) -> None:
+        """Train parameters again."""
+        self.missed = self.count_missed()
+        self._since = {name: self._updates(name) for name in self.frozen.difference(names)}
+        self.frozen = frozenset(self._since)
+
+    def count_missed(self) -> dict[str, int]:
+        """The updates missed so far, also by what is frozen now."""
+        now = {name: self._updates(name) - before for name, before in self._since.items()}
+        return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
+
+    def resume(self, missed: dict[str, int], updates: int) -> None:
+        """Go on where each page has had so many updates, and parameters have missed some of them. What is frozen stays
+        so."""
+        self.missed, self._since = missed, dict.fromkeys(self.frozen, updates)
+
+
+def restore_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Put back into arrays what they were copied from."""
+    for array, before in pairs:
+        array[...] = before
+
+
 LASTING = frozenset({"stats", "stored", *(kind.slot for kind in KINDS.values() if kind.slot)})
 """Kinds of slots that are there before and after every program, or belong to one that is still to come; a pace may
 have more."""
@@ -190,6 +228,12 @@ class TrainState:
     def statistic(self, name: str) -> Any:
         """A running statistic in its shape."""
         return self.ledger.array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
+
+    def copy_statistics(self) -> list[tuple[Any, Any]]:
+        """The running statistics that this rank moves, each with a copy, for `restore_copies` if a step fails."""
+        names = {name for names in self.placement.statistics.values() for name in names}
+        arrays = [self.ledger.array("statistic", None, name) for name in sorted(names)]
+        return [(array, array.copy()) for array in arrays]
 
     @property
     def random(self) -> Random:

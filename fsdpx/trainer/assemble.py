@@ -327,10 +327,12 @@ NOTHING = "this processor has no instructions for it"
 
 def _optimizer(training: Training, formats: Precision) -> Any:
     """The optimiser that updates the shard, in the format of the shard."""
-    optimizer = training.optimizer if training.average is None else Averaged(training.optimizer, training.average)
-    if formats.updated == formats.gradients:
-        return optimizer
-    return Rounded(optimizer, formats.rounding == "kahan")
+    optimizer, narrow = training.optimizer, formats.updated != formats.gradients
+    if narrow:
+        optimizer = Rounded(optimizer, formats.rounding == "kahan")
+    if training.average is not None:
+        optimizer = Averaged(optimizer, training.average, "float32" if narrow else None)
+    return optimizer
 
 
 def _formats(formats: Precision) -> Formats:

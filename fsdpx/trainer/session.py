@@ -348,7 +348,8 @@ class Session:
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.holding
         steps = kind in ("step", "accumulate", "local")
         kind = pace.kind(kind)
-        normed = place.options.clip_norm is not None or self.state.scaler.dynamic
+        # elastic ranks must all hear of a gradient that is not finite: an error on one of them would be its death
+        normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return Request(
             kind,
             self._stage(),

@@ -87,7 +87,9 @@ class Trainer:
     def step(self, x: Any, y: Any) -> float:
         """Forward, backward and update on one global batch: its mean loss, equal on every rank.
 
-        RuntimeWarning, on rank 0, at the first of a run of losses that are NaN or Inf."""
+        NumericsError if the loss or a gradient is NaN or Inf; nothing is updated then, and running statistics are as
+        before. With a dynamic loss scale the update is skipped instead, with a RuntimeWarning on rank 0 at the first of
+        a run of such losses."""
         if self._absent:
             demand("step", self._session.loss, self._place.optimizer)
         if self._local:
@@ -95,12 +97,14 @@ class Trainer:
         self._refuse_to_mix("accumulate")
         feed = self._host.feed(x, y, "step")
         loss = self._updated(self._host.session.run("step", feed))
-        self._demand_finite(loss)
+        self._warn_of_skipping(loss)
         return loss
 
     @hosted(KEEPS)
     def accumulate(self, x: Any, y: Any) -> float:
-        """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone."""
+        """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone.
+
+        NumericsError if it is NaN or Inf; the gradients that were added up are forgotten then."""
         demand("accumulate", self._session.loss, self._place.optimizer)
         self._place.accumulation.demand_pieces("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
@@ -474,14 +478,14 @@ class Trainer:
         self._session.updated(results[MEAN], results[SCALE])
         return loss
 
-    def _demand_finite(self, loss: float) -> None:
-        """Warn at once when a loss becomes NaN or Inf: once for a row of such losses, and once for all ranks."""
+    def _warn_of_skipping(self, loss: float) -> None:
+        """Warn at once when the loss of a step that is skipped becomes NaN or Inf: once for a row of such losses, and
+        once for all ranks."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self._place.axes.world.rank == 0:
             assert self._host.last is not None
-            done = "the update was skipped" if self._host.last.skipped else "the parameters are updated with it"
             warn(
-                f"the loss of step {self.steps + self._host.last.skipped} is {loss}, and {done}: "
+                f"the loss of step {self.steps + self._host.last.skipped} is {loss}, and the update was skipped: "
                 "distribute(..., check_finite=True) names its origin",
             )
 

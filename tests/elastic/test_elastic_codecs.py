@@ -55,7 +55,7 @@ def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
 
 
 @in_full
-@pytest.mark.parametrize(("strategy", "at"), [("fsdp", "UPDATE1"), ("ddp", "SCALE")])
+@pytest.mark.parametrize(("strategy", "at"), [("fsdp", "UPDATE1"), ("ddp", "NORM")])
 def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
     """Rank 1 dies in the third step, after it counts or before. The others end with the bits of 4 ranks of which one
     left where they took up again: what was owed there is there, and nothing of the broken step. Under ddp there are no

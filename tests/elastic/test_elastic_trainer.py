@@ -102,7 +102,7 @@ def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
         "tensor_plan": {"0": nn.Column, "2": nn.Row},
     }  # fmt: skip
     wanted = train(4, **options)[0]
-    got = train(6, [Kill(1, "SCALE", before=1)], **options)
+    got = train(6, [Kill(1, "NORM", before=1)], **options)
     assert sum(one.idle == [True] * 5 for one in got) == 1  # of 5 that live 4 train
     for one in got:
         assert np.allclose(one.losses, wanted.losses, rtol=1e-12)
@@ -192,7 +192,7 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
         values = {n: np.full_like(a, 0.25) for n, a in trainer.parameters().items()}
         assert trainer.load_weights(values, strict=False).taken == tuple(values)
         trainer.save(tmp_path / "saved")
-        trainer.inspect.engine.observers.append(Killer(comm.rank, [Kill(1, "SCALE")]))
+        trainer.inspect.engine.observers.append(Killer(comm.rank, [Kill(1, "NORM")]))
         trainer.step(*BATCHES[1])
         after = bits(trainer)
         trainer.load(tmp_path / "saved")
@@ -230,7 +230,7 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
         return history.losses, history.validation, bits(trainer)
 
     wanted = run(3, body, "calm", [])
-    kills = [Kill(0, "SCALE", before=4), Kill(2, "GATHER0", before=15)]
+    kills = [Kill(0, "NORM", before=4), Kill(2, "GATHER0", before=15)]
     got = run(3, body, "wild", kills)
     assert len(got) == 1
     assert got[0] == wanted[0]
@@ -269,7 +269,7 @@ def test_a_rank_dies_in_the_last_step() -> None:
 
 
 def test_idle_ranks_keep_copies() -> None:
-    got = train(3, [Kill(0, "SCALE", before=2)], elastic=Elastic(ranks=1, every=1))
+    got = train(3, [Kill(0, "NORM", before=2)], elastic=Elastic(ranks=1, every=1))
     assert [one.bits for one in got] == [plain()[1]] * 2
 
 

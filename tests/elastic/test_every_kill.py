@@ -24,7 +24,7 @@ def calm(strategy: str) -> list:
 
 
 def speaks(action: Action) -> bool:
-    return bool(VERBS[action.op].moves) or action.op in ("COMMIT", "SCALE", "SETTLE")
+    return bool(VERBS[action.op].moves) or action.op in ("COMMIT", "NORM", "SETTLE")
 
 
 @in_full
@@ -32,7 +32,7 @@ def speaks(action: Action) -> bool:
 def test_every_rank_at_every_action(strategy: str) -> None:
     wanted = calm(strategy)
     each = [a for a in dict.fromkeys(wanted[0].actions) if speaks(actions_of(a)[0])]
-    assert {"COMMIT", "MEAN", "SCALE", "REDUCE0"} <= set(each)
+    assert {"COMMIT", "NORM", "REDUCE0"} <= set(each)
     assert all(wanted[0].actions.count(a) >= STEPS for a in each)
     kills = pairs(few(each, 4), range(RANKS[strategy]))
     leading = [(action, 0) for action in each] if strategy == "fsdp" and not CHECK else []  # the others are alike
@@ -48,7 +48,7 @@ def test_every_rank_at_every_action(strategy: str) -> None:
 @in_full
 def test_replicas_are_copies_enough() -> None:
     """No step is made again, and nothing is copied: each rank of DDP has all there is."""
-    got = train(3, [Kill(1, "SCALE", before=3)], "ddp")
+    got = train(3, [Kill(1, "NORM", before=3)], "ddp")
     assert [(r.step, r.replayed) for r in got[0].recoveries] == [(3, 0)]
     got = train(3, [Kill(1, "UPDATE0", before=3)], "ddp")
     assert [(r.step, r.replayed) for r in got[0].recoveries] == [(4, 0)]

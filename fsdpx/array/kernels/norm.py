@@ -120,17 +120,9 @@ def channel_scales(
         unbiased = var * (count / max(count - 1.0, 1.0))
         for running, now in ((running_mean, mean), (running_var, unbiased)):
             if running is not None:
-                _move(running, now, momentum)
+                running *= 1.0 - momentum
+                running += (momentum * now).astype(running.dtype)
     return rstd, rstd if weight is None else rstd * weight
-
-
-def _move(running: Any, now: Any, momentum: float) -> None:
-    if running.dtype.itemsize < 4:  # rounded once
-        moved = (1.0 - momentum) * running.astype(np.float64) + momentum * now
-        running[...] = moved.astype(np.float32).astype(running.dtype)
-        return
-    running *= 1.0 - momentum
-    running += (momentum * now).astype(running.dtype)
 
 
 @kernel(narrow=0)

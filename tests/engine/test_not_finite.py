@@ -1,0 +1,213 @@
+"""NaN and Inf stop a step before anything is updated: in batches, losses and gradients, in every strategy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from models import alike
+
+import fsdpx
+from fsdpx import Mesh, Precision, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import DataError, NumericsError
+from fsdpx.strategies.own_speed import Async
+from fsdpx.testing import demand_close
+
+X, Y = (np.random.default_rng(1).standard_normal((8, n)).astype(np.float32) for n in (5, 3))
+
+
+class Overflow(nn.Layer):
+    """The identity, whose gradient is Inf where its input is above 3."""
+
+    def forward(self, env, p, x):  # type: ignore[no-untyped-def]
+        return x, x > 3
+
+    def backward_input(self, env, p, saved, dy):  # type: ignore[no-untyped-def]
+        return np.where(saved, dy.dtype.type(np.inf), dy), None
+
+
+def make(comm: Communicator, norm: bool = True, **options: Any) -> fsdpx.Trainer:
+    layers = [nn.Linear(5, 7), *([nn.BatchNorm(7)] if norm else []), nn.Tanh(), nn.Linear(7, 3)]
+    options = {"optimizer": optim.AdamW(lr=0.01), "group_bytes": 0, **options}
+    return nn.Chain(Overflow(), *layers).as_distributed(loss=nn.MSE(), comm=comm, **options)
+
+
+def batch(trainer: fsdpx.Trainer, x: Any = X, y: Any = Y) -> tuple[Any, Any]:
+    size, rank = trainer.data.size, trainer.data.rank
+    mine = slice(8 * rank // size, 8 * (rank + 1) // size)
+    return x[mine], y[mine]
+
+
+def spoilt(what: str, value: float) -> tuple[Any, Any]:
+    x, y = X.copy(), Y.copy()
+    (x if what == "input" else y)[6, 2] = value  # of the last rank
+    return x, y
+
+
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "zero1": (3, {"strategy": "zero1", "microbatches": 2}),
+    "zero2": (2, {"strategy": "zero2", "clip_norm": 1.0}),
+    "fsdp": (3, {"strategy": "fsdp"}),
+    "hybrid": (4, {"mesh": Mesh(replica=2)}),
+    "pipe": (2, {"mesh": Mesh(pipe=2), "microbatches": 2, "norm": False}),
+    "chunks": (2, {"chunks": 4, "norm": False}),
+    "averaged": (2, {"average": fsdpx.EMA(0.5)}),
+    "compressed": (2, {"codec": "int8", "norm": False}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("what", "value"), [("input", np.nan), ("target", np.nan), ("target", np.inf)])
+def test_a_step_of_a_bad_batch_changes_nothing(place: str, what: str, value: float) -> None:
+    """All ranks hear which one has it; training goes on as if it had not been."""
+    ranks, options = PLACES[place]
+    x, y = spoilt(what, value)
+
+    def run(comm: Communicator) -> tuple[str, Any, Any]:
+        trainer, other = make(comm, **options), make(comm, **options)
+        for one in (trainer, other):
+            one.step(*batch(one))
+        with pytest.raises(NumericsError) as caught:
+            trainer.step(*batch(trainer, x, y))
+        demand_close(trainer.parameters(), other.parameters())
+        assert trainer.steps == other.steps == 1
+        if place != "compressed":  # error feedback has seen the batch
+            assert trainer.step(*batch(trainer)) == other.step(*batch(other))
+            demand_close(trainer.parameters(), other.parameters())
+        return str(caught.value)
+
+    with np.errstate(all="ignore"):
+        (text,) = {*spawn(run, ranks)}
+    assert text.startswith("step 2: the loss is ")
+    name = "input 'x'" if what == "input" else "the target"
+    assert f"and nothing is updated with it: rank {0 if place == 'pipe' else ranks - 1}: {name} has 1 of" in text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_is_named(strategy: str, clip_norm: float | None) -> None:
+    """The loss is finite. Ranks that do not know the norm look at what they would update with."""
+    x = X.copy()
+    x[0, 0] = 4.0
+
+    def run(comm: Communicator) -> str:
+        first = nn.Chain(nn.Linear(5, 5), Overflow(), nn.Linear(5, 3))
+        trainer = first.as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, strategy=strategy, clip_norm=clip_norm,
+            group_bytes=1 << 20,
+        )  # fmt: skip
+        eye = {"0.weight": np.eye(5, dtype=np.float32), "0.bias": np.zeros(5, np.float32)}
+        trainer.load_parameters({**trainer.parameters(), **eye})
+        before = trainer.parameters()
+        if alone:
+            trainer.step(*batch(trainer, x))
+            trainer.step(*batch(trainer, x))
+        with pytest.raises(NumericsError) as caught:
+            trainer.step(*batch(trainer, x))
+        demand_close(trainer.parameters(), before)
+        return str(caught.value)
+
+    if alone := strategy == "fsdp" and clip_norm is None:  # the rank that has it raises, which ends the job
+        with pytest.raises(NumericsError, match=r"the gradient of '0\..*With clip_norm=... all ranks know of it"):
+            spawn(run, 2, timeout=20)
+        return
+    (text,) = {one.split(": rank")[0] for one in spawn(run, 2)}
+    assert text == "step 1: " + (
+        "the norm of the gradient is inf, and nothing is updated with it" if clip_norm
+        else "a gradient is not finite, and nothing is updated with it"
+    )  # fmt: skip
+
+
+def test_a_gradient_of_the_caller_is_looked_at() -> None:
+    def run(comm: Communicator) -> None:
+        trainer = make(comm)
+        before = trainer.parameters()
+        out = trainer.forward(X)
+        trainer.backward(np.full_like(out, np.nan))
+        with pytest.raises(NumericsError, match=r"step 1: a gradient is not finite, and nothing is .*: rank 0"):
+            trainer.update()
+        after = trainer.parameters()
+        assert all(np.array_equal(after[n], before[n]) for n in after if "running" not in n)
+
+    spawn(run, 1)
+
+
+def test_accumulate_refuses_and_forgets() -> None:
+    x, y = spoilt("input", np.nan)
+
+    def run(comm: Communicator) -> str:
+        trainer = make(comm)
+        trainer.accumulate(*batch(trainer))
+        try:
+            trainer.accumulate(*batch(trainer, x, y))
+        except NumericsError as error:
+            text = str(error)
+        assert trainer.inspect.engine.state.adding == ""
+        other = make(comm)
+        other.accumulate(*batch(other))
+        other.zero_grad()
+        for one in (trainer, other):
+            one.accumulate(*batch(one))
+            one.update()
+        assert all(np.isfinite(a).all() for a in trainer.parameters().values())
+        return text
+
+    (text,) = {*spawn(run, 2)}
+    assert text.startswith("step 1: the loss is nan, and nothing is updated with it: rank 1: input 'x' has 1 of")
+
+
+def test_ranks_at_their_own_speed_push_nothing_of_it() -> None:
+    x, y = spoilt("input", np.nan)
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, norm=False, strategy=Async())
+        before = trainer.parameters()
+        with pytest.raises(NumericsError, match=r"step 1: the loss is nan, and nothing is .*: rank 0: input"):
+            trainer.step(x, y)
+        demand_close(trainer.parameters(), before)
+        assert np.isfinite(trainer.step(X, Y))
+
+    spawn(run, 1)
+
+
+def test_a_step_that_is_skipped_leaves_running_statistics_alone() -> None:
+    x, y = spoilt("input", np.inf)
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, precision=Precision(loss_scale="dynamic"))
+        trainer.step(*batch(trainer))
+        before = trainer.parameters()
+        trainer.step(*batch(trainer, x, y))
+        assert trainer.inspect.last.skipped
+        demand_close(trainer.parameters(), before)
+
+    with pytest.warns(RuntimeWarning, match="the loss of step 2 is nan, and the update was skipped: distribute"):
+        spawn(run, 2)
+
+
+def test_evaluation_gives_what_it_finds() -> None:
+    x, y = spoilt("input", np.nan)
+    assert np.isnan(spawn(lambda comm: make(comm).evaluate(x, y), 1)).all()
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_nothing_is_relative_to_a_target_of_zeros(call: str) -> None:
+    y = Y.copy()
+    y[6] = 0
+
+    def act(comm: Communicator, **options: Any) -> Any:
+        trainer = nn.Linear(5, 3).as_distributed(loss=nn.RelativeL2(**options), optimizer=optim.SGD(lr=0.1), comm=comm)
+        return getattr(trainer, call)(*batch(trainer, X, y))
+
+    assert alike(2, act).startswith(
+        "DataError: rank 1: RelativeL2(): all of the target of sample 2 is 0, so no error is relative to it: give eps="
+    )
+    assert np.isfinite(spawn(lambda comm: act(comm, eps=1e-3), 2)).all()
+    masked = {"skipna": True}
+    y[6] = [0, np.nan, 0]
+    with pytest.raises(DataError, match="all of the target of sample 6 is 0"):
+        spawn(lambda comm: act(comm, **masked), 1)
+    y[6] = np.nan  # counts nothing
+    assert np.isfinite(spawn(lambda comm: act(comm, **masked), 1)).all()
