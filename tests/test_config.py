@@ -91,7 +91,7 @@ def test_names_of_other_formats_are_refused() -> None:
         ({"reduce": "float64"}, "Precision(reduce='float64', compute='float32'): choose None or float32 or bf16"),
         (
             {"compute": "bf16", "buffers": "int8"},
-            "Precision(buffers='int8', compute='bf16'): choose None or float32 or float64 or bf16 or float16",
+            "Precision(buffers='int8', compute='bf16'): choose None or float32 or float64",
         ),
         ({"master": "bf16"}, "Precision(master='bf16', compute='float32'): choose None or float32"),
         (
