@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ class Grid:
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
         fields = [_cut_field(facts[i : i + width], i) for i in range(0, size, width)]
         self.dims, self._ranks, cuts, self._sides = fields[self.member]
-        self.parts, self.place = Parts(cuts), _place(self._ranks.index(rank), self.dims)
+        self.parts, self.place = Parts(cuts, letters=self._letters), _place(self._ranks.index(rank), self.dims)
         self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
         self._comm, self._free = _kept(self, comm)
 
@@ -123,7 +124,8 @@ class Grid:
             raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
         made = cls(single(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
         made.dims = tuple(dims)
-        made.parts = Parts(tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip(shape, dims, strict=True)))
+        cuts = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip(shape, dims, strict=True))
+        made.parts = made.parts.recut(cuts)
         made._sides = tuple(sides * d for sides, d in zip(made._sides, dims, strict=True))
         return made.seen_by(rank)
 
@@ -207,7 +209,7 @@ class Grid:
     def entered(self) -> Parts:
         """How inputs of the model are cut, with the ghost cells that they bring."""
         some = any(any(side) for sides in self._sides for side in sides)
-        return Parts(self.parts.cuts, self._sides, self.periods) if some else self.parts
+        return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 
     def ranks(self, rank: int) -> tuple[int, ...] | None:
         """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
@@ -233,16 +235,16 @@ class Grid:
             raise DataError(f"Grid.local{index}: give a number or a slice for each of the {len(self.dims)} dims")
         found: list[Any] = []
         for d, (cuts, r, (g, _), one) in enumerate(zip(self.parts.cuts, self.place, self.ghosts, index, strict=True)):
-            (a, b), n = cuts[r : r + 2], cuts[-1]
+            (a, b), n, name = cuts[r : r + 2], cuts[-1], self.parts.dim_name(d)
             if isinstance(one, slice):
                 start, stop, step = one.indices(n)
                 if step < 1:
-                    raise DataError(f"Grid.local: dim {d}: {one} goes backwards")
+                    raise DataError(f"Grid.local: {name}: {one} goes backwards")
                 first = start + -(-max(a - start, 0) // step) * step
                 here, place = first < min(stop, b), slice(first - a + g, min(stop, b) - a + g, step)
             else:
                 if not hasattr(one, "__index__") or not -n <= one < n:
-                    raise DataError(f"Grid.local: dim {d} has {n} cells, and no cell {one}")
+                    raise DataError(f"Grid.local: {name} has {n} cells, and no cell {one}")
                 here, place = a <= one % n < b, one % n - a + g
             if not here:
                 return None

@@ -67,7 +67,7 @@ class ConvWindow:
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
             made.append(dealt(cuts, [-(-cut // s) for cut in cuts], self._count(cuts[-1], s, a, b, span)))
-        return Parts(tuple(made))
+        return parts.recut(tuple(made))
 
     def _count(self, n: int, stride: int, low: int, high: int, span: int) -> int:
         """Outputs along a dim of n cells."""
@@ -97,7 +97,7 @@ class ConvWindow:
             if len(cuts) == 2 and not parts.ghosts and (mode == "zeros" or self.low[i] == self.high[i] == 0):
                 found[i] = Reach(i + 2, cuts, ((0, cuts[-1]),))
         for reach in found:
-            demand_fit(reach)
+            demand_fit(reach, parts)
         return tuple(found)
 
 

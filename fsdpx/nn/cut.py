@@ -158,12 +158,14 @@ class Parts:
     """How a field is cut: along each of its dims rank r of a line has the cells [cuts[r], cuts[r + 1]).
 
     ghosts: cells that arrays bring on each side beyond these, along each dim for each rank of a line; (): none.
-    periods: whether each dim is periodic, by which ghost cells are filled; (): not known.
+    periods: whether each dim is periodic, by which ghost cells are filled; (): not known. letters: of the dims in the
+    layout of the caller; "": none were given.
     """
 
     cuts: tuple[Cuts, ...]
     ghosts: tuple[tuple[Sides, ...], ...] = ()
     periods: tuple[bool, ...] = ()
+    letters: str = ""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Parts:
@@ -187,6 +189,14 @@ class Parts:
     def largest(self) -> int:
         """Cells of the largest part."""
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
+
+    def recut(self, cuts: tuple[Cuts, ...]) -> Parts:
+        """Return a field of the same dims that is cut so, without ghost cells."""
+        return Parts(cuts, letters=self.letters)
+
+    def dim_name(self, dim: int) -> str:
+        """Name a dim of cells in errors: by its letter, or by its place in (samples, channels, *cells)."""
+        return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def around(self, dim: int) -> tuple[Sides, ...]:
         """The ghost cells along a dim, for each rank of a line; (): none of them has any."""

@@ -115,9 +115,10 @@ class _Derivatives(FieldLayer):
         cuts, scheme = self.parts_of(x).cuts[d], (term.derivative, self.order)
         if not periodic and cuts[-1] < len(SCHEMES[scheme][1][0]):
             least = len(SCHEMES[scheme][1][0])
-            raise ShapeError(f"{self!r}: between walls a dim has at least {least} cells, got {cuts[-1]}")
+            name = self.parts_of(x).dim_name(d)
+            raise ShapeError(f"{self!r}: between walls {name} must have at least {least} cells, got {cuts[-1]}")
         reach = _reach(d + 2, cuts, bool(periodic), scheme)
-        demand_fit(reach)
+        demand_fit(reach, self.parts_of(x))
         taps = _taps(reach, rank_along(env, cuts, d), bool(periodic), scheme)
         return reach, [Tap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
 

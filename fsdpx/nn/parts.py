@@ -29,6 +29,13 @@ MODES = ("zeros", "circular", "reflect", "replicate")
 Interval = tuple[int, int]
 
 
+class Bringer(NamedTuple):
+    """A cell, or the one after it, and the rank that brings it."""
+
+    cell: int
+    rank: int
+
+
 class HaloPiece(NamedTuple):
     """Cells that a rank needs and their owner has: where they come in what is needed, and which of the owner's they
     are, each as a slice, or as indices where they do not follow one another."""
@@ -73,16 +80,33 @@ class Reach:
         return bool(self.ghosts) and all(a <= start and stop <= b for (start, stop), (a, b) in pairs if stop > start)
 
     @property
+    def ends(self) -> tuple[Bringer, Bringer]:
+        """Where the field begins and ends if the ghost cells beyond it count that some rank brings."""
+        return _ends(self.cuts, self.ghosts)
+
+    @property
+    def extent(self) -> Interval:
+        """The first cell that any rank needs, and the one after the last."""
+        some = [need for need in self.needs if need[1] > need[0]]
+        return min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
+
+    @property
     def held(self) -> tuple[Interval, ...]:
-        """The own cells of each rank, with those ghost cells that it needs."""
+        """The own cells of each rank, with those ghost cells that it needs, or others do beyond the ends."""
         own = zip(self.cuts, self.cuts[1:], strict=False)
         if not self.ghosts:
             return tuple(own)
         rows = zip(self.needs, own, self.ghosts, strict=True)
-        return tuple(
+        found = [
             (a - min(low, max(a - start, 0)), b + min(high, max(stop - b, 0)))
             for (start, stop), (a, b), (low, high) in rows
-        )
+        ]
+        (low, first), (high, last), (start, stop), n = *self.ends, self.extent, self.cuts[-1]
+        if start < 0 > low:
+            found[first] = min(found[first][0], max(start, low)), found[first][1]
+        if stop > n < high:
+            found[last] = found[last][0], max(found[last][1], min(stop, high))
+        return tuple(found)
 
     def kept(self, rank: int) -> slice:
         """Where among the cells that a rank brings those are that it reads."""
@@ -100,6 +124,16 @@ class Reach:
 
 
 @lru_cache(1 << 10)
+def _ends(cuts: Cuts, ghosts: tuple[Sides, ...]) -> tuple[Bringer, Bringer]:
+    if not ghosts:
+        return Bringer(0, 0), Bringer(cuts[-1], len(cuts) - 2)
+    rows = list(zip(cuts, cuts[1:], ghosts, strict=False))
+    low = min(Bringer(a - before, rank) for rank, (a, _, (before, _)) in enumerate(rows))
+    high = max(Bringer(b + after, rank) for rank, (_, b, (_, after)) in enumerate(rows))
+    return low._replace(cell=min(low.cell, 0)), high._replace(cell=max(high.cell, cuts[-1]))
+
+
+@lru_cache(1 << 10)
 def _pieces(reach: Reach) -> tuple[HaloPiece, ...]:
     return tuple(piece for rank in range(len(reach.needs)) for piece in _of_rank(rank, reach))
 
@@ -109,11 +143,13 @@ def _of_rank(rank: int, reach: Reach) -> Iterator[HaloPiece]:
     wanted = np.arange(*reach.needs[rank])
     if not wanted.size:
         return
-    cells = _mirrored(wanted, n, reach.mode)
-    inside = (cells >= 0) & (cells < n)
+    (low, first), (high, last) = reach.ends
+    cells = np.where((wanted >= low) & (wanted < high), wanted, _mirrored(wanted, n, reach.mode))
+    inside = (cells >= low) & (cells < high)
     if reach.ghosts:
         inside &= (wanted < held[rank][0]) | (wanted >= held[rank][1])
     owners = np.searchsorted(np.asarray(cuts), cells, side="right") - 1
+    owners[cells < 0], owners[cells >= n] = first, last
     for owner in np.unique(owners[inside]):
         at = np.flatnonzero(inside & (owners == owner))
         yield HaloPiece(rank, int(owner), run_of(at), run_of(cells[at] - held[owner][0]), int(at.size))
@@ -160,26 +196,23 @@ def reaches(
     return tuple(made)
 
 
-def demand_fit(reach: Reach) -> None:
-    """ShapeError where a field is too small for what lies beyond its ends, or brings too few ghost cells."""
-    n, lines = reach.cuts[-1], len(reach.needs)
-    around = zip(reach.needs, reach.cuts, reach.cuts[1:], reach.ghosts or ((0, 0),) * lines, strict=False)
-    low = high = 0
-    for (start, stop), a, b, (before, after) in around:
-        if stop <= start:
-            continue
-        for lacks, ghosts in ((a - start, before), (stop - b, after)):
-            if lacks > ghosts > 0:
-                raise ShapeError(
-                    f"windows reach {lacks} cells beyond a part along dim {reach.dim}, and arrays bring ghosts="
-                    f"{ghosts}: give the grid more ghost cells, or none"
-                )
-        low, high = max(low, -start if not before else 0), max(high, stop - n if not after else 0)
+def demand_fit(reach: Reach, parts: Parts) -> None:
+    """ShapeError where a field is too small for what lies beyond its ends, or brings too few ghost cells there. What
+    windows reach inside the field comes from its owners. parts: for the name of the dim."""
+    n, name, (start, stop), (low, high) = reach.cuts[-1], parts.dim_name(reach.dim - 2), reach.extent, reach.ends
+    pads = 0
+    for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
+        if lacks > ghosts > 0:
+            raise ShapeError(
+                f"windows reach {lacks} cells beyond the field along {name}, and arrays bring ghosts={ghosts} there: "
+                "give the grid more ghost cells, or none"
+            )
+        pads = max(pads, 0 if ghosts else lacks)
     most = {"circular": n, "reflect": n - 1}.get(reach.mode)
-    if most is not None and max(low, high) > most:
+    if most is not None and pads > most:
         raise ShapeError(
-            f"padding {max(low, high)} of mode {reach.mode!r} along dim {reach.dim} takes fields of at least "
-            f"{max(low, high) + (reach.mode == 'reflect')} cells, got {n}"
+            f"padding {pads} of mode {reach.mode!r} along {name} takes fields of at least "
+            f"{pads + (reach.mode == 'reflect')} cells, got {n}"
         )
 
 

@@ -179,7 +179,9 @@ class AdaptiveAvgPool(FieldLayer):
     def outputs(self, parts: Parts) -> Parts:
         """Who has which outputs: the owner of the first cell of a window."""
         rows = zip(parts.cuts, self._many, strict=True)
-        return Parts(tuple(dealt(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows))
+        return parts.recut(
+            tuple(dealt(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
+        )
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         demand_dims(self, x, self.dims)

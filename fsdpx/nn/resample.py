@@ -100,7 +100,7 @@ class ConvTranspose(FieldLayer):
             s, p = self.window.stride[d], self.window.low[d]
             total = max((cuts[-1] - 1) * s - 2 * p + self.window.spans[d] + self.more[d], 0)
             made.append(dealt(cuts, [cut * s for cut in cuts], total))
-        return Parts(tuple(made))
+        return parts.recut(tuple(made))
 
     def _moves(self, parts: Parts, outputs: Parts) -> tuple[Reach, ...]:
         """The inputs whose windows reach this rank's outputs."""
@@ -208,7 +208,7 @@ class Upsample(FieldLayer):
         made = []
         for cuts, (total, _) in zip(parts.cuts, self._ratios(parts.shape), strict=True):
             made.append(dealt(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
-        return Parts(tuple(made))
+        return parts.recut(tuple(made))
 
     def _ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
         """For each dim the cells of the result, and how many cells of a field of `shape` lie on one of these."""

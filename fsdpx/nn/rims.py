@@ -46,9 +46,9 @@ class Around(NamedTuple):
 
 @lru_cache(1 << 10)
 def _around(reach: Reach, me: int) -> Around:
-    (start, stop), (first, last), n = reach.needs[me], reach.held[me], reach.cuts[-1]
+    (start, stop), (first, last), ends = reach.needs[me], reach.held[me], reach.ends
     size = max(stop - start, 0)
-    low, high = (min(max(-start, 0), size), min(max(n - start, 0), size)) if reach.mode == "zeros" else (0, size)
+    low, high = [min(max(end.cell - start, 0), size) for end in ends] if reach.mode == "zeros" else (0, size)
     begin, end = (min(max(cell - start, low), high) for cell in (first, last))
     slabs = tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a)
     own, arriving, leaving = [], [], []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from amount import few, in_full
 from grids import Cuts, OfLine, bounds, even, grid_at, place_of, random_cuts
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_space import refused
 
@@ -38,12 +39,14 @@ FIRST: dict[str, Callable[[int], nn.Layer]] = {
     "narrower": lambda pad: nn.Conv2d(2, 4, 3, padding=pad),
     "strided": lambda pad: nn.Conv2d(2, 4, (5, 3), 2, (2 * pad, pad)),
     "dilated": lambda pad: nn.Conv2d(2, 4, 3, padding=(2 * pad, pad), dilation=(2, 1)),
+    "beyond the ghosts": lambda pad: nn.Conv2d(2, 4, (9, 6), padding=(2 * pad, pad)),
+    "from beyond a neighbor": lambda pad: nn.Conv2d(2, 4, (4, 3), 2, (pad, pad), dilation=(3, 4)),
     "grouped": lambda pad: nn.Conv2d(2, 4, 3, padding=pad, groups=2),
     "behind cells": lambda pad: nn.Chain(
         nn.Normalize((0.1, -0.2), (2.0, 0.5)), nn.Tanh(), nn.Conv2d(2, 4, 3, padding=pad)
     ),
 }
-NEEDS = dict.fromkeys(FIRST, (1, 1)) | dict.fromkeys(("as wide", "strided", "dilated"), (2, 1))
+NEEDS = dict.fromkeys(FIRST, (1, 1)) | dict.fromkeys(("as wide", "strided", "dilated", "beyond the ghosts"), (2, 1))
 
 
 def padded(rows: int) -> np.ndarray:
@@ -74,7 +77,7 @@ def alone(first: str) -> Any:
 
 
 @in_full
-@pytest.mark.parametrize("first", few(list(FIRST), 6))
+@pytest.mark.parametrize("first", few(list(FIRST), 8))
 def test_ghost_cells_are_the_padding(first: str) -> None:
     losses, parameters, predicted = alone(first)
 
@@ -220,12 +223,56 @@ def test_filling_is_adjoint(n: int, data: st.DataObject) -> None:
     assert sum(spawn(run, ranks)) == pytest.approx(0, abs=1e-12)
 
 
+@given(st.data())
+def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> None:
+    """What they reach inside the field comes from its owners, and beyond it from the ghost cells that some rank
+    brings; on an end without any, the layer pads."""
+    draw = data.draw
+    ranks, n, kernel, stride, dilation = (draw(st.integers(*ends)) for ends in ((1, 4), (1, 9), (1, 6), (1, 3), (1, 3)))
+    padding = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    ends = [draw(st.sampled_from([0, pad, pad + 1])) for pad in padding]
+    assume(n + sum(padding) > dilation * (kernel - 1))
+    cuts = [0, *sorted(draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n]
+    sides = [
+        (draw(st.integers(0, min(a + ends[0], 3))), draw(st.integers(0, min(n - b + ends[1], 3))))
+        for a, b in pairwise(cuts)
+    ]
+    sides[0] = ends[0], sides[0][1]
+    sides[-1] = sides[-1][0], ends[1]
+    field = np.random.default_rng(n).standard_normal((ends[0] + n + ends[1], 3, 1))
+    out = (n + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
+
+    def run(comm: Communicator) -> Any:
+        (a, b), (low, high) = cuts[comm.rank : comm.rank + 2], sides[comm.rank]
+        grid = fsdpx.Grid(comm, (b - a, 3), dims=(ranks, 1), ghosts=((low, high), 0))
+        net = nn.Conv2d(1, 2, (kernel, 3), (stride, 1), (padding, (1, 1)), (dilation, 1))
+        trainer = net.as_distributed(space=grid, **options(comm))
+        mine, result = field[ends[0] + a - low : ends[0] + b + high], trainer.output_grid
+        trainer.step(mine, result.local(np.ones((out, 3, 2))))
+        return result.gather(trainer.predict(mine)), trainer.parameters()
+
+    def whole(comm: Communicator) -> Any:
+        pads = [0 if end else pad for pad, end in zip(padding, ends, strict=True)]
+        start, stop = (end - pad if end else 0 for pad, end in zip(padding, ends, strict=True))
+        wide = np.pad(field[start : len(field) - stop], (pads, (0, 0), (0, 0)))
+        net = nn.Conv2d(1, 2, (kernel, 3), (stride, 1), ((0, 0), (1, 1)), (dilation, 1))
+        trainer = net.as_distributed(**options(comm))
+        x = np.moveaxis(wide, -1, 0)[None]
+        trainer.step(x, np.ones((1, 2, out, 3)))
+        return np.moveaxis(trainer.predict(x)[0], 0, -1), trainer.parameters()
+
+    y, values = spawn(whole, 1)[0]
+    for found, parameters in spawn(run, ranks):
+        demand_close({"y": found}, {"y": y}, 1e-10)
+        demand_close(parameters, values, 1e-9)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
             lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=1)),
-            "windows reach 2 cells beyond a part along dim 2, and arrays bring ghosts=1: give the grid more ghost",
+            "windows reach 2 cells beyond the field along dim y, and arrays bring ghosts=1 there: give the grid more",
         ),
         (lambda c: grid_of(c, ghosts=(1, -1)), "rank 0: ghosts=(1, -1): give the cells beyond each side along each of"),
         (
@@ -233,8 +280,8 @@ def test_filling_is_adjoint(n: int, data: st.DataObject) -> None:
             "along dim y rank 1 has 1 ghost cells before and 1 after, and rank 0, which stands beside it, 1 ghost cel",
         ),
         (
-            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=(0, (c.rank, 0)))),
-            "windows reach 2 cells beyond a part along dim 3, and arrays bring ghosts=1: give the grid more ghost",
+            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=(0, (0, c.rank)))),
+            "windows reach 2 cells beyond the field along dim x, and arrays bring ghosts=1 there: give the grid more",
         ),
         (
             lambda c: nn.Conv2d(1, 1, 1).as_distributed(comm=c, space=grid_of(c, ghosts=1)).predict(np.ones((4, 6, 1))),

@@ -38,8 +38,8 @@ def test_an_index_of_the_field_is_one_of_each_part(data: st.DataObject) -> None:
     ("index", "message"),
     [
         ((1,), "Grid.local(1,): give a number or a slice for each of the 2 dims"),
-        ((1, 9), "Grid.local: dim 1 has 6 cells, and no cell 9"),
-        ((slice(3, 0, -1), 0), "Grid.local: dim 0: slice(3, 0, -1) goes backwards"),
+        ((1, 9), "Grid.local: dim x has 6 cells, and no cell 9"),
+        ((slice(3, 0, -1), 0), "Grid.local: dim y: slice(3, 0, -1) goes backwards"),
     ],
 )
 def test_indices_that_no_field_has(index: tuple[object, ...], message: str) -> None:
