@@ -24,7 +24,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.interop.surroundings import GlobalNorm, around
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.interop.values import Values
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.cut import CutRequest, Parts
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec
 from fsdpx.nn.numeric import destination, is_index
 
 __all__ = ["Derivatives", "Differentiated", "Module", "Recorded", "Run", "chosen", "is_norm", "values_of"]
@@ -166,6 +167,16 @@ class Module(Differentiated):
     def __repr__(self) -> str:
         return f"Module({self._bare.kind})"
 
+    def cut(self, request: CutRequest) -> Portion:
+        if not isinstance(kind := request.kind(self), Parts):
+            return super().cut(request)
+        twin = self._bare.twin
+        way = f"use fsdpx.nn.{twin}" if twin else "make it of layers of fsdpx.nn that docs/fields.md lists"
+        raise ConfigError(
+            f"{request.path!r} {self!r} reads {kind}, and modules of PyTorch see whole samples: {way}; "
+            "trainer.load_weights(module.state_dict()) takes the weights of a module"
+        )
+
     def _run(self, env: Env) -> Run:
         module, constants = self._bare.here(env)
 
@@ -200,6 +211,15 @@ def chosen(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
     return result
 
 
+OVER_FIELDS = {
+    f"{name}{dims}d": f"{name}{dims}d"
+    for name in ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool") for dims in (1, 2, 3)
+}  # fmt: skip
+OVER_FIELDS |= {f"{name}{dims}d": name for name in ("BatchNorm", "InstanceNorm") for dims in (1, 2, 3)}
+OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid", "SiLU", "Tanh", "Upsample")}
+"""Layers of PyTorch, and those of fsdpx that do the same over parts of a field as well."""
+
+
 class _Bare:
     """A module without the data of its parameters, which every thread can have a copy of.
 
@@ -209,6 +229,8 @@ class _Bare:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        self.twin = OVER_FIELDS.get(type(module).__name__, "") if of_torch else ""
         held = _held(module)
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]

@@ -73,6 +73,9 @@ class Grid:
         `dims` or a Cartesian `comm`, or ranks say different things
     """
 
+    _source: Grid | None = None
+    """The grid that keeps the communicator, of one that was made of its parts."""
+
     def __init__(
         self,
         comm: Any,
@@ -161,7 +164,7 @@ class Grid:
         made._own = [None] * len(self._own)  # of other fields it is not known here
         for number, rank in enumerate(self._ranks):
             made._own[rank] = parts.local(_place(number, self.dims))
-        made._source = self  # whose end frees the communicator
+        made._source = self
         return made
 
     @property

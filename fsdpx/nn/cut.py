@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdpx.array.namespace import namespace_of
@@ -193,6 +193,15 @@ class Parts:
     def recut(self, cuts: tuple[Cuts, ...]) -> Parts:
         """Return a field of the same dims that is cut so, without ghost cells."""
         return Parts(cuts, letters=self.letters)
+
+    def joined(self) -> Parts:
+        """Return the same field as one rank would have it, with the ghost cells beyond its ends."""
+        ghosts = []
+        for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
+            rows = list(zip(cuts, cuts[1:], sides, strict=False))
+            low = max(0, *(before - a for a, _, (before, _) in rows))
+            ghosts.append(((low, max(0, *(b + after - cuts[-1] for _, b, (_, after) in rows))),))
+        return replace(self, cuts=tuple((0, cuts[-1]) for cuts in self.cuts), ghosts=tuple(ghosts))
 
     def dim_name(self, dim: int) -> str:
         """Name a dim of cells in errors: by its letter, or by its place in (samples, channels, *cells)."""

@@ -28,7 +28,8 @@ class Rollout(Layer):
     steps : how often it is applied
 
     Where the arrays of a grid bring ghost cells, those of the later states come from the ranks beside this one and from
-    across a periodic dim; beyond walls they stay as the input has them.
+    across a periodic dim; beyond walls they stay as the input has them. The layout of the grid has channels, "c", even
+    for a net of one channel: states of several steps lie there.
     """
 
     takes_ghosts = True

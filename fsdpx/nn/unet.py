@@ -35,7 +35,7 @@ class UNet(Graph):
     width : channels of the first level; each level has twice as many as the one above
     depth : levels above the lowest one
     padding : what lies beyond the ends of the field, "zeros", "circular", "reflect" or "replicate", or one for each dim
-    norm : "batch", "group", or None
+    norm : "batch", "group" (max(channels // 8, 1) groups), or None
     activation : "relu", "tanh", "gelu" or "silu"
     """
 

@@ -179,8 +179,10 @@ class FieldParts:
     outputs: Parts
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an input of the whole field."""
-        return (*shape[:2], *self.grid.shape)
+        """The shape of an input of the whole field, with the ghost cells beyond its ends."""
+        joined = self.grid.entered.joined()
+        around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
+        return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
     def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's part of an output of the whole field."""

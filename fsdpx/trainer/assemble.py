@@ -90,11 +90,21 @@ def session_of(
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     _remark(place)
-    key = "ordered", training.model, place.formats.compute
-    ordered = once(key, lambda: sort(with_numbers(training.model, place.formats.compute)))
-    session = Session(Engine(state, recorder), ordered, training.loss, microbatches, commit)
+    session = Session(Engine(state, recorder), _of_one_process(recipe, place), training.loss, microbatches, commit)
     session.placed()
     return session
+
+
+def _of_one_process(recipe: Recipe, place: Placement) -> Sorted:
+    """The model as one process has it, with its layers in order; over a field with ghost cells, those at its ends."""
+    grid, dtype = recipe.distribution.space, place.formats.compute
+    joined = None if grid is None or not grid.entered.ghosts else grid.entered.joined()
+
+    def ordered() -> Sorted:
+        model = with_numbers(recipe.training.model, dtype)
+        return sort(model if joined is None else over_parts(model, joined)[0])
+
+    return once(("ordered", recipe.training.model, joined, dtype), ordered)
 
 
 def _speaks(world: Communicator) -> bool:

@@ -157,6 +157,27 @@ def test_layers_that_read_no_ghost_cells_are_given_the_part_alone() -> None:
     assert spawn(lambda comm: run(comm, 2), 2) == spawn(lambda comm: run(comm, 0), 2)
 
 
+@pytest.mark.parametrize("mode", ["reflect", "circular"])
+def test_ghost_cells_replace_a_padding_that_does_not_fit(mode: str) -> None:
+    """A field of fewer cells than the padding takes, on one rank and on two."""
+    u = np.random.default_rng(0).standard_normal((2 + 6, 4 + 6, 1))
+
+    def run(comm: Communicator) -> Any:
+        rows = 2 // comm.size
+        grid = fsdpx.Grid(comm, (rows, 4), dims=(comm.size, 1), ghosts=3)
+        net = nn.Chain(nn.Conv2d(1, 1, 7, padding=3, padding_mode=mode), nn.Tanh())
+        trainer = net.as_distributed(space=grid, **options(comm))
+        mine = u[rows * comm.rank :][: rows + 6]
+        trainer.step(mine, np.ones((rows, 4, 1)))
+        return grid.gather(trainer.predict(mine)), trainer.parameters()
+
+    found, p = spawn(run, 1)[0]
+    conv, _ = nn.Conv2d(1, 1, 7).forward(ENV, {name[2:]: a for name, a in p.items()}, u[None, None, ..., 0])
+    demand_close({"y": found}, {"y": np.tanh(conv[0, 0])[..., None]}, 1e-12)
+    for other, _ in spawn(run, 2):
+        demand_close({"y": other}, {"y": found}, 1e-9)
+
+
 @pytest.mark.parametrize("periods", [(False, True), (True, True), (False, False)])
 def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -> None:
     """Beyond walls they stay as they were; across ends of a periodic dim, and between ranks, they are the newest."""

@@ -16,7 +16,9 @@ import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError, DataError  # noqa: E402
+from fsdpx.interop.module import OVER_FIELDS  # noqa: E402
 from fsdpx.interop.torch import Criterion, Module, from_torch  # noqa: E402
+from fsdpx.nn.plan import over_parts  # noqa: E402
 from fsdpx.testing import LayerContract  # noqa: E402
 
 tnn = torch.nn
@@ -576,3 +578,26 @@ def test_a_module_that_looks_at_values_is_one_layer() -> None:
     net = tnn.Sequential(tnn.Linear(4, 4), Branching())
     trainer = fsdpx.distribute(net, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
     assert trainer.step(x, x) > trainer.step(x, x)
+
+
+@pytest.mark.parametrize(
+    ("module", "way"),
+    [
+        (tnn.Conv2d(1, 1, 3), "use fsdpx.nn.Conv2d;"),
+        (tnn.Sequential(tnn.BatchNorm2d(1)), "use fsdpx.nn.BatchNorm;"),
+        (tnn.Upsample(scale_factor=2), "use fsdpx.nn.Upsample;"),
+        (tnn.LayerNorm(3), "make it of layers of fsdpx.nn that docs/fields.md lists;"),
+        (Block(4, 0.0), "make it of layers of fsdpx.nn that docs/fields.md lists;"),
+    ],
+)
+def test_over_a_grid_a_module_is_refused_by_the_layer_that_takes_its_place(module: Any, way: str) -> None:
+    grid = fsdpx.Grid.even((4, 6), (2, 1))
+    with pytest.raises(ConfigError) as error:
+        over_parts(from_torch(module), grid.parts)
+    assert way in str(error.value)
+
+
+def test_layers_that_take_the_place_of_modules_exist_and_work_on_parts() -> None:
+    for name, twin in OVER_FIELDS.items():
+        assert hasattr(tnn, name)
+        assert hasattr(nn, twin), twin
