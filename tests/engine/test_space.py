@@ -393,7 +393,7 @@ def grid_of(comm: Communicator) -> Any:
         ),
         (
             lambda c: nn.Conv2d(1, 1, 11, padding=5, padding_mode="reflect").as_distributed(comm=c, space=grid_of(c)),
-            "padding 5 of mode 'reflect' along dim 2 takes fields of at least 6 cells, got 4",
+            "padding 5 of mode 'reflect' along dim y takes fields of at least 6 cells, got 4",
         ),
         (
             lambda c: nn.ReLU().as_distributed(comm=c, space=grid_of(c), mesh=fsdpx.Mesh(tensor=2)),

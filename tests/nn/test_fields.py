@@ -294,7 +294,7 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "shape", "message"),
     [
-        (nn.Conv1d(2, 3, 5), (1, 2, 4), "the window does not fit into a field of shape (4,)"),
+        (nn.Conv1d(2, 3, 5), (1, 2, 4), "the window does not fit along dim 2 into a field of shape (4,)"),
         (nn.Conv1d(2, 3, 3), (1, 3, 9), "wants an input of shape (samples, 2, width), got (1, 3, 9)"),
         (nn.Conv3d(2, 3, 3), (1, 2, 9, 9), "wants an input of shape (samples, 2, depth, height, width)"),
         (nn.Conv1d(1, 1, 9, padding=4, padding_mode="reflect"), (1, 1, 4), "takes fields of at least 5 cells, got 4"),
