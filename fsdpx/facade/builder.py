@@ -22,6 +22,7 @@ from fsdpx.files import home, read
 from fsdpx.nn import models
 from fsdpx.observe import trace
 from fsdpx.optim import schedules
+from fsdpx.trainer.recipe import native
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.words import demand_known, meant
 
@@ -29,8 +30,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 NEEDED = ("model", "loss", "optimizer")
-METHOD = {"model": "specs", "loss": "validate", "optimizer": "update", "data": "__len__", "validation": "__len__"}
-"""What the object of a section has, where a plan holds the object itself."""
+PLAIN = str | bytes | int | float | list | tuple | None
+"""What a section cannot be, beside a table: an object in its place is none of these."""
 HOMES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, config, mesh, strategies, trace,
 )  # fmt: skip
@@ -47,7 +48,8 @@ class ModelBuilder:
     Parameters
     ----------
     plan : section -> its values: model, loss, optimizer; distribute, data, validation, loader, fit if wanted. Model,
-        loss, optimizer and data sets may be objects as well, such as `nn.CrossEntropy()`
+        loss, optimizer and data sets may be objects as well, such as `nn.CrossEntropy()`; model and loss also those
+        of PyTorch
     source : where it comes from, for errors
     """
 
@@ -76,7 +78,7 @@ class ModelBuilder:
         return cls(plan, str(path))
 
     def model(self) -> nn.Layer:
-        found: nn.Layer = self._called("model")
+        found: nn.Layer = native(self._called("model"), None)[0]
         return found
 
     def build(self, comm: Any = None) -> Trainer:
@@ -115,8 +117,8 @@ class ModelBuilder:
 
     def _called(self, section: str) -> Any:
         given = self.plan[section]
-        if not isinstance(given, Mapping | str | bytes) and hasattr(given, METHOD[section]):
-            return given
+        if not isinstance(given, Mapping | PLAIN) or (section not in NEEDED and isinstance(given, list | tuple)):
+            return given  # `distribute` and `DataLoader` name what it lacks
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
         return self._made(given, section)
@@ -129,34 +131,45 @@ class ModelBuilder:
 
     def _made(self, value: Any, where: str) -> Any:
         """The value with every table in it that is a call or a name in its place."""
-        if isinstance(value, list):
-            return [self._made(one, f"{where}[{n}]") for n, one in enumerate(value)]
+        if type(value) in (list, tuple):
+            return type(value)([self._made(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
             return value
         if "use" in value:
+            if more := [name for name in value if name != "use"]:
+                raise ConfigError(f'{self.source}: [{where}] {more[0]}: use takes nothing; make = "Name" is a call')
             return self._named(value["use"], where)
         inner = {name: self._made(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
         if "make" not in value:
             return inner
         function, args = self._named(value["make"], where), inner.pop("args", [])
+        if not callable(function):
+            raise ConfigError(f'{self.source}: [{where}] {value["make"]} is no function: use = "{value["make"]}"')
+        if not isinstance(args, list | tuple):
+            raise ConfigError(f"{self.source}: [{where}] args = {args!r}: a list is needed, args = [{args!r}]")
         self._demand(function, args, inner, where)
         return function(*args, **inner)
 
     def _named(self, name: Any, where: str) -> Any:
-        if isinstance(name, str) and ":" in name:
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
+        if ":" in name:
             try:
                 return pkgutil.resolve_name(name)
             except (ImportError, AttributeError, ValueError) as error:
                 raise ConfigError(f"{self.source}: [{where}] {name}: {error}") from error
         known = {one: home for home in reversed(HOMES) for one in home.__all__}
         if name not in known:
-            hint = meant(str(name), known) or "; names of your own are written module:name"
+            hint = meant(name, known) or "; names of your own are written module:name"
             raise ConfigError(f"{self.source}: [{where}] there is no {name!r} in fsdpx{hint}")
         return getattr(known[name], name)
 
     def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
         """Check that a call has the arguments that it needs."""
-        taken = signature(function)
+        try:
+            taken = signature(function)
+        except ValueError:  # of some functions in C nothing is known
+            return
         known = OPTIONS if function is distribute else taken.parameters
         if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):
             demand_known(f"{self.source}: [{where}] {function.__name__}", named, known)

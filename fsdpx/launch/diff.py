@@ -160,6 +160,9 @@ def diff(args: argparse.Namespace) -> int:
     """Print the first difference; the exit status is 1 if there is one."""
     first, second = Path(args.first), Path(args.second)
     kinds = [_kind(path) for path in (first, second)]
+    for text, kind in zip((args.first, args.second), kinds, strict=True):
+        if kind == "run":
+            _script_in(shlex.split(text), text)
     if kinds == ["trace", "trace"]:
         return _printed(_traces(first, second))
     if kinds == ["checkpoint", "checkpoint"]:
@@ -188,12 +191,18 @@ def _kind(path: Path) -> str:
     return "trace" if path.is_dir() and any(path.glob("rank-*.json.gz")) else "checkpoint"
 
 
+def _script_in(words: Sequence[str], text: str) -> int:
+    """Which of the words is the script or run file; ConfigError if none is."""
+    script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
+    if script is None:
+        raise ConfigError(f"{text!r}: there is no such folder, and no script.py or run.toml in this text to run")
+    return script
+
+
 def _run(text: str, folder: Path, steps: int) -> Path:
     """Start a run that records what it writes, and wait for its end."""
     words = shlex.split(text)
-    script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
-    if script is None:
-        raise ConfigError(f"{text!r}: this is no folder, and there is no script.py or run.toml in it to run")
+    script = _script_in(words, text)
     if words[script].endswith(".toml"):
         words[script:script] = ["-m", "fsdpx", "train"]
         words += ["--run", str(folder.with_name(f"{folder.name}-run"))]

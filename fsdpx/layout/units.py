@@ -344,6 +344,10 @@ def deal(
 
 def _mapped(nodes: Sequence[Node], ranks_of: Mapping[str, int], ranks: int) -> tuple[list[str | int], tuple[int, ...]]:
     for pattern, rank in ranks_of.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(
+                f"stages: {pattern!r} is no pattern of layer paths: write {str(pattern)!r}; there are {_shown(nodes)}"
+            )
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < ranks:
             raise ConfigError(f"stages: {pattern!r} is on {rank!r}, and the pipe has ranks 0 to {ranks - 1}")
         if not any(_is_of(node, pattern) for node in nodes):
@@ -447,6 +451,8 @@ def _check_costs(nodes: Sequence[Node], costs: Costs) -> None:
     if not isinstance(costs, Mapping):
         raise ConfigError(f"costs={costs!r}: a dict is needed, from patterns of layer paths to numbers")
     for pattern, cost in costs.items():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"costs: {pattern!r} is no pattern of layer paths: write {str(pattern)!r}")
         if not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
             raise ConfigError(f"costs: {pattern!r} is {cost!r}, a number of at least 0 is needed")
     demand_match("costs", costs, [node.path for node in nodes], "layer")

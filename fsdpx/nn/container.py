@@ -83,6 +83,8 @@ class Container(Layer):
         self.n_outputs = len(self.outputs)
         self.collective = any(step.layer.collective for step in self.steps)
         self._last = _last_reads(self.steps, self.outputs)
+        if not isinstance(ties, Mapping | None):
+            raise ConfigError(f"{type(self).__name__}(ties={ties!r}): a dict from name to name is needed")
         self._specs, self.ties = self._bind(dict(ties or {}), frozen)
 
     def specs(self) -> dict[str, Spec]:

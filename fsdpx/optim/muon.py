@@ -14,6 +14,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_options, has_data
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
+from fsdpx.words import patterns_of
 
 __all__ = ["BUT", "Muon", "orthogonal"]
 
@@ -61,6 +62,7 @@ class Muon:
         check_options(self)
         if isinstance(self.but, str):
             raise ConfigError(f"Muon(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
+        patterns_of("Muon: but", self.but)
         if not isinstance(self.others, Elementwise) or "m" not in self.slots:
             raise ConfigError(f"Muon(others={self.others!r}): an optimiser with a slot m is needed, optim.AdamW()")
 

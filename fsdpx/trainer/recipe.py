@@ -103,8 +103,6 @@ class Training:
     def __post_init__(self) -> None:
         python_fields(self)
         check_kinds(self)
-        if self.optimizer is None and self.average is not None:
-            raise ConfigError(f"average={self.average!r}: without an optimizer nothing moves; leave average out")
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
         object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
         check_chunks(self.chunks, self.microbatches)
@@ -216,6 +214,10 @@ class Recipe:
         check_options(d.mesh, d.stages, self.machinery.costs, d.tensor_plan, d.sequence)
         if d.stages is not None:
             demand_together(STAGES, Beside(self))
+        if isinstance(t.optimizer, NoOptimizer):
+            for name, value in (("average", t.average), ("clip_norm", t.clip_norm), ("codec", d.codec)):
+                if value is not None:
+                    raise ConfigError(f"{name}={value!r}: without an optimizer nothing moves; leave {name} out")
         check_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:

@@ -53,7 +53,7 @@ class Trainer:
     data-rank's part of the global batch, dim 0 is samples, and parts may differ in size."""
 
     # no others: an attribute that is misspelt, or that nothing reads, is an AttributeError
-    __slots__ = ("_absent", "_finite", "_forwarded", "_host", "_local", "_shown", "__weakref__")
+    __slots__ = ("__weakref__", "_absent", "_finite", "_forwarded", "_host", "_local", "_shown")
 
     def __init__(self, host: TrainerHost) -> None:
         self._host = host

@@ -121,6 +121,8 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "stages": [2, 2]}, "each stage has at least one layer, all together 5"),
         ("mlp", {"mesh": PIPE, "stages": ["0"]}, "1 stages cannot be dealt out to 2 ranks of the pipe"),
         ("mlp", {"mesh": PIPE, "stages": {"0": 0, "x": 1}}, "stages: the pattern 'x' matches no layer; there are '0'"),
+        ("mlp", {"mesh": PIPE, "stages": {0: 0, 3: 1}}, "stages: 0 is no pattern of layer paths: write '0'; there"),
+        ("mlp", {"mesh": PIPE, "costs": {0: 1.0}}, "costs: 0 is no pattern of layer paths: write '0'"),
         ("mlp", {"mesh": PIPE, "stages": {"0": 0, "1": 2}}, "stages: '1' is on 2, and the pipe has ranks 0 to 1"),
         ("mlp", {"mesh": PIPE, "stages": {"1": 0, "2": 1}}, "no pattern matches the first layer, '0': say on which"),
         ("mlp", {"mesh": PIPE, "stages": {"*": 1}}, "no layer is on rank 0 of the pipe, which has 2 ranks"),

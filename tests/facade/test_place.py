@@ -285,6 +285,14 @@ def test_a_plan_trains_as_the_same_calls_do():
         ({"distribute": {"stratgy": "ddp"}},
          "plan: [distribute] distribute(stratgy=...): no such option; did you mean 'strategy'?"),
         ({"distribute": 3}, "plan: distribute is a section: write [distribute] and its values below"),
+        ({"model": 3}, 'plan: [model] says nothing to make: make = "Name"'),
+        ({"loss": object}, "loss=<class 'object'>: an object is needed.*"),
+        ({"model": {"make": "Linear", "args": 3}}, "plan: [model] args = 3: a list is needed, args = [3]"),
+        ({"model": {"make": ["Linear"]}}, "plan: [model] ['Linear'] is no name"),
+        ({"optimizer": {"make": "SGD", "groups": {"make": "no_decay"}}},
+         'plan: [optimizer.groups] no_decay is no function: use = "no_decay"'),
+        ({"optimizer": {"make": "SGD", "groups": {"use": "no_decay", "lr": 1}}},
+         'plan: [optimizer.groups] lr: use takes nothing; make = "Name" is a call'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_with_its_place(change, said):
@@ -364,6 +372,26 @@ def test_objects_stand_for_themselves():
     assert builder.build().inspect.placement.optimizer is plan["optimizer"]
     with pytest.raises(ConfigError, match=r"plan: \[loss\] says nothing to make"):
         fsdpx.ModelBuilder({**plan, "loss": 3}).build()
+
+
+def test_tables_in_tuples_are_calls() -> None:
+    model = {"make": "Chain", "args": ({"make": "Linear", "args": (3, 4)}, {"make": "ReLU"})}
+    optimizer = {"make": "Adam", "betas": (0.8, 0.9)}
+    builder = fsdpx.ModelBuilder({**PLAN, "model": model, "optimizer": optimizer, "distribute": {}})
+    assert repr(builder.model()) == repr(nn.Chain(nn.Linear(3, 4), nn.ReLU()))
+    assert builder.build().inspect.placement.optimizer.betas == (0.8, 0.9)
+
+
+def test_modules_and_losses_of_pytorch_stand_for_themselves() -> None:
+    torch = pytest.importorskip("torch")
+    plan = {"model": torch.nn.Linear(3, 2), "loss": torch.nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
+    table = {**plan, "model": {"make": "torch.nn:Linear", "args": [3, 2]}, "loss": {"make": "torch.nn:MSELoss"}}
+    for one in (plan, table):
+        builder = fsdpx.ModelBuilder(one)
+        assert isinstance(builder.model(), nn.Layer)
+        assert np.isfinite(builder.build().step(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)))
+    with pytest.raises(ConfigError, match=r"torch.optim.SGD: use fsdpx.optim.SGD"):
+        fsdpx.ModelBuilder({**plan, "optimizer": torch.optim.SGD(plan["model"].parameters(), lr=0.1)}).build()
 
 
 def made(**options: object) -> fsdpx.Trainer:

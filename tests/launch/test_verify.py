@@ -307,7 +307,10 @@ def test_what_cannot_be_run_or_compared(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "train.py").write_text("")
     for first, second, words in [
-        ("nothing", "here", "there is no script.py or run.toml in it to run"),
+        ("nothing", "here", "'nothing': there is no such folder, and no script.py or run.toml in this text to run"),
+        (tmp_path / "values", "typo", "'typo': there is no such folder, and no script.py"),
+        (tmp_path / "empty", "typo", "'typo': there is no such folder, and no script.py"),
+        (tmp_path / "train.py", "typo", "'typo': there is no such folder, and no script.py"),
         (tmp_path / "values", tmp_path / "empty", "two of one kind are compared"),
         (tmp_path / "train.py", tmp_path / "empty", "train.py is a run and .*empty is a checkpoint: two of one kind"),
     ]:

@@ -33,6 +33,7 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: optim.AdamW(betas=(0.9, 1)), r"AdamW\(betas\[1\]=1\): a finite number >= 0 and < 1"),
         (lambda: optim.AdamW(weight_decay=-0.1), r"AdamW\(weight_decay=-0.1\)"),
         (lambda: optim.Lion(betas=(-0.1, 0.9)), r"Lion\(betas\[0\]=-0.1\)"),
+        (lambda: optim.Muon(but=[3]), r"Muon: but=\[3\]: a list of name patterns is needed"),
         (lambda: optim.Muon(but="head*"), r"Muon\(but='head\*'\): a list of name patterns is needed, \['head\*'\]"),
         (lambda: optim.Muon(others=optim.LAMB()), r"Muon\(others=LAMB\(.*\): an optimiser with a slot m is needed"),
         (lambda: optim.Muon(others=optim.SGD()), r"Muon\(others=SGD\(.*\): an optimiser with a slot m is needed"),
