@@ -13,7 +13,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env
 from fsdpx.nn.numeric import Entries
-from fsdpx.nn.sort import CALLS_NUMPY, Node, calls_numpy
+from fsdpx.nn.sort import CALLS_NUMPY, UNKNOWN, Node, calls_numpy, is_unknown
 from fsdpx.program import Action, StageUnit
 from fsdpx.state.gradients import Gradient
 
@@ -123,6 +123,8 @@ def unit_backward_params(unit: Unit, envs: Envs, grads: Grads, kept: Sequence[An
 
 def _blame(error: Exception, where: str, node: Node) -> None:
     """Name the layer in which it happened, and the reason if it is known."""
+    if is_unknown(error):
+        raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
     why = f", which {CALLS_NUMPY}" if calls_numpy(error) else ""
     error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
 

@@ -264,6 +264,8 @@ def _shape(env: Env, node: Node, p: Params, x: Sequence[Any], dtype: Any) -> tup
     except Exception as error:
         if calls_numpy(error):
             return None, f"{CALLS_NUMPY} ({error})", error
+        if is_unknown(error):
+            return None, f"calls {error}; {UNKNOWN}", error
         error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
         raise
     if not hasattr(y, "dtype"):
@@ -284,6 +286,16 @@ CALLS_NUMPY = (
     "calls numpy itself: use env.xp, which is numpy, cupy or, when shapes are followed through the model before "
     "anything is computed, arrays without data"
 )
+
+
+UNKNOWN = (
+    "write it with functions that they know, or give env.xp.empty of the shape where env.xp.holds_no_data is true"
+)
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether this is what arrays without data say to a function that they do not have."""
+    return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 
 def calls_numpy(error: Exception) -> bool:

@@ -322,7 +322,7 @@ class _Run(NamedTuple):
             self.programs[microbatches] = compile(request)
         return self.programs[microbatches]
 
-    def count(self, microbatches: int) -> Counter[Action]:
+    def count_actions(self, microbatches: int) -> Counter[Action]:
         """How often each action is in that program, later microbatches as the last one that ran."""
         return Counter(_known(action, min(self.programs)) for action in self.program(microbatches).actions)
 
@@ -506,11 +506,11 @@ class Dry:
         """Whether the whole programs consist of what ran, and grow by the same actions with each further microbatch."""
         m, few, each = self.step.microbatches, self.few, self.each
         times = (m - few) // each if each else 0
-        for run in () if self.ran == m else self.runs:
-            counts, whole = run.count(few), run.count(m)
-            more = run.count(few + each) if each else counts
+        for one in () if self.ran == m else self.runs:
+            counts, whole = one.count_actions(few), one.count_actions(m)
+            more = one.count_actions(few + each) if each else counts
             grown = {action: counts[action] + (n - counts[action]) * times for action, n in more.items()}
-            if whole != grown or not whole.keys() <= run.costs.keys():
+            if whole != grown or not whole.keys() <= one.costs.keys():
                 return False
         return True
 
@@ -538,8 +538,8 @@ class Dry:
         that is added."""
         if self.ran == self.step.microbatches:
             return run.found
-        traffic, more = dict(run.found.traffic), run.count(self.step.microbatches)
-        more.subtract(run.count(self.ran))
+        traffic, more = dict(run.found.traffic), run.count_actions(self.step.microbatches)
+        more.subtract(run.count_actions(self.ran))
         for action, times in more.items():
             for axis, call, calls, moved in run.costs[action].calls if times else ():
                 if axis != CONTROL:

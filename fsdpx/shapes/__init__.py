@@ -2,6 +2,7 @@
 
 Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost."""
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from math import inf, nan, pi
@@ -9,9 +10,38 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.shapes.array import ShapeArray, broadcasting, dtype_of_result, product, reduced, view
+from fsdpx.shapes.array import ShapeArray, broadcasting, product, reduced, view
+from fsdpx.shapes.functions import (
+    argsort,
+    concatenate,
+    copied,
+    cumprod,
+    cumsum,
+    diff,
+    dot,
+    einsum,
+    fft,
+    linalg,
+    pad,
+    put_along_axis,
+    refuse,
+    repeat,
+    roll,
+    sort,
+    stack,
+    take,
+    take_along_axis,
+    tensordot,
+    tile,
+    tril,
+)
+from fsdpx.shapes.work import note, note_copy
 
-__all__ = ["ShapeArray", "holds_no_data", "inf", "nan", "newaxis", "pi"]
+__all__ = [
+    "ShapeArray", "argsort", "concatenate", "cumprod", "cumsum", "diff", "dot", "einsum", "fft", "holds_no_data", "inf",
+    "linalg", "nan", "newaxis", "pad", "pi", "put_along_axis", "repeat", "roll", "sort", "stack", "take",
+    "take_along_axis", "tensordot", "tile", "tril",
+]  # fmt: skip
 
 holds_no_data = True
 newaxis, dtype, finfo, iinfo = None, np.dtype, np.finfo, np.iinfo
@@ -34,7 +64,7 @@ not_equal, less, less_equal, greater = np.not_equal, np.less, np.less_equal, np.
 greater_equal, logical_and, logical_or = np.greater_equal, np.logical_and, np.logical_or
 logical_not, bitwise_and, bitwise_or, bitwise_xor = np.logical_not, np.bitwise_and, np.bitwise_or, np.bitwise_xor
 abs = absolute
-where, clip = partial(broadcasting, np.where), partial(broadcasting, np.clip)
+clip = partial(broadcasting, np.clip)
 sum, mean, max, min, prod = map(reduced, ("sum", "mean", "max", "min", "prod"))
 any, all, argmax, argmin, var, std = map(reduced, ("any", "all", "argmax", "argmin", "var", "std"))
 matmul = product
@@ -43,6 +73,15 @@ matmul = product
 zeros = empty = ones = ShapeArray
 reshape, ravel, transpose, swapaxes = map(view, (np.reshape, np.ravel, np.transpose, np.swapaxes))
 squeeze, moveaxis, expand_dims = map(view, (np.squeeze, np.moveaxis, np.expand_dims))
+flip, rot90, diagonal = map(view, (np.flip, np.rot90, np.diagonal))
+triu = tril
+
+
+def where(condition: Any, *values: Any) -> ShapeArray:
+    """One of two values for each element; where the condition alone is given, the size depends on data."""
+    if len(values) != 2:
+        raise TypeError("where(condition) gives as many places as are true, which shapes do not tell: give both values")
+    return broadcasting(np.where, condition, *values)
 
 
 def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:
@@ -70,10 +109,15 @@ def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Sh
 def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
     """The shape and dtype of `x`: an array of any library, a number or nested lists."""
     x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
+    if not isinstance(x, ShapeArray):
+        return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
+    if not copy and dtype in (None, x.dtype):
+        return ShapeArray(x.shape, x.dtype, x.root)
+    note_copy(x)
     return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
 
 
-array = ascontiguousarray = copy = asarray
+array = ascontiguousarray = copy = partial(asarray, copy=True)
 
 
 def copyto(dst: ShapeArray, src: Any) -> None:
@@ -94,87 +138,49 @@ def broadcast_to(x: Array, shape: Sequence[int]) -> ShapeArray:
     return ShapeArray(shape, x.dtype)
 
 
-def concatenate(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
-    first = arrays[0]
-    axis = axis % first.ndim
-    rest = [(*a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays]
-    if len(set(rest)) != 1 or len({a.ndim for a in arrays}) != 1:
-        raise ValueError(f"concatenate: {', '.join(str(a.shape) for a in arrays)} differ beside dim {axis}")
-    total = np.sum([a.shape[axis] for a in arrays])
-    dims = (*first.shape[:axis], int(total), *first.shape[axis + 1 :])
-    return ShapeArray(dims, np.result_type(*(a.dtype for a in arrays)))
-
-
-def stack(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
-    if len({a.shape for a in arrays}) != 1:
-        raise ValueError(f"stack: shapes differ: {', '.join(str(a.shape) for a in arrays)}")
-    dims = list(arrays[0].shape)
-    dims.insert(axis % (len(dims) + 1), len(arrays))
-    return ShapeArray(dims, np.result_type(*(a.dtype for a in arrays)))
-
-
 def split(x: Array, sections: int | Sequence[int], axis: int = 0) -> list[ShapeArray]:
-    return [ShapeArray(part.shape, x.dtype) for part in np.split(np.empty(x.shape, "V0"), sections, axis=axis)]
+    return [ShapeArray(part.shape, x.dtype, x.root) for part in np.split(np.empty(x.shape, "V0"), sections, axis=axis)]
 
 
-def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
-    if axis is None:
-        return ShapeArray(shape(indices), x.dtype)
-    axis = axis % x.ndim
-    return ShapeArray((*x.shape[:axis], *shape(indices), *x.shape[axis + 1 :]), x.dtype)
+def searchsorted(x: Array, values: Any, side: str = "left", sorter: Any = None) -> ShapeArray:
+    return copied(shape(values), np.int64, values)
 
 
-def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
-    if x.ndim != indices.ndim:
-        raise ValueError(f"take_along_axis: {indices.shape} has other dims than {x.shape}")
-    axis = axis % x.ndim
-    beside = [1 if d == axis else n for d, n in enumerate(x.shape)]
-    return ShapeArray(np.broadcast_shapes(tuple(beside), indices.shape), x.dtype)
+def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = None) -> ShapeArray:
+    return ShapeArray(num, np.float64 if dtype is None else dtype)
 
 
-def put_along_axis(x: Array, indices: Array, values: Any, axis: int) -> None:
-    np.broadcast_shapes(take_along_axis(x, indices, axis).shape, shape(values))
+def hstack(arrays: Sequence[Array]) -> ShapeArray:
+    return concatenate(arrays, axis=0 if arrays[0].ndim == 1 else 1)
 
 
-def tril(x: Array, k: int = 0) -> ShapeArray:
-    return asarray(x)
+def vstack(arrays: Sequence[Array]) -> ShapeArray:
+    return concatenate([a[None] if a.ndim == 1 else a for a in arrays])
 
 
-triu = tril
+def nan_to_num(x: Array, copy: bool = True, nan: float = 0.0, posinf: Any = None, neginf: Any = None) -> ShapeArray:
+    return copied(x.shape, x.dtype, x)
 
 
-def pad(x: Array, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> ShapeArray:
-    widths = np.broadcast_to(np.asarray(pad_width, dtype=np.int64), (x.ndim, 2))
-    return ShapeArray([int(n + a + b) for n, (a, b) in zip(x.shape, widths, strict=True)], x.dtype)
+def round(x: Array, decimals: int = 0) -> ShapeArray:
+    return copied(x.shape, x.dtype, x)
 
 
-def sort(x: Array, axis: int = -1) -> ShapeArray:
-    return asarray(x)
+def real(x: Array) -> ShapeArray:
+    return ShapeArray(x.shape, np.empty(0, x.dtype).real.dtype, x.root)
 
 
-def argsort(x: Array, axis: int = -1, kind: str | None = None, stable: bool | None = None) -> ShapeArray:
-    return ShapeArray(x.shape, np.int64)
+imag = real
 
 
-def cumsum(x: Array, axis: int | None = None, dtype: Any = None) -> ShapeArray:
-    kind = dtype_of_result(np.cumsum, x) if dtype is None else dtype
-    return ShapeArray((x.size,) if axis is None else x.shape, kind)
-
-
-def einsum(subscripts: str, *operands: Array) -> ShapeArray:
-    """The explicit form only: "ij,jk->ik"."""
-    left, arrow, result = subscripts.replace(" ", "").partition("->")
-    terms, sizes = left.split(","), dict[str, int]()
-    if not arrow or len(terms) != len(operands):
-        raise ValueError(f"einsum {subscripts!r}: spell out one term per operand and the result behind '->'")
-    for term, operand in zip(terms, operands, strict=True):
-        if len(term) != operand.ndim:
-            raise ValueError(f"einsum {subscripts!r}: {term!r} does not fit shape {operand.shape}")
-        for letter, size in zip(term, operand.shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                raise ValueError(f"einsum {subscripts!r}: {letter!r} is both {sizes[letter]} and {size}")
-    return ShapeArray([sizes[letter] for letter in result], np.result_type(*(o.dtype for o in operands)))
+def __getattr__(name: str) -> Any:
+    """NumPy's ufuncs and constants; all else is refused by name."""
+    found = getattr(np, name, None)
+    if isinstance(found, type | float) or (isinstance(found, np.ufunc) and found.nout == 1):
+        return found
+    refuse(sys.modules[__name__], name, np)
 
 
 def array_equal(a: Array, b: Array) -> bool:
+    note(a, b)
     return shape(a) == shape(b)

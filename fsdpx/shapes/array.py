@@ -204,6 +204,11 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, *args: Any, **options: Any) -> Any:
         raise TypeError(f"{self!r} has no data for numpy")
 
+    def __getattr__(self, name: str) -> Any:
+        known = "arrays without data do not know, nor what they cost"
+        why = known if hasattr(np.ndarray, name) else "no array has"
+        raise AttributeError(f"{name} of an array, which {why}", name=name, obj=self)
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of an array without dims")
@@ -253,16 +258,23 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return bool(self.item())
 
     def __getitem__(self, index: Any) -> ShapeArray:
-        return ShapeArray(selected(self.shape, index), self.dtype, self.root if _is_basic(index) else None)
+        if _is_basic(index):
+            return ShapeArray(selected(self.shape, index), self.dtype, self.root)
+        made = ShapeArray(selected(self.shape, index), self.dtype)
+        note(made, made, *(index if isinstance(index, tuple) else (index,)), kernel="copy")
+        return made
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if any(_is_mask(i) for i in (index if isinstance(index, tuple) else (index,))):
-            return  # how many elements a mask selects depends on data
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(_is_mask(i) for i in parts):
+            note(self, *parts, kernel="copy")  # how many elements a mask selects depends on data
+            return
         want, got = selected(self.shape, index), np.shape(value) if not isinstance(value, ShapeArray) else value.shape
         more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
         if not _broadcasts(got[more:], want) or any(n != 1 for n in got[:more]):
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
-        note(value, ShapeArray(want, self.dtype, self.root), kernel="copy")
+        picks = () if _is_basic(index) else parts
+        note(value, ShapeArray(want, self.dtype, self.root), *picks, kernel="copy")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
         """What operators and NumPy's ufuncs give; beside calls only `at`."""

@@ -12,8 +12,8 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
-    "INSIDE", "Pass", "Product", "Work", "alike", "counting", "fused", "note", "note_copy", "note_product",
-    "one_product", "repeat",
+    "INSIDE", "Pass", "Product", "Work", "alike", "counting", "fused", "note", "note_copy", "note_flops",
+    "note_product", "one_product", "repeat",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -145,6 +145,13 @@ def note_product(rows: int, inner: int, columns: int, stack: int, itemsize: int)
     work = _now.open
     if work is not None and not _now.deaf:
         work.products[Product(rows, inner, columns, stack * _now.times, itemsize, INSIDE * (_now.silent > 0))] += 1
+
+
+def note_flops(flops: int, itemsize: int, kernel: str) -> None:
+    """A kernel that is no matrix product, and whose bytes are noted apart, computes so many FLOP."""
+    work = _now.open
+    if work is not None and not _now.deaf:
+        work.products[Product(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
 
 
 def alike(first: T, times: int) -> Iterator[T]:

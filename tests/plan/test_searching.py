@@ -301,6 +301,27 @@ def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
         fsdpx.plan(nn.Chain(nn.Linear(8, 8), Odd()), batch=(x, x), ranks=1, machine="laptop")
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("call", "name"), [
+    (lambda xp, x: xp.linalg.svd(x)[1], "env.xp.linalg.svd"), (lambda xp, x: x.nonzero()[0], "nonzero of an array"),
+])  # fmt: skip
+def test_a_function_that_dry_runs_do_not_know_is_named_with_its_layer(where: str, call: Any, name: str) -> None:
+    class Odd(nn.Layer):
+        def specs(self) -> dict[str, nn.Spec]:
+            return {}
+
+        def forward(self, env: Any, p: Any, x: Any) -> Any:
+            return (call(env.xp, x) if where == "forward" else x + 1), ()
+
+        def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+            return call(env.xp, dy), ()
+
+    x = ((4, 8), "float32")
+    says = rf"layer '1' Odd\(\) .*calls {re.escape(name)}, which arrays without data do"
+    with pytest.raises(ConfigError, match=says):
+        fsdpx.plan(nn.Chain(nn.Linear(8, 8), Odd(), nn.Linear(8, 8)), batch=(x, x), ranks=1, machine="laptop")
+
+
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "plan gpt-tiny --ranks 2 --machine laptop --memory 2GiB --batch 4 --most 6 --strategy fsdp".split()
     assert main(words) == 0
