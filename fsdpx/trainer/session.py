@@ -403,7 +403,7 @@ class Session:
         """The outputs for a batch, which was given as `x`."""
         outputs = self.outputs(self.run("predict", feed), feed)
         if self._settled is not None:
-            self._settled.check()
+            self._settled.finish()
         (batch,) = feed.batch
         if self.place.field is not None:
             return tuple(self.leaving(outputs, feed))

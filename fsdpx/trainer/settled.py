@@ -5,8 +5,8 @@ Each rank counts its calls of `predict` in a window that others read without its
 the one before, or is wrong, waits until all others have begun this call too. If all of them bring something new, they
 agree on it as at first. If some have started already, the lowest of the odd ranks writes the error into all windows,
 and how many calls have begun. Each rank makes up for the calls that it lacks with a batch of zeros, so that no message
-stays behind and no rank waits for another. It raises the error in each call up to the last one that has begun: ranks
-that go on are in step again."""
+stays behind and no rank waits for another. All raise the error up to the same call, the last one in which a rank can
+hear of it: ranks that go on are in step again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 
 __all__ = ["Settled"]
 
-CALL, STOP, READY, LAST = range(4)
-"""64-bit words of a rank's part: its call, the epoch in which it has to stop, that of the error below, and the last
-call that a rank has begun in it."""
+CALL, STOP, READY, BEGUN, FAILS = range(5)
+"""64-bit words of a rank's part: its call, the epoch in which it has to stop, that of the error below; the last call
+that any rank has begun in it, and the last one that fails."""
+STARTED, ASKS, RETURNED = range(3)
+"""What a rank does in its call: run, ask the others first, or nothing any more."""
 HEAD, TEXT = 64, 1024  # bytes
 SIZE = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
@@ -59,7 +61,7 @@ class Settled:
         if self._window is not None and self._known is None:
             self._epoch, self._count = self._epoch + 1, 0
             with self._window.open(self._comm.rank, 0, HEAD) as head:
-                head.view(np.int64)[CALL] = self._call(asks=False)
+                head.view(np.int64)[CALL] = self._call(STARTED)
         self._known, self._inputs = brought if self._able else None, inputs
 
     def start(self, brought: tuple[str, int], error: FsdpxError | None) -> bool:
@@ -79,7 +81,7 @@ class Settled:
             if not stopped:
                 self._count += 1
                 _write(part, OWN, text)
-                words[CALL] = self._call(asks=not same)
+                words[CALL] = self._call(STARTED if same else ASKS)
         if stopped:
             self._count += 1
             raise self._end(1)
@@ -88,22 +90,28 @@ class Settled:
         except CommTimeout as timeout:
             raise error or timeout from timeout
 
-    def check(self) -> None:
-        """Raise the error of all ranks, if there is one, after this rank has run a call."""
-        if (error := self._pending()) is not None:
-            raise error
+    def finish(self) -> None:
+        """End a call that has run. Raises the error of all ranks, if there is one."""
+        if self._known is None or self._window is None:
+            return
+        with self._window.open(self._comm.rank, 0, HEAD) as head:
+            words = head.view(np.int64)
+            stopped = words[STOP] == self._epoch
+            if not stopped:
+                words[CALL] = self._call(RETURNED)
+        if stopped:
+            raise self._end(0)
 
     def leave(self) -> FsdpxError | None:
         """Begin another call than predict: the error that this rank has to raise there, which no other rank waits for
         any more."""
         self._failed.clear()
-        return self._pending()
-
-    def _pending(self) -> FsdpxError | None:
         window = self._window
         if self._known is None or window is None or window.word(self._comm.rank, STOP) != self._epoch:
             return None
-        return self._end(0)
+        error = self._end(0)
+        self._failed.clear()
+        return error
 
     def close(self) -> None:
         """Free the window. Collective."""
@@ -111,18 +119,18 @@ class Settled:
             self._window.close()
         self._window = self._known = None
 
-    def _call(self, asks: bool) -> int:
-        """This rank's call as one number that grows: epoch, call, and whether it asks the others."""
-        return 2 * (self._epoch * CALLS + self._count) + asks
+    def _call(self, state: int) -> int:
+        """This rank's call as one number that grows: epoch, call, and what the rank does in it."""
+        return 4 * (self._epoch * CALLS + self._count) + state
 
     def _all_ask(self, window: Window) -> bool:
         """False where all ranks bring something new, to agree on; else raises the error."""
-        me, mine = self._comm.rank, self._call(asks=True)
+        me, mine = self._comm.rank, self._call(ASKS)
 
         def late() -> list[int]:
             if window.word(me, STOP) == self._epoch:
                 return []
-            return [rank for rank in self._others if window.word(rank, CALL) < mine - 1]
+            return [rank for rank in self._others if window.word(rank, CALL) < self._call(STARTED)]
 
         window.poll(late, "predict with another batch than before")
         asking = [me, *(rank for rank in self._others if window.word(rank, CALL) == mine)]
@@ -135,12 +143,14 @@ class Settled:
 
     def _tell(self, window: Window, odd: Sequence[int]) -> None:
         """Stop all ranks, and give them the error of the `odd` ones."""
-        last = self._count
+        begun = fails = self._count
         for rank in self._others:
             with window.open(rank, 0, HEAD) as head:
                 words = head.view(np.int64)
                 words[STOP] = self._epoch
-                last = max(last, int(words[CALL]) // 2 - self._epoch * CALLS)
+                call, state = divmod(int(words[CALL]), 4)
+                call -= self._epoch * CALLS
+                begun, fails = max(begun, call), max(fails, call + (state == RETURNED))  # it hears of it in the next
         texts = {}
         for rank in odd:
             with window.open(rank, OWN, OWN + TEXT, write=False) as part:
@@ -150,7 +160,7 @@ class Settled:
             with window.open(rank, 0, SIZE) as part:
                 _write(part, ERROR, text)
                 words = part[:HEAD].view(np.int64)
-                words[LAST], words[STOP], words[READY] = last, self._epoch, self._epoch
+                words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _end(self, begun: int) -> FsdpxError:
         """Make up for the calls that this rank lacks, and return the error. begun: calls that it has begun and not
@@ -158,13 +168,12 @@ class Settled:
         window, me = self._window, self._comm.rank
         assert window is not None
         window.poll(lambda: [] if window.word(me, READY) == self._epoch else self._others, "the error of predict")
-        last = window.word(me, LAST)
         with window.open(me, ERROR, SIZE, write=False) as part:
             kind, text = json.loads(_read(part, 0))
-        for _ in range(last - self._count + begun):
+        for _ in range(window.word(me, BEGUN) - self._count + begun):
             self._run_idle(self._inputs)
         self._known = None
-        self._failed = [getattr(errors, kind)(text) for _ in range(1 + max(last - self._count, 0))]
+        self._failed = [getattr(errors, kind)(text) for _ in range(1 + window.word(me, FAILS) - self._count)]
         return self._failed.pop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,58 @@ def test_ranks_that_change_what_they_bring(data: st.DataObject) -> None:
     assert len({error for row in found for error in row if error}) == bool(odd)
     for row in found:
         assert [bool(error) for error in row] == [k == call and bool(odd) for k in range(calls)]
+
+
+def test_ranks_that_are_ahead_raise_it_up_to_the_same_call() -> None:
+    """The last rank returns from a call that the first one makes later, and wrongly; it hears of it in the next."""
+    ahead, told = threading.Event(), threading.Event()
+
+    def run(comm: Communicator) -> list[bool]:
+        grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
+        trainer = NETS["near"]().as_distributed(space=grid, comm=comm, strategy="ddp")
+        whole, found = np.ones((2, *CELLS, 1)), []
+        for call in range(6):
+            if (comm.rank, call) == (0, 2):
+                assert ahead.wait(60)
+            try:
+                trainer.predict(whole[: 1 if (comm.rank, call) == (0, 2) else 2])
+                found.append(False)
+            except DataError:
+                found.append(True)
+            if (comm.rank, call) == (2, 2):
+                ahead.set()
+                assert told.wait(60)
+            if comm.rank == 1 and found[-1]:
+                told.set()
+        return found
+
+    no = [False, False]
+    failed = [*no, True, True, *no]
+    assert spawn(run, 3, timeout=60) == [failed, failed, [*no, False, True, *no]]
+
+
+def test_ranks_that_need_nothing_of_each_other_get_in_step_again() -> None:
+    """Two ranks have made all their calls before the first one brings something wrong."""
+    ahead = threading.Barrier(3)
+
+    def run(comm: Communicator) -> list[bool]:
+        grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
+        trainer = nn.Conv2d(1, 1, 1).as_distributed(space=grid, comm=comm, strategy="ddp")
+        whole, found = np.ones((2, *CELLS, 1)), []
+        for call in range(8):
+            if call == (2 if comm.rank == 0 else 5):
+                ahead.wait(60)
+            if call == 5:
+                ahead.wait(60)
+            try:
+                trainer.predict(whole[: 1 if (comm.rank, call) == (0, 2) else 2])
+                found.append(False)
+            except DataError:
+                found.append(True)
+        return found
+
+    late = [*[False] * 5, True, False, False]
+    assert spawn(run, 3, timeout=60) == [[False, False, True, True, True, True, False, False], late, late]
 
 
 def test_other_calls_name_it_too() -> None:
