@@ -151,7 +151,8 @@ class _Raised:
 def visit() -> Iterator[None]:
     """Who begins to hold hooks inside the block is released at its end. An exception that leaves it holds them instead:
     one that nobody catches ends all ranks."""
-    token = _visit.set(begun := [])
+    begun: list[Any] = []
+    token = _visit.set(begun)
     try:
         yield
     except BaseException as error:

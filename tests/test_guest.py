@@ -18,6 +18,10 @@ GUEST = """
 import gc, itertools, locale, logging, os, random, signal, sys, threading, warnings
 import numpy as np
 
+def pools():
+    from threadpoolctl import threadpool_info
+    return [(pool["filepath"], pool["num_threads"]) for pool in threadpool_info() if "numpy" in pool["filepath"]]
+
 def process():
     \"\"\"All that a library may change in a process.\"\"\"
     handlers = {}
@@ -35,6 +39,7 @@ def process():
         "numpy": str(np.random.get_state()), "print": np.get_printoptions(), "gc": (gc.isenabled(), gc.get_threshold()),
         "recursion": sys.getrecursionlimit(), "switch": sys.getswitchinterval(), "stdout": sys.stdout,
         "stderr": sys.stderr, "path": list(sys.path), "argv": list(sys.argv),
+        "threads": pools(),
     }
 
 def unlike(before, now):

@@ -64,7 +64,7 @@ class Engine:
         overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
         trains = feed.training and not self.placement.imaginary
         statistics = self.state.copy_statistics() if trains else []
-        with flushed(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
+        with flushed(), blas.limited(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
             try:
                 run = self._begin(executable, feed)
                 for planned in executable.steps:
@@ -303,7 +303,7 @@ class Direct:
         state.moment.step, state.moment.row = state.steps, 0
         engine.ran = self.program
         begin, values = perf_counter(), {self.input: x}
-        with flushed():
+        with flushed(), blas.limited():
             for unit, envs, params, words in self.units:
                 try:
                     computing.unit_forward(unit, envs, params, values, False)

@@ -42,7 +42,7 @@ def make_ready(
     compiled meanwhile. count: is told how many are done, of how many."""
     rank, ranks = share
     first = rank * len(calls) // ranks
-    with flushed():
+    with flushed(), blas.limited():
         for done, call in enumerate([*calls[first:], *calls[:first]]):
             count(done, len(calls))
             call()

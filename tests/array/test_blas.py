@@ -1,7 +1,7 @@
 """Products by the BLAS, and the cores they take."""
 
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,9 +213,8 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(cores, "cores", lambda: 2)
-    with threadpool_limits(limits=1, user_api="blas"):
-        yield
-        cores._limits.clear()
+    yield
+    blas.limit(None)
     blas.choose(None)
     parallel.set_threads(before[0])
     blas.threads(before[1])
@@ -229,19 +228,55 @@ def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores.share_cores(2) == parallel.threads() == blas.threads() == 5
 
 
+def threads_of_numpy() -> int:
+    """Of the BLAS that comes with NumPy; SciPy may have brought another one."""
+    return int(next(pool["num_threads"] for pool in threadpool_info() if "numpy" in pool["filepath"]))
+
+
 @pytest.mark.skipif("openblas" not in blas.available(), reason="NumPy's OpenBLAS is not here")
 @pytest.mark.usefixtures("two_cores")
-def test_a_library_stays_on_one_thread_when_cores_are_shared_again() -> None:
-    """Each trainer shares the cores: from the second one on OpenBLAS cut its pieces of a product among threads as well,
-    and their bits were others than the first one's."""
+def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> None:
+    """Cut products need one thread in the library that multiplies, or their bits change."""
+    for chosen, ranks, wanted in (("openblas", 1, 1), (None, 2, 1), ("numpy", 2, 1), ("numpy", 1, 2)):
+        blas.choose(chosen)
+        with threadpool_limits(limits=3, user_api="blas"):
+            assert cores.share_cores(ranks) == 2 // ranks
+            assert threads_of_numpy() == 3
+            with blas.limited(), blas.limited():
+                assert threads_of_numpy() == wanted
+            assert threads_of_numpy() == 3
+        with threadpool_limits(limits=1, user_api="blas"), blas.limited():
+            assert threads_of_numpy() == 1  # never more than the program has chosen
+        with threadpool_limits(limits=3, user_api="blas"):
+            with blas.limited():
+                threadpool_limits(limits=4, user_api="blas")  # it changes its mind meanwhile
+            assert threads_of_numpy() == 4
+    with threadpool_limits(limits=3, user_api="blas"):
+        blas.limit(None)
+        blas.choose("numpy")
+        with blas.limited():
+            assert threads_of_numpy() == 3
+
+
+@pytest.mark.skipif("openblas" not in blas.available(), reason="NumPy's OpenBLAS is not here")
+@pytest.mark.usefixtures("two_cores")
+def test_threads_that_compute_at_the_same_time_limit_once() -> None:
     blas.choose("openblas")
-    openblas = libraries.library("openblas")
-    assert openblas is not None
-    ours = Path(openblas.path).resolve()  # SciPy may have brought another one
-    a = np.ones((8, 8), np.float32)
-    for _ in range(2):
-        assert cores.share_cores(1) == 2
-        blas.gemm(np.empty_like(a), a, a)
-        used = [pool["num_threads"] for pool in threadpool_info() if Path(pool["filepath"]).resolve() == ours]
-        assert used
-        assert set(used) == {1}
+    met, seen = threading.Barrier(2, timeout=60), []
+
+    def compute() -> None:
+        with blas.limited():
+            met.wait()
+            seen.append(threads_of_numpy())
+            met.wait()
+        met.wait()
+        seen.append(threads_of_numpy())
+
+    with threadpool_limits(limits=3, user_api="blas"):
+        cores.share_cores(1)
+        threads = [threading.Thread(target=compute) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == [1, 1, 3, 3]

@@ -3,9 +3,10 @@
 from fsdpx.array.blas import halves
 from fsdpx.array.blas.libraries import available, choose, chosen, pointer, present, threads
 from fsdpx.array.blas.measure import measure
+from fsdpx.array.blas.pools import limit, limited
 from fsdpx.array.blas.products import affine, gemm, linear_backward, linear_gradients
 
 __all__ = [
-    "affine", "available", "choose", "chosen", "gemm", "halves", "linear_backward",
+    "affine", "available", "choose", "chosen", "gemm", "halves", "limit", "limited", "linear_backward",
     "linear_gradients", "measure", "pointer", "present", "threads",
 ]  # fmt: skip

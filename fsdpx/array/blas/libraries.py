@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,14 +34,13 @@ AVX512 = 11  # the first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch n
 
 @dataclass(frozen=True)
 class Library:
-    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: limits the library to one thread."""
+    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes."""
 
     name: str
     path: str
     version: str
     sgemm: int
     dgemm: int
-    single: Callable[[], None]
 
 
 @cache
@@ -91,7 +89,7 @@ def _mkl(path: Path) -> Library:
     text = ctypes.create_string_buffer(200)
     library.MKL_Get_Version_String(text, len(text))
     sgemm, dgemm = _address(library.cblas_sgemm_64), _address(library.cblas_dgemm_64)
-    return Library("mkl", str(path), text.value.decode(), sgemm, dgemm, lambda: None)
+    return Library("mkl", str(path), text.value.decode(), sgemm, dgemm)
 
 
 def _openblas(path: Path) -> Library:
@@ -99,8 +97,7 @@ def _openblas(path: Path) -> Library:
     library.scipy_openblas_get_config64_.restype = ctypes.c_char_p
     version = library.scipy_openblas_get_config64_().decode().strip()
     sgemm, dgemm = _address(library.scipy_cblas_sgemm64_), _address(library.scipy_cblas_dgemm64_)
-    set_threads = library.scipy_openblas_set_num_threads64_
-    return Library("openblas", str(path), version, sgemm, dgemm, lambda: set_threads(1))
+    return Library("openblas", str(path), version, sgemm, dgemm)
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -157,12 +154,11 @@ def pointer(dtype: np.dtype) -> int:
 
 
 def threads(n: int | None = None) -> int:
-    """Among how many threads a product is cut (set to `n` if given); the library runs each piece on one thread."""
+    """Among how many threads a product is cut (set to `n` if given); within `limited` the library runs each piece on
+    one thread."""
     global cut
     if n is not None:
         cut = n
-        if (used := _library(chosen())) is not None:
-            used.single()
     return cut
 
 
@@ -175,8 +171,6 @@ class Addresses(dict[str, int]):
 
     def __missing__(self, char: str) -> int:
         used = _library(chosen()) if char in "fd" else None
-        if used is not None:
-            used.single()
         self[char] = 0 if used is None else used.sgemm if char == "f" else used.dgemm
         return self[char]
 

@@ -6,6 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from fsdpx.array.blas import libraries
+from fsdpx.array.blas.pools import limited
 from fsdpx.array.blas.products import gemm
 from fsdpx.messages import Count
 
@@ -30,8 +31,9 @@ def measure(count: Count = lambda done, total: None) -> dict[str, float]:
             for place, name in enumerate(names):
                 count(turn * len(names) + place, TURNS * len(names))
                 libraries.choose(name)
-                for shape in SHAPES:
-                    best[name, shape] = min(best[name, shape], _seconds(*shape, BUDGET / len(best) / TURNS))
+                with limited():
+                    for shape in SHAPES:
+                        best[name, shape] = min(best[name, shape], _seconds(*shape, BUDGET / len(best) / TURNS))
     finally:
         libraries.choose(before)
     paces = {name: [best[name, shape] / (2 * math.prod(shape)) for shape in SHAPES] for name in names}

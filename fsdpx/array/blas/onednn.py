@@ -63,13 +63,18 @@ class OneDNN:
         operands = (a, b, out) if bias is None else (a, b, out, bias)
         for memory, array in zip(memories, operands, strict=True):
             self._point(memory, array.__array_interface__["data"][0])
-        self._check("dnnl_primitive_execute", self._execute(primitive, self._own.stream, len(memories), arguments))
+        threads = self._openmp.omp_get_max_threads()  # of loops that the program runs in this thread
+        if threads != 1:
+            self._openmp.omp_set_num_threads(1)
+        status = self._execute(primitive, self._own.stream, len(memories), arguments)
+        if threads != 1:
+            self._openmp.omp_set_num_threads(threads)
+        self._check("dnnl_primitive_execute", status)
 
     def _known(self) -> dict[Any, Any]:
         """The products of this thread. Each runs on one thread: cutting them is up to the caller."""
         own = self._own
         if not hasattr(own, "known"):
-            self._openmp.omp_set_num_threads(1)
             own.stream = self._made("dnnl_stream_create", self._engine, IN_ORDER)
             own.known = {}
         return own.known
