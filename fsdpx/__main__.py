@@ -148,7 +148,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     each = ("--nproc-per-node", "--nproc_per_node")
     p.add_argument(*each, dest="per_node", type=int, help="ranks per host; without -n, on one host, that many")
     p.add_argument("--hostfile", type=Path, help="hosts and their slots, in the form of any launcher")
-    p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs/backends.md)")
+    p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs: backends)")
     p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")
     p.add_argument("--master-addr", help="the same: name or address of host 0, where ranks meet")
     p.add_argument("--master-port", type=int, help="the same: a port that is free there (default: 29500)")
@@ -167,9 +167,9 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--join", type=Path, metavar="FOLDER", help="-n more ranks for the job that runs with this --folder")
     p.add_argument("--logs", type=Path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
     p.add_argument(
-        "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs/elastic.md)"
+        "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)"
     )
-    p.add_argument("--retune", action="store_true", help="measure again what is chosen by measurement (docs/speed.md)")
+    p.add_argument("--retune", action="store_true", help="measure again what is chosen by measurement (docs: speed)")
     p.add_argument("--dry-run", action="store_true", help="print the command that would start the ranks")
     p.add_argument("--print-batch", choices=("slurm", "pbs", "lsf"), help="print a batch file for this system")
     p.add_argument("--print-sbatch", dest="print_batch", action="store_const", const="slurm", help="the same for Slurm")
@@ -179,7 +179,7 @@ def _start(p: argparse.ArgumentParser) -> None:
 
 
 def _train(p: argparse.ArgumentParser) -> None:
-    p.add_argument("file", help="run.toml (docs/run-file.md)")
+    p.add_argument("file", help="run.toml (docs: run-file)")
     p.add_argument(
         "--set",
         dest="changes",

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 __all__ = [
     "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
     "LaunchError", "MeshError", "NumericsError", "OffloadError", "OutOfMemory", "ProgramError", "RankLost",
-    "ShapeError", "StateLost", "printable", "warn",
+    "ShapeError", "StateLost", "install_hint", "page_hint", "printable", "warn",
 ]  # fmt: skip
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -37,6 +37,17 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def printable(text: str) -> str:
     """A text of which others may have written parts, so that a terminal shows it and does nothing else."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def install_hint(*extras: str) -> str:
+    """The command that installs one of these extras of fsdpx, as text. No index has fsdpx, so it is in its sources."""
+    commands = " or ".join(f"pip install '.[{extra}]'" for extra in extras)
+    return f"{commands} in the folder of fsdpx's sources"
+
+
+def page_hint(page: str) -> str:
+    """A page of the documentation, as text, by the name of its file."""
+    return f"the page {page} of the documentation"
 
 
 _BETWEEN = {"contextlib", "fsdpx", "functools", "importlib", "numba"}

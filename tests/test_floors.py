@@ -100,7 +100,7 @@ def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
 
 
 def test_no_circle_of_files() -> None:
-    grimp = pytest.importorskip("grimp", reason="import-linter is not installed: pip install 'fsdpx[dev]'")
+    grimp = pytest.importorskip("grimp", reason="import-linter is not installed: pip install '.[dev]'")
     graph = grimp.build_graph(NAME)
     assert circle({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
 

@@ -31,7 +31,7 @@ from fsdpx.comm.guarded import compare
 from fsdpx.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, single
 from fsdpx.comm.mpi.start import together
 from fsdpx.cuda.devices import DeviceMap
-from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory
+from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory, install_hint
 from fsdpx.messages import last_words
 from fsdpx.words import refusing
 
@@ -333,7 +333,7 @@ def _check_mpi(asked: Asked) -> None:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        remedy = "install one with pip install 'fsdpx[mpich]', or use backend='local'"
+        remedy = f"{install_hint('mpich')} brings one; or use backend='local'"
         raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
     library = first_line(MPI.Get_library_version())
     environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")

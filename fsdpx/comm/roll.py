@@ -22,7 +22,7 @@ import numpy as np
 from fsdpx import environment
 from fsdpx.comm.mpi.clock import began, ranks_text
 from fsdpx.environment import Environment, Store
-from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost
+from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_hint
 
 __all__ = ["CHALLENGE", "SEAL", "Roll", "opened", "proof"]
 
@@ -306,10 +306,10 @@ def _torch() -> Any:
         import torch.distributed as dist
     except ImportError as error:
         raise ConfigError(
-            f"backend='gloo' needs PyTorch, which cannot be imported ({error}): pip install 'fsdpx[gloo]'"
+            f"backend='gloo' needs PyTorch, which cannot be imported ({error}): {install_hint('gloo')}"
         ) from error
     if not dist.is_available() or not dist.is_gloo_available():
-        raise ConfigError("backend='gloo': this PyTorch was built without Gloo; pip install 'fsdpx[gloo]'")
+        raise ConfigError(f"backend='gloo': this PyTorch was built without Gloo; {install_hint('gloo')}")
     return dist
 
 

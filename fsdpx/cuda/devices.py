@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fsdpx import environment
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, install_hint
 
 __all__ = [
     "DeviceMap", "choose", "cupy", "current", "gpu_of", "gpus", "is_on_gpu", "on", "take", "where",
@@ -23,7 +23,7 @@ def cupy() -> Any:
         import cupy
     except ImportError as error:
         raise ConfigError(
-            "device 'cuda' needs CuPy: pip install 'fsdpx[cuda12]' or 'fsdpx[cuda13]', whichever the driver supports"
+            f"device 'cuda' needs CuPy, as the driver supports: {install_hint('cuda12', 'cuda13')}"
         ) from error
     return cupy
 

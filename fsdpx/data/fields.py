@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.data.dataset import OPEN_FILES, mapped
-from fsdpx.errors import ConfigError, DataError, FsdpxError
+from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 from fsdpx.files import open_file, unreadable
 
 __all__ = [
@@ -97,7 +97,7 @@ def _library(name: str, path: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"FieldDataset: {path} is read by {name}: pip install 'fsdpx[{name}]'") from error
+        raise ConfigError(f"FieldDataset: {path} is read by {name}: {install_hint(name)}") from error
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class SupervisedDataset:
     seq_len : tokens of a sample
     end : the token that ends an answer, which is learnt; it also fills up samples that are shorter
     packed : put several conversations into one sample, as they come; it is then ((tokens, segments), targets), where
-        segments count conversations from 0, for models with `segments=True` (docs/models.md)
+        segments count conversations from 0, for models with `segments=True` (docs: models)
     template : how messages become tokens: `models.chat_template(folder, tokenizer)`, or (role, content) -> the text
         before the message, and the message; None: "role: " and "content\\n". `messages` and `texts` count lines
         that it was for, and of prompt and completion, which are joined as they are

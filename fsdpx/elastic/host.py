@@ -118,7 +118,7 @@ class ElasticRanks(TrainerHost):
     rank.
 
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
-    results, and may train again later. See docs/elastic.md."""
+    results, and may train again later. Docs: elastic."""
 
     __slots__ = ("_coordinator", "_given_up", "_recent", "_train", "_whole")
 

@@ -5,7 +5,7 @@
 
 FOLDER has config.json, safetensors and tokenizer.json. Without arguments a tokenizer and a small Llama are made from
 the sources of Python's standard library, trained for a short time, and then taught to answer in another way. Needs the
-tokenizers library (pip install 'fsdpx[text]')."""
+tokenizers library (pip install '.[text]' in the folder of fsdpx's sources)."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ import numpy as np
 import fsdpx
 from fsdpx import data, models, nn, optim
 from fsdpx.config import precision as precision_of
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, install_hint
 from fsdpx.examples.mistakes import status_of
 from fsdpx.models.beside import ends_of, tokenizer_of
 
@@ -60,7 +60,7 @@ def tokenizer_made(comm: Any) -> Any:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise ConfigError("this example needs the tokenizers library: pip install 'fsdpx[text]'") from error
+        raise ConfigError(f"this example needs the tokenizers library: {install_hint('text')}") from error
     text = None
     if comm.rank == 0:
         made = Tokenizer(models.BPE())

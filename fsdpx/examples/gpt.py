@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--validate", type=whole, default=100, help="steps between validations")
     p.add_argument("--validation-batches", type=whole, default=8, help="batches per validation")
-    p.add_argument("--elastic", action="store_true", help="go on when ranks die, leave or join (docs/elastic.md)")
+    p.add_argument("--elastic", action="store_true", help="go on when ranks die, leave or join (docs: elastic)")
     p.add_argument("--copies", type=natural, default=1, help="of each rank's state in other ranks' memory")
     p.add_argument("--ranks", type=whole, default=None, help="how many train at first; the others wait")
     p.add_argument("--resize", default=None, help="a file with the number of ranks that are to train")

@@ -1,4 +1,4 @@
-"""The pictures of the tutorial on a solver and its surrogate, by Matplotlib (`pip install 'fsdpx[plot]'`)."""
+"""The pictures of the tutorial on a solver and its surrogate, by Matplotlib (the extra `plot`)."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python -m fsdpx.examples.strategies --strategy zero2
 
-What each one is good for, and what to mind, is a table of docs/strategies.md."""
+What each one is good for, and what to mind, is a table of the page strategies."""
 
 import argparse
 import shutil

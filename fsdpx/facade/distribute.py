@@ -70,14 +70,14 @@ def distribute(
 
     Parameters
     ----------
-    model : a layer, such as `nn.Chain(...)`, or a `torch.nn.Module` (docs/pytorch.md)
+    model : a layer, such as `nn.Chain(...)`, or a `torch.nn.Module` (docs: pytorch)
     loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well. Without an optimiser the
         trainer is for `predict`, `generate` and `evaluate`, which takes a loss, and holds parameters alone
     strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
-        `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md);
-        or ranks at their own speed (docs/asynchronous.md): "async" or `fsdpx.Async(...)`, "gossip" or
+        `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs: local);
+        or ranks at their own speed (docs: asynchronous): "async" or `fsdpx.Async(...)`, "gossip" or
         `fsdpx.Gossip(...)`; or "auto": what a plan finds to be the quickest, which needs `batch` and takes `memory` and
-        `machine` beside (docs/planning.md)
+        `machine` beside (docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
@@ -87,21 +87,21 @@ def distribute(
     clip_norm : largest global gradient norm
     codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "topk", "powersgd" or a
         `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
-        one of these: the first that fits counts (docs/compression.md)
+        one of these: the first that fits counts (docs: compression)
     chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
     frozen : name patterns of parameters that are not trained
     schedule : of a pipe: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
     stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
-        pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs/schedules.md)
+        pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs: schedules)
     recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
     tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
     sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples"
-        for samples instead, beside experts (docs/tensor.md)
-    elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
+        for samples instead, beside experts (docs: tensor)
+    elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs: elastic)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
-    offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
+    offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs: offload)
     space : a `fsdpx.Grid`: each rank has a part of every field, as its solver has it, and batches and predictions are
-        such parts (docs/fields.md)
+        such parts (docs: fields)
     machinery : `fsdpx.Machinery(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
     rarely : fields of `fsdpx.Machinery` by name, `device="cuda"`; they replace those of `machinery`. With
         strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the whole global batch, or such arrays;

@@ -184,7 +184,7 @@ def dry_run(
     x, y : this rank's batch as arrays, of which shape and dtype are taken, or as (shape, dtype) pairs; a tuple or dict
         of them for several inputs
     ranks, rank : how many ranks there would be, and which of them this is
-    ranks_per_host : how many of them share the memory of a host, where shared memory is used (see docs/speed.md)
+    ranks_per_host : how many of them share the memory of a host, where shared memory is used (docs: speed)
     options : those of `fsdpx.distribute`, without comm, device and backend
 
     Returns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdpx.errors import install_hint
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import write_page
 from fsdpx.trainer.report import Summary
@@ -32,7 +33,7 @@ def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary
     if trainer.host.rank == 0:
         folder.finish(str(summary), summary.as_json())
         write_page(folder)
-        curve = "curve.png" if drawn else "no curve.png (pip install 'fsdpx[plot]')"
+        curve = "curve.png" if drawn else f"no curve.png ({install_hint('plot')})"
         print(
             f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
             "log.txt, checkpoints/, model/"

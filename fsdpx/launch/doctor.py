@@ -22,7 +22,7 @@ from fsdpx.comm.gpu import devices
 from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.comm.opening import backend_name, first_line, node_of
 from fsdpx.cuda.devices import gpus as seen
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, install_hint
 from fsdpx.facade.functional import init
 from fsdpx.launch import info
 from fsdpx.launch.launchers import trial
@@ -203,7 +203,7 @@ def warnings_of(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) ->
                 f"{host}: {bytes_text(free)} of shared memory are free: docker run --shm-size=8g, or FSDPX_NODE=0"
             )
         if here[0].driver and not here[0].gpus:
-            notes.append(f"{host} has an NVIDIA driver, but CuPy sees no GPU: pip install 'fsdpx[cuda13]', and look at "
+            notes.append(f"{host} has an NVIDIA driver, but CuPy sees no GPU: {install_hint('cuda13')}, and look at "
                         "CUDA_VISIBLE_DEVICES")  # fmt: skip
     for rank, one in enumerate(facts):
         if one.versions != facts[0].versions:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from fsdpx.errors import LaunchError
+from fsdpx.errors import LaunchError, install_hint
 from fsdpx.guest import STOP_SIGNALS
 
 __all__ = ["starter"]
@@ -31,7 +31,7 @@ _LOOK = 0.02
 def starter() -> list[str]:
     """The command that starts ranks here, like mpiexec: it takes -n and a command. LaunchError without PyTorch."""
     if importlib.util.find_spec("torch") is None:
-        raise LaunchError("--backend gloo needs PyTorch, which is not installed: pip install 'fsdpx[gloo]'")
+        raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
     return [sys.executable, "-m", "fsdpx.launch.here"]
 
 

@@ -17,6 +17,7 @@ from fsdpx.array.cores import cores
 from fsdpx.comm.default import place
 from fsdpx.comm.mpi.start import left
 from fsdpx.comm.opening import backend_name, first_line
+from fsdpx.errors import install_hint
 from fsdpx.state.tuning import BUSY, bytes_text, stored
 from fsdpx.version import __version__
 
@@ -111,7 +112,7 @@ def machine() -> str:
 def mpi() -> str:
     """The library that Python would load."""
     loaded, reason = library()
-    return loaded or f"none ({reason}); pip install 'fsdpx[mpich]'"
+    return loaded or f"none ({reason}); {install_hint('mpich')}"
 
 
 def launcher() -> str:

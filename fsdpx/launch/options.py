@@ -35,8 +35,8 @@ class LaunchConfig:
     ranks : number of ranks
     nodes : number of hosts: the first of the hostfile, or any of the allocation
     per_node : ranks per host, at most
-    backend : "mpi", or "gloo": on this host, without any MPI (docs/backends.md; on several: `fsdpx run --node-rank`)
-    hostfile : names of hosts and how many ranks each takes, in the form of any launcher (docs/launching.md)
+    backend : "mpi", or "gloo": on this host, without any MPI (docs: backends; on several: `fsdpx run --node-rank`)
+    hostfile : names of hosts and how many ranks each takes, in the form of any launcher (docs: launching)
     mpiexec : the launcher's words, as in "srun --mpi=pmi2" (None: one that is found)
     elastic : deaths do not end the job (Open MPI's --with-ft ulfm)
     threads : of BLAS and kernels in each rank (None: the cores of a host are shared by its ranks)

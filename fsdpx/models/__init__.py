@@ -1,4 +1,4 @@
-"""Models that people have, from the folders in which they have them; see docs/models.md."""
+"""Models that people have, from the folders in which they have them; docs: models."""
 
 from fsdpx.models.chat import chat_template
 from fsdpx.models.operators import from_state_dict, to_state_dict

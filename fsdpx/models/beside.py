@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, install_hint
 from fsdpx.files import Untrusted, read, read_json
 
 __all__ = ["LARGEST", "TOKENIZER", "ends_of", "last_token", "object_of", "tokenizer_of"]
@@ -33,7 +33,7 @@ def tokenizer_of(folder: str | PathLike[str]) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ConfigError("text needs the tokenizers library: pip install 'fsdpx[text]'") from error
+        raise ConfigError(f"text needs the tokenizers library: {install_hint('text')}") from error
     file = Path(folder, TOKENIZER)
     if not file.exists():
         raise ConfigError(f"{folder}: there is no {TOKENIZER}: trainer.generate takes tokens of any other tokenizer")

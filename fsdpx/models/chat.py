@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError, DataError, install_hint
 from fsdpx.files import Untrusted, read
 from fsdpx.models.beside import LARGEST, object_of
 
@@ -89,7 +89,7 @@ class ChatTemplate:
         try:
             import jinja2
         except ImportError as error:
-            raise ConfigError(f"{self.where} needs the jinja2 library: pip install 'fsdpx[text]'") from error
+            raise ConfigError(f"{self.where} needs the jinja2 library: {install_hint('text')}") from error
         if tuple(int(n) for n in re.findall(r"\d+", jinja2.__version__)[:3]) < SAFE:
             raise ConfigError(f"{self.where} needs jinja2 3.1.6 or later, here is {jinja2.__version__}")
         try:

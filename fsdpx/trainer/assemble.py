@@ -24,7 +24,7 @@ from fsdpx.comm.mpi.clock import ranks_text
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.warm import make_ready, warm_calls
-from fsdpx.errors import ConfigError, warn
+from fsdpx.errors import ConfigError, install_hint, warn
 from fsdpx.layout.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
 from fsdpx.messages import say, slow
 from fsdpx.nn.layer import Layer, runs_of
@@ -327,7 +327,7 @@ def _products(world: Communicator, formats: Precision, xp: Any) -> str:
     name = dtype_of(formats.compute).name
     library, able = blas.halves.chosen(name), blas.halves.instructions(name)
     if library == blas.halves.WIDENED and world.rank == 0:
-        why = "oneDNN is not installed (pip install 'fsdpx[onednn]')" if able else NOTHING
+        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NOTHING
         warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
     return library
 

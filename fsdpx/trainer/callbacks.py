@@ -27,7 +27,7 @@ from fsdpx.array.namespace import to_host
 from fsdpx.array.random import Random
 from fsdpx.checkpoint.commit import hold
 from fsdpx.comm.communicator import Communicator
-from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError
+from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, install_hint
 from fsdpx.messages import LOGGER, line, on_terminal, say
 from fsdpx.nn.layer import Env
 from fsdpx.nn.losses import Loss
@@ -52,7 +52,7 @@ class Log:
         self.folder, self._tensorboard = files.home(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
-                "fit(tensorboard=True): TensorBoard's events need tensorboardX: pip install 'fsdpx[tensorboard]'"
+                f"fit(tensorboard=True): TensorBoard's events need tensorboardX: {install_hint('tensorboard')}"
             )
         own = ("step", "epoch", *STEP, "validation_loss")
         if taken := [name for name in metrics if name in own]:
@@ -127,7 +127,7 @@ class Log:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            also = "CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'"
+            also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             say(trainer.host, f"log {self.folder}: {also}")
         else:
             unguessed = f".{secrets.token_hex(8)}"  # it follows a link that has the name of its file

@@ -19,7 +19,7 @@ from fsdpx.codecs import Cast, Codecs, Compressed, Plain
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.config import Offload, Precision, positive
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, page_hint
 from fsdpx.layout.units import Layout
 from fsdpx.nn import losses
 from fsdpx.nn.layer import Layer
@@ -292,7 +292,9 @@ def _hint(value: Any) -> str:
         found += [f", nn.{name}()" for name in losses.__all__ if name.lower() == plain]
         if found:
             return found[0]
-    return "; docs/custom-loss.md makes one of a function" if isfunction(value) else ", one of fsdpx.nn or fsdpx.optim"
+    if isfunction(value):
+        return f"; {page_hint('custom-loss')} makes one of a function"
+    return ", one of fsdpx.nn or fsdpx.optim"
 
 
 def of_torch(value: Any) -> str:

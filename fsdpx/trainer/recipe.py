@@ -146,7 +146,7 @@ class Machinery:
 
     Parameters
     ----------
-    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs/gpu.md)
+    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs: gpu)
     device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
     backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
     group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: 4 MiB, of one
@@ -156,7 +156,7 @@ class Machinery:
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : look for NaN and Inf in every unit
     tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
-    trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
+    trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs: observe; else FSDPX_TRACE)
     """
 
     device: str = "cpu"

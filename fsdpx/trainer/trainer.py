@@ -197,7 +197,7 @@ class Trainer:
     @hosted(LOOKS)
     def evaluate(self, x: Any, y: Any, with_: str = "parameters") -> float:
         """Mean loss of the global batch, without dropout; changes nothing. with_: "parameters", or their "average" over
-        time (docs/optimisers.md)."""
+        time (docs: optimisers)."""
         demand("evaluate", self._session.loss)
         feed = self._host.feed(x, y, "evaluate", training=False)
         with self._host.having(with_), self._session.aside():
@@ -230,7 +230,7 @@ class Trainer:
         stream: Stream | None = None,
         cache: bool = True,
     ) -> Any:
-        """The tokens that go on after a prompt, or after each of several (docs/generation.md). Collective: all ranks
+        """The tokens that go on after a prompt, or after each of several (docs: generation). Collective: all ranks
         give the same prompts and get the same tokens. Prompts are shared out among data ranks.
 
         Parameters
@@ -309,7 +309,7 @@ class Trainer:
         background: bool = False,
         with_: str = "parameters",
     ) -> None:
-        """Write a checkpoint into the folder `path`, all ranks at once. Collective; see docs/checkpoints.md.
+        """Write a checkpoint into the folder `path`, all ranks at once. Collective; docs: checkpoints.
 
         Inside are `model.safetensors`, one standard file with the bits of `parameters()`, and what `load` needs to go
         on exactly. An older checkpoint at `path` stays until the new one is whole. Extra memory: two blocks of 4 MiB,

@@ -458,7 +458,7 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, name: str, monkeypat
     path = tmp_path / "u"
     path.mkdir() if name == "zarr" else path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"u is read by {name}: pip install 'fsdpx\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"u is read by {name}: pip install '\.\[{name}\]'"):
         FieldDataset(path, dims="tyx")
 
 

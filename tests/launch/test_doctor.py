@@ -112,7 +112,7 @@ def test_sums_that_are_wrong_are_seen() -> None:
     [
         ([GOOD._replace(threads=2)] * 2, "n1: 4 threads of 2 ranks on 2 cores: set OMP_NUM_THREADS to 1, or start at "),
         ([GOOD._replace(free=1 << 20)] * 2, "n1: 1.00 MiB of shared memory are free: docker run --shm-size=8g, or "),
-        ([GOOD._replace(driver=True)], "n1 has an NVIDIA driver, but CuPy sees no GPU: pip install 'fsdpx[cuda13]'"),
+        ([GOOD._replace(driver=True)], "n1 has an NVIDIA driver, but CuPy sees no GPU: pip install '.[cuda13]'"),
         (
             [GOOD, GOOD._replace(versions={**VERSIONS, "numpy": "2.0"})],
             "rank 1 on n1 has numpy 2.0, rank 0 has other versions: use one environment",
@@ -143,7 +143,7 @@ def test_cupy_is_asked_for_only_where_there_is_a_gpu(driver: bool, monkeypatch: 
     found = dict(diagnose(comm)[1])
     assert "not installed" not in found["versions"]
     assert ("needs CuPy" in found["GPUs"], found["GPUs"] == "none") == (driver, not driver)
-    assert ("pip install 'fsdpx[cuda13]'" in found.get("warning", "")) == driver
+    assert ("pip install '.[cuda13]'" in found.get("warning", "")) == driver
 
 
 @pytest.mark.jobs

@@ -297,7 +297,8 @@ def test_no_launcher_at_all(site: Path, capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setenv("PATH", str(site / "bin"))
     assert main(["run", "-n", "2", "train.py"]) == 2
     assert capsys.readouterr().err == (
-        "fsdpx run: no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec\n"
+        "fsdpx run: no mpiexec beside this Python or on PATH; pip install '.[mpich]' in the folder of fsdpx's sources, "
+        "or name one: --mpiexec\n"
     )
 
 

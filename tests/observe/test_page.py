@@ -16,7 +16,7 @@ from models import CASES, make
 from fsdpx import Mesh, data, messages, spawn
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, install_hint
 from fsdpx.observe.chrome import RankTrace, TraceHeader
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.measure import Reading
@@ -99,7 +99,7 @@ def test_without_matplotlib_there_is_text_and_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(folder.path)]) == 0
     said = capsys.readouterr().out
-    assert "\nit has no pictures: matplotlib is not installed: pip install 'fsdpx[plot]'\n" in said
+    assert f"\nit has no pictures: matplotlib is not installed: {install_hint('plot')}\n" in said
     assert all(words in said for words in WORDS)
     assert "img" not in seen(folder)
     assert not folder.draw()
@@ -234,7 +234,7 @@ def test_what_is_said_goes_through_logging(tmp_path: Path, capsys: pytest.Captur
 
 def test_tensorboard_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"tensorboard=True\): .* pip install 'fsdpx\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"tensorboard=True\): .* pip install '\.\[tensorboard\]'"):
         spawn(lambda comm: make(comm, "mlp").fit([], log=tmp_path, tensorboard=True), 1)
 
 
@@ -306,7 +306,7 @@ def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
 
 def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"draw: matplotlib is not installed: pip install 'fsdpx\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"draw: matplotlib is not installed: pip install '\.\[plot\]'"):
         draw(STEP, tmp_path / "step.png")
 
 

@@ -23,7 +23,7 @@ from models import CASES, make, part
 from fsdpx import Checkpoints, Elastic, Mesh, data, environment, messages, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.engine.warm import make_ready
-from fsdpx.errors import CheckpointError, ConfigError, DataError
+from fsdpx.errors import CheckpointError, ConfigError, DataError, install_hint
 from fsdpx.state.tuning import Tuning
 from fsdpx.trainer import assemble
 from fsdpx.trainer import callbacks as logs
@@ -454,7 +454,7 @@ def test_a_log_without_tensorboard_says_so(
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     ranks(2, logged, tmp_path, 2)
     assert said(capsys) == [
-        f"fsdpx: log {tmp_path / 'log'}: CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'"
+        f"fsdpx: log {tmp_path / 'log'}: CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
     ]
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["log.txt", "metrics.csv", "metrics.jsonl"]
 

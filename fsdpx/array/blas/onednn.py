@@ -131,7 +131,7 @@ class OneDNN:
 
 @functools.cache
 def found() -> OneDNN | None:
-    """The library of the wheel that `fsdpx[onednn]` installs, if it can be loaded."""
+    """The library of the wheel that the extra `onednn` installs, if it can be loaded."""
     for path in files("onednn"):
         try:
             return OneDNN(path)

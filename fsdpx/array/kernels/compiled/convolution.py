@@ -4,7 +4,7 @@ F(4 x 4, 3 x 3), a quarter of the multiplications (Lavin, Gray 2016), and all ot
 A tile of 4 x 4 results is a bilinear function of its 6 x 6 pixels and the window, A [(G w G^T) * (B d B^T)] A^T with
 constant matrices; summed over channels, each of the 36 products of elements is a product of matrices, by strips, or by
 BLAS for the gradient of the weights. What goes around those products are linear maps of square patches, 16 channels at
-a time. Its gradients are the same formula read backwards. Rounding grows with the numbers in A and B (docs/speed.md).
+a time. Its gradients are the same formula read backwards. Rounding grows with the numbers in A and B (docs: speed).
 """
 
 from __future__ import annotations
