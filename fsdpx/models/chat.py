@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fsdpx import environment
 from fsdpx.errors import ConfigError, DataError, install_hint
 from fsdpx.files import Untrusted, read
 from fsdpx.models.beside import LARGEST, object_of
+from fsdpx.models.template import BEGIN, END
 
 __all__ = ["ChatTemplate", "chat_template"]
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what the template itself marks as an answer; no text has these characters."""
-MOST_ROUNDS = 1_000_000
-"""Rounds of loops, and calls, that one conversation may take in a template."""
+SECONDS, MOST_BYTES, MOST_ROUNDS = 10.0, 1 << 30, 1_000_000
+"""Of the processor, of memory, and rounds of loops and calls, that one conversation may take in a template."""
 SAFE = (3, 1, 6)
 """Templates could leave the sandbox of versions before."""
 Message = Mapping[str, Any]
@@ -30,7 +35,8 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template of Jinja2, which is run in its sandbox, as it may be from anywhere.
+    """A template of Jinja2, which is run in its sandbox, and that in a process of its own with limits of time and
+    memory: it may be from anywhere. The process starts with the first conversation.
 
     Parameters
     ----------
@@ -77,26 +83,94 @@ class ChatTemplate:
     def _text(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> str:
         plain = [{key: value for key, value in one.items() if value is not None} for one in messages]
         given = {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": prompt, **self.names}
-        template = self._template
-        template.environment.left = MOST_ROUNDS
+        process = self._process()
         try:
-            return str(template.render(given))
-        except Exception as error:  # a template calls and raises what it likes
+            return process.ask({"given": given})
+        except (TypeError, ValueError, RecursionError, TemplateFailed) as error:  # of JSON, of the template
             raise DataError(f"{self.where} does not take it: {error}") from error
 
-    @cached_property
-    def _template(self) -> Any:
+    def _process(self) -> TemplateProcess:
+        """That of this process, or a new one where a template has ended the last."""
+        found = vars(self).get("_started")
+        if found is None or not found.lives():
+            found = vars(self)["_started"] = TemplateProcess(self._jinja2())
+            try:
+                found.ask({"source": self.source})
+            except TemplateFailed as error:
+                found.stop()
+                raise ConfigError(f"{self.where}: this is no template of Jinja2: {error}") from error
+        return found
+
+    def _jinja2(self) -> Path:
+        """The folder of the package."""
         try:
             import jinja2
         except ImportError as error:
             raise ConfigError(f"{self.where} needs the jinja2 library: {install_hint('text')}") from error
         if tuple(int(n) for n in re.findall(r"\d+", jinja2.__version__)[:3]) < SAFE:
             raise ConfigError(f"{self.where} needs jinja2 3.1.6 or later, here is {jinja2.__version__}")
-        try:
-            made = _environment()
-            return made.from_string(made.counting(self.source))
-        except Exception as error:  # Python's own of what Jinja2 makes of it, too
-            raise ConfigError(f"{self.where}: this is no template of Jinja2: {error}") from error
+        return Path(jinja2.__file__).parents[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_started"}
+
+
+class TemplateFailed(Exception):
+    """A template cannot be compiled, does not take a conversation, or takes too long or too much memory."""
+
+
+class TemplateProcess:
+    """A process that runs one template, see `fsdpx/models/template.py`. folder: of the package jinja2."""
+
+    def __init__(self, folder: Path) -> None:
+        limits = map(str, (SECONDS, MOST_BYTES, MOST_ROUNDS))
+        script, pipe = str(Path(__file__).with_name("template.py")), subprocess.PIPE
+        self._child = subprocess.Popen(
+            [sys.executable, "-I", script, *limits, str(folder)], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+            env=environment.alone(), text=True, encoding="ascii",
+        )  # fmt: skip
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._end = weakref.finalize(self, _end, self._child, self._owner)
+
+    def lives(self) -> bool:
+        """Whether it can be asked: by the process that has started it, whose pipes it reads."""
+        return os.getpid() == self._owner and self._child.poll() is None
+
+    def ask(self, request: Mapping[str, Any]) -> str:
+        """The text that it answers; TemplateFailed with the reason why there is none."""
+        line, child = json.dumps(request) + "\n", self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with self._lock:
+            with suppress(BrokenPipeError):
+                child.stdin.write(line)
+                child.stdin.flush()
+            answer = child.stdout.readline()
+        if not answer.endswith("\n"):
+            self.stop()
+            raise TemplateFailed(_reason(child.returncode))
+        found = json.loads(answer)
+        if "error" in found:
+            raise TemplateFailed(found["error"])
+        return str(found["text"])
+
+    def stop(self) -> None:
+        """End it."""
+        self._end()
+
+
+def _reason(status: int) -> str:
+    if -status == getattr(signal, "SIGPROF", 0):
+        return f"it takes more than {SECONDS:g} s"
+    return f"its process ended with status {status}"
+
+
+def _end(child: subprocess.Popen[str], owner: int) -> None:
+    """Not in a child that was forked, whose process it is not."""
+    if os.getpid() == owner:
+        with suppress(BrokenPipeError), child:  # which waits for its end
+            if child.poll() is None and child.stdin is not None:
+                child.kill()
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
@@ -124,68 +198,3 @@ def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate |
     tokens = {name: one.get("content") if isinstance(one, dict) else one for name, one in found.items()}
     names = {name: one for name, one in tokens.items() if name.endswith("_token") and isinstance(one, str)}
     return ChatTemplate(source, where, names, tokenizer)
-
-
-def _environment() -> Any:
-    """Jinja2 as transformers sets it up for templates."""
-    from jinja2 import TemplateError, nodes, pass_environment
-    from jinja2.ext import Extension, loopcontrols
-
-    class AnswerTag(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("answer"), [], [], body).set_lineno(line)
-
-        def answer(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    @pass_environment
-    def counted(env: Any, values: Any) -> Iterator[Any]:
-        for value in values:
-            env.spend()
-            yield value
-
-    def refused(message: str) -> None:
-        raise TemplateError(message)
-
-    made = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
-    made.filters |= {"tojson": _as_json, "counted": counted}
-    del made.globals["lipsum"]  # it writes as much as it is asked for
-    made.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return made
-
-
-def _sandbox() -> Any:
-    """The environment of templates, which counts their rounds of loops and their calls."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        left = MOST_ROUNDS
-
-        def spend(self) -> None:
-            self.left -= 1
-            if self.left < 0:
-                raise TemplateError(f"it takes more than {MOST_ROUNDS:,} rounds of loops and calls")
-
-        def call(self, *args: Any, **named: Any) -> Any:
-            self.spend()
-            return super().call(*args, **named)
-
-        def counting(self, source: str) -> nodes.Template:
-            tree = self.parse(source)
-            for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-            return tree
-
-    return Sandbox
-
-
-def _as_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """The filter tojson with the options that it has in transformers, of which none is called."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,6 +1,8 @@
 """Chat templates of folders: tokens and answers are those of transformers, and what cannot be is said."""
 
+import gc
 import json
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -160,3 +162,77 @@ def test_a_hostile_template_ends_in_words(
     made = chat.ChatTemplate(template, "the chat template", {}, None)
     with pytest.raises(error, match=f"^the chat template.*{why}"):
         made.asked("hello")
+
+
+POWER = "{{ (9**(9**9)) % 7 }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "why"),
+    [
+        (POWER, ConfigError, "it takes more than 0.2 s"),  # computed while it is compiled
+        ("{% set n = messages | length + 8 %}{{ (n**(n**n)) % 7 }}", DataError, "it takes more than 0.2 s"),
+        (
+            "{% set ns = namespace(s='a') %}{% for i in range(9) %}{% set ns.s = range(99999) | join(ns.s[:9999]) %}"
+            "{% endfor %}",
+            DataError, "it takes more than (0.2 s|256 MiB)",
+        ),
+        ("{{ range(99999) | sum(start=range(0)) }}", DataError, "unsupported operand"),
+        ("{% set x = range(99999) | map('string') | list %}{{ x | sum(start='') }}", DataError, "sum|it takes more"),
+        ("{{ range(99999) | groupby('a') | list }}{{ range(99999) | unique | batch(2) | list | tojson(indent=9) }}",
+            DataError, "it takes more|has no|undefined|not supported|serializable"),
+        ("{{ 'a' * 10**10 }}", DataError, "it takes more than 256 MiB"),
+        ("{{ messages[0].content * 10**10 }}", DataError, "it takes more than 256 MiB"),
+        ("{{ [messages] * 10**9 }}", DataError, "it takes more than 256 MiB"),
+        ("{{ '%2000000000d' % messages | length }}", DataError, "it takes more than 256 MiB"),
+        ("{{ messages[0].content | center(2000000000) }}", DataError, "it takes more than 256 MiB"),
+        ("{{ '{:2000000000}'.format(messages | length) }}", DataError, "it takes more than 256 MiB"),
+        ("{{ messages | tojson(indent=2000000000) }}", DataError, "it takes more than 256 MiB"),
+        ("{{ 'a\nb' | indent(2000000000) }}", DataError, "it takes more than 256 MiB"),
+        ("{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
+            DataError, "it takes more than (256 MiB|0.2 s)"),
+        ("{{ range(10**9) | list }}", DataError, "Range too big"),
+    ],
+)  # fmt: skip
+def test_a_single_step_of_a_template_ends_too(
+    template: str, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 0.2)
+    monkeypatch.setattr(chat, "MOST_BYTES", 256 << 20)
+    made = chat.ChatTemplate(template, "the chat template", {}, None)
+    with pytest.raises(error, match=f"^the chat template.*({why})"):
+        made.asked("hello")
+
+
+class Tokens:
+    """A tokenizer that gives the text back."""
+
+    ids: Any
+
+    def encode(self, text: str, add_special_tokens: bool) -> Any:
+        self.ids = list(text)
+        return self
+
+
+def test_a_template_that_was_ended_starts_anew_and_its_process_ends_with_it() -> None:
+    source = "{% if messages[0].content == 'long' %}{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}"
+    made = chat.ChatTemplate(source + "{% endfor %}{% endif %}{{ messages[0].content }}", "it", {}, Tokens())
+    assert made.asked("a\ud800é") == ["a", "\ud800", "é"]
+    first = vars(made)["_started"]
+    with pytest.raises(DataError, match="it does not take it: it takes more than 1,000,000 rounds"):
+        made.asked("long")
+    assert made.asked("b") == ["b"]
+    assert vars(made)["_started"] is first
+    first._child.kill()
+    first._child.wait()
+    assert made.asked("c") == ["c"]
+    second = vars(made)["_started"]
+    assert second is not first
+    again = pickle.loads(pickle.dumps(made))
+    assert again.asked("d") == ["d"]
+    with pytest.raises(DataError, match="it does not take it: Object of type set is not JSON serializable"):
+        made.encoded([{"role": "user", "content": {1}}])
+    child = second._child
+    del made, second
+    gc.collect()
+    assert child.returncode is not None

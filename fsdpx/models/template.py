@@ -1,0 +1,134 @@
+"""A process that writes conversations by one template of Jinja2, for `fsdpx/models/chat.py`: it is a program from
+anywhere, and what it computes must end.
+
+Run as a script by a Python of its own, without fsdpx: python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER
+has the package jinja2. It reads a line of JSON, and answers with one; the first line has the template's source. The
+system ends it once an answer takes more than SECONDS of the processor, also within a single step of C code, and gives
+it BYTES of memory at most."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around what the template itself marks as an answer; no text has these characters."""
+
+
+def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
+    """Answer all requests until there are no more."""
+    sys.path.append(folder)
+    made: list[Any] = []
+
+    def compile_source(request: dict[str, Any]) -> str:
+        environment = _environment(rounds)
+        made[:] = [environment.from_string(environment.counting(request["source"]))]
+        return ""
+
+    def render(request: dict[str, Any]) -> str:
+        made[0].environment.left = rounds
+        return str(made[0].render(request["given"]))
+
+    _import_jinja2()  # not at the template's expense
+    start_clock = _limited(seconds, nbytes)
+    for line in sys.stdin:
+        request = json.loads(line)
+        start_clock(True)
+        answer = _answered(compile_source if "source" in request else render, request, nbytes)
+        start_clock(False)
+        print(json.dumps(answer), flush=True)
+
+
+def _import_jinja2() -> None:
+    from jinja2 import ext, sandbox  # noqa: F401
+
+
+def _answered(do: Callable[[dict[str, Any]], str], request: dict[str, Any], nbytes: int) -> dict[str, str]:
+    try:
+        return {"text": do(request)}
+    except MemoryError:
+        return {"error": f"it takes more than {nbytes >> 20:,} MiB"}
+    except Exception as error:  # a template calls and raises what it likes
+        return {"error": str(error) or type(error).__name__}
+
+
+def _limited(seconds: float, nbytes: int) -> Callable[[bool], None]:
+    """Take no more memory than that; what starts and stops the clock of an answer. Neither is there on Windows."""
+    try:
+        from resource import RLIMIT_AS, RLIMIT_CORE, setrlimit
+        from signal import ITIMER_PROF, setitimer
+    except ImportError:
+        return lambda starts: None
+    setrlimit(RLIMIT_AS, (nbytes, nbytes))
+    setrlimit(RLIMIT_CORE, (0, 0))
+    return lambda starts: setitimer(ITIMER_PROF, seconds if starts else 0) and None
+
+
+def _environment(rounds: int) -> Any:
+    """Jinja2 as transformers sets it up for templates."""
+    from jinja2 import TemplateError, nodes, pass_environment
+    from jinja2.ext import Extension, loopcontrols
+
+    class AnswerTag(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("answer"), [], [], body).set_lineno(line)
+
+        def answer(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    @pass_environment
+    def counted(env: Any, values: Any) -> Iterator[Any]:
+        for value in values:
+            env.spend()
+            yield value
+
+    def refused(message: str) -> None:
+        raise TemplateError(message)
+
+    made = _sandbox(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
+    made.filters |= {"tojson": _as_json, "counted": counted}
+    del made.globals["lipsum"]  # it writes as much as it is asked for
+    made.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def _sandbox(rounds: int) -> Any:
+    """The environment of templates, which counts their rounds of loops and their calls."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        left = rounds
+
+        def spend(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise TemplateError(f"it takes more than {rounds:,} rounds of loops and calls")
+
+        def call(self, *args: Any, **named: Any) -> Any:
+            self.spend()
+            return super().call(*args, **named)
+
+        def counting(self, source: str) -> nodes.Template:
+            tree = self.parse(source)
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
+            return tree
+
+    return Sandbox
+
+
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter tojson with the options that it has in transformers, of which none is called."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
