@@ -35,9 +35,10 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 LOGGER = logging.getLogger("fsdpx")
 """All messages go through it; `logging.getLogger("fsdpx").handlers` may be replaced."""
-LOGGER.addHandler(_StandardError())
-LOGGER.setLevel(logging.INFO)
-LOGGER.propagate = False
+if not LOGGER.handlers and LOGGER.level == logging.NOTSET:  # else the program has said where messages go
+    LOGGER.addHandler(_StandardError())
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
 
 
 def line(text: str) -> None:

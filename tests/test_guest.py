@@ -242,3 +242,20 @@ def test_exits_are_as_before_after_a_spawn() -> None:
     before = os._exit
     assert spawn(lambda comm: os._exit is not before, 2) == [True, True]
     assert os._exit is before
+
+
+LOGS = """
+import io, logging
+theirs = logging.StreamHandler(io.StringIO())
+logger = logging.getLogger("fsdpx")
+logger.addHandler(theirs)
+logger.setLevel(logging.WARNING)
+import fsdpx.messages
+assert (logger.handlers, logger.level, logger.propagate) == ([theirs], logging.WARNING, True)
+"""
+
+
+@pytest.mark.jobs
+def test_a_logger_that_the_program_has_set_up_stays_so() -> None:
+    done = subprocess.run([sys.executable, "-c", LOGS], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
