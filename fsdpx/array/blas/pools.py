@@ -17,7 +17,7 @@ from fsdpx.array.blas import libraries
 __all__ = ["limit", "limited"]
 
 
-class Pool(NamedTuple):
+class BlasThreads(NamedTuple):
     """A library's threads. get, set: their number."""
 
     path: str
@@ -30,11 +30,11 @@ class _State:
     it has to be made. inside: blocks of `limited` that are open. changed: (pool, threads now, threads before)."""
 
     most: int | None = None
-    pools: list[Pool] | None = None
-    plan: list[tuple[Pool, int]] | None = None
+    pools: list[BlasThreads] | None = None
+    plan: list[tuple[BlasThreads, int]] | None = None
     chosen = ""
     inside = 0
-    changed: list[tuple[Pool, int, int]]
+    changed: list[tuple[BlasThreads, int, int]]
 
 
 _state, _lock = _State(), threading.Lock()
@@ -86,12 +86,12 @@ def _plan() -> None:
     _state.plan = [(pool, n) for pool, n in zip(_state.pools, most, strict=True) if n is not None]
 
 
-def _found() -> list[Pool]:
+def _found() -> list[BlasThreads]:
     """The libraries that are loaded, but for those that a wheel of another package has brought for itself."""
     with environment.unchanged():  # threadpoolctl sets a variable for OpenMP when it is loaded
         from threadpoolctl import ThreadpoolController
     libraries_of_blas = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
-    return [Pool(one.filepath, *_functions(one)) for one in libraries_of_blas if _may_be_numpys(Path(one.filepath))]
+    return [BlasThreads(one.filepath, *_functions(one)) for one in libraries_of_blas if _may_be_numpys(Path(one.filepath))]
 
 
 def _may_be_numpys(path: Path) -> bool:
