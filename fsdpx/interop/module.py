@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, page_hint
 from fsdpx.interop.surroundings import GlobalNorm, around
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.interop.values import Values
@@ -171,7 +171,7 @@ class Module(Differentiated):
         if not isinstance(kind := request.kind(self), Parts):
             return super().cut(request)
         twin = self._bare.twin
-        way = f"use fsdpx.nn.{twin}" if twin else "make it of layers of fsdpx.nn that docs/fields.md lists"
+        way = f"use fsdpx.nn.{twin}" if twin else f"make it of layers of fsdpx.nn that {page_hint('fields')} lists"
         raise ConfigError(
             f"{request.path!r} {self!r} reads {kind}, and modules of PyTorch see whole samples: {way}; "
             "trainer.load_weights(module.state_dict()) takes the weights of a module"

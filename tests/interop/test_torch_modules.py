@@ -586,8 +586,8 @@ def test_a_module_that_looks_at_values_is_one_layer() -> None:
         (tnn.Conv2d(1, 1, 3), "use fsdpx.nn.Conv2d;"),
         (tnn.Sequential(tnn.BatchNorm2d(1)), "use fsdpx.nn.BatchNorm;"),
         (tnn.Upsample(scale_factor=2), "use fsdpx.nn.Upsample;"),
-        (tnn.LayerNorm(3), "make it of layers of fsdpx.nn that docs/fields.md lists;"),
-        (Block(4, 0.0), "make it of layers of fsdpx.nn that docs/fields.md lists;"),
+        (tnn.LayerNorm(3), "make it of layers of fsdpx.nn that the page fields of the documentation lists;"),
+        (Block(4, 0.0), "make it of layers of fsdpx.nn that the page fields of the documentation lists;"),
     ],
 )
 def test_over_a_grid_a_module_is_refused_by_the_layer_that_takes_its_place(module: Any, way: str) -> None:

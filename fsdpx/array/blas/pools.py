@@ -90,8 +90,8 @@ def _found() -> list[BlasThreads]:
     """The libraries that are loaded, but for those that a wheel of another package has brought for itself."""
     with environment.unchanged():  # threadpoolctl sets a variable for OpenMP when it is loaded
         from threadpoolctl import ThreadpoolController
-    libraries_of_blas = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
-    return [BlasThreads(one.filepath, *_functions(one)) for one in libraries_of_blas if _may_be_numpys(Path(one.filepath))]
+    loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
+    return [BlasThreads(one.filepath, *_functions(one)) for one in loaded if _may_be_numpys(Path(one.filepath))]
 
 
 def _may_be_numpys(path: Path) -> bool:
