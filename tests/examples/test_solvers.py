@@ -1,0 +1,57 @@
+"""Programs on solvers of others train in place, on any number of ranks in any order, and go on with another number."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from test_examples import ROOT, run, start
+
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
+PROGRAMS = {"dmda": "petsc4py", "devito_heat": "devito", "pypde_heat": "pde"}
+"""By the library that a program needs."""
+ORDERED = """
+import sys
+from pathlib import Path
+from mpi4py import MPI
+sys.path.insert(0, sys.argv[1])
+program = __import__(sys.argv[2])
+comm = MPI.COMM_WORLD
+program.main(comm.Split(0, int(sys.argv[4].split(",")[comm.rank])), Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_on_a_solver_trains_in_place(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses on 1, 2 and 4 ranks, and on 4 in another order; then on 3 what 2 and 4 would go on with."""
+    pytest.importorskip(PROGRAMS[name])
+    if name == "devito_heat" and not (shutil.which("mpicc") or (Path(sys.executable).parent / "mpicc").exists()):
+        pytest.skip("Devito compiles by mpicc")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "ordered.py").write_text(ORDERED)
+
+    def losses(ranks: int, folder: str, order: str = "0,1,2,3") -> str:
+        where = str(ROOT / "docs" / "solvers"), name, str(tmp_path / folder), order
+        done = start(ranks, str(tmp_path / "ordered.py"), *where)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    first = [losses(1, "1"), losses(2, "2"), losses(4, "4"), losses(4, "other", "3,1,0,2")]
+    assert len(set(first)) == 1, first
+    found = first[0].split()
+    assert len(found) == 10
+    assert float(found[-1]) < 0.5 * float(found[0])
+    later = [losses(3, "2"), losses(3, "4", "2,0,1"), losses(1, "other")]
+    assert len(set(later)) == 1, later
+    assert float(later[0].split()[0]) < float(found[-1])
+
+
+def test_ghost_cells_and_walls_are_what_a_network_learns_with() -> None:
+    """The page's numbers, whatever the ranks."""
+    page = (ROOT / "docs" / "tutorial" / "surrogate.md").read_text()
+    shown = run(3, "fsdpx.examples.heat").stdout.split()
+    (wanted,) = (line.split() for line in page.splitlines() if line.startswith("loss ") and "of its own" in line)
+    assert [word for word in shown if not word[0].isdigit()] == [word for word in wanted if not word[0].isdigit()]
+    assert float(shown[1].rstrip(",")) < 1e-7
+    assert float(shown[-1]) < 0.02
