@@ -13,6 +13,9 @@ from fsdpx.nn.layer import Array, Env, Layer, Params
 
 __all__ = ["Denormalize", "Normalize"]
 
+ROUNDING = 2.0**-50
+"""Deviations that float64 cannot tell from 0, as a share of the mean."""
+
 
 class Normalize(Layer):
     """(x - mean) / std of each channel, dim 1, of (samples, channels, ...), in float64: `fsdpx.data.channel_statistics`
@@ -35,6 +38,11 @@ class Normalize(Layer):
         for channel, (m, s) in enumerate(zip(self.mean, self.std, strict=True)):
             if not (math.isfinite(m) and math.isfinite(s) and s > 0):
                 raise ConfigError(f"{kind}: channel {channel} has mean {m} and std {s}: finite, and std above 0")
+            if s < abs(m) * ROUNDING:
+                raise ConfigError(
+                    f"{kind}: channel {channel} has std {s}, which is rounding of its mean {m}: give a channel that "
+                    "never changes std 1, as fsdpx.data.channel_statistics does"
+                )
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != len(self.mean):
