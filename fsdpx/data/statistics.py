@@ -28,8 +28,8 @@ def channel_statistics(
     """The statistics of all elements of each channel. Collective over `comm`.
 
     Counts, means and sums of squares about these are merged by the rule of Chan et al. (1979) in float64, batch by
-    batch and then rank by rank, and are the same on every rank. Ranks may give different numbers of batches, of any
-    sizes, also none.
+    batch and then rank by rank, and are the same on every rank. A channel that never changes has exactly its value as
+    mean, and std 1. Ranks may give different numbers of batches, of any sizes, also none.
 
     Parameters
     ----------
@@ -58,9 +58,11 @@ def _with(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarr
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
-    mean = np.where(counted, rows, 0.0).sum(axis=1) / np.maximum(count, 1.0)
-    apart = np.where(counted, rows - mean[:, None], 0.0)
-    new = np.stack([count, mean, (apart * apart).sum(axis=1)])
+    lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
+    above = np.where(counted, rows - lowest[:, None], 0.0)  # exactly 0 where a channel never changes
+    mean = above.sum(axis=1) / np.maximum(count, 1.0)
+    apart = np.where(counted, above - mean[:, None], 0.0)
+    new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])
     if not np.isfinite(new).all():
         raise DataError(f"channel {int(np.argmin(np.isfinite(new).all(axis=0)))} has values that are not finite")
     if found is not None and found.shape != new.shape:

@@ -57,6 +57,31 @@ def test_ranks_with_any_parts_find_the_same(ranks: int, steps: int, skipna: bool
     assert found[0].std[2] == 1.0, "a channel that never changes"
 
 
+VALUES = st.floats(allow_nan=False, allow_infinity=False, width=32) | st.sampled_from([0.1, 1 / 3, 1e-30, 1e17, -7e5])
+
+
+@given(VALUES, st.sampled_from(["float32", "float64"]), st.integers(1, 4), st.data())
+def test_a_channel_that_never_changes_has_std_1(value: float, dtype: str, ranks: int, choose: st.DataObject) -> None:
+    """However many elements it has and however these come together, also where one channel beside it changes."""
+    sizes = choose.draw(st.lists(st.lists(st.integers(0, 40), max_size=4), min_size=ranks, max_size=ranks))
+    land = choose.draw(st.booleans())
+    if not sum(map(sum, sizes)):
+        sizes[0] = [10]
+
+    def batch(size: int) -> np.ndarray:
+        data = np.full((2, size + land), value, dtype)
+        data[1] = np.arange(size + land)
+        if land:
+            data[:, 0] = np.nan
+        return data
+
+    def run(comm: Communicator) -> Any:
+        return channel_statistics(map(batch, sizes[comm.rank]), dim=0, comm=comm, skipna=land)
+
+    for mean, std in spawn(run, ranks):
+        assert (mean[0], std[0]) == (float(np.dtype(dtype).type(value)), 1.0)
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
