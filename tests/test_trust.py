@@ -248,11 +248,14 @@ def _checkpoint(folder: Path) -> Any:
     return _lock(folder / "fsdpx")
 
 
-@pytest.mark.parametrize(("locked", "error"), [(_offload, OffloadError), (_checkpoint, CheckpointError)])
+@pytest.mark.parametrize(
+    ("locked", "name", "error"),
+    [(_offload, "fsdpx.lock", OffloadError), (_checkpoint, ".fsdpx-lock-fsdpx", CheckpointError)],
+)
 def test_locks_follow_no_link_and_overwrite_nothing(
-    tmp_path: Path, victim: Path, locked: Callable[[Path], Any], error: type[Exception]
+    tmp_path: Path, victim: Path, locked: Callable[[Path], Any], name: str, error: type[Exception]
 ) -> None:
-    lock = tmp_path / "folder" / "fsdpx.lock"
+    lock = tmp_path / "folder" / name
     lock.parent.mkdir()
     for plant, why in (
         (lambda: lock.symlink_to(victim), "is a link"),

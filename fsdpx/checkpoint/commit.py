@@ -363,9 +363,8 @@ def _lock(path: Path) -> int:
 
 def _is_lock(path: Path) -> bool:
     """Whether `hold` has signed this file."""
-    with suppress(ValueError):
-        found = files.parse_json(files.believed(path) or b"") if path.is_file() else None
-        return files.typed(found, {"host": str, "process": int, "since": str}) is not None
+    with suppress(OSError, ValueError):
+        return bool(files.typed(files.read_json(path), {"host": str, "process": int, "since": str}))
     return False
 
 

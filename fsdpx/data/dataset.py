@@ -24,8 +24,8 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import home, open_file, unreadable
 
 __all__ = [
-    "ArrayDataset", "Dataset", "TextDataset", "TokenDataset", "Windows", "collate", "digest_of_first", "mapped", "maps",
-    "stdlib_sources",
+    "ArrayDataset", "Dataset", "OpenFiles", "TextDataset", "TokenDataset", "Windows", "collate", "digest_of_first",
+    "mapped", "maps", "stdlib_sources",
 ]  # fmt: skip
 
 OPEN_FILES = 64
@@ -34,9 +34,25 @@ _PARSER = Lock()
 """Some versions of Python count the depth of their parser for all threads together: SystemError (CPython gh-106905)."""
 
 
+class OpenFiles:
+    """A function from a path to an open file that keeps the last ones open, in each process by itself: a fork would
+    share the place in a file with its parent. A copy in another process begins with none."""
+
+    def __init__(self, open_: Callable[[Path], Any]) -> None:
+        self._open, self._process, self.cache = open_, os.getpid(), lru_cache(OPEN_FILES)(open_)
+
+    def __call__(self, path: Path) -> Any:
+        if self._process != os.getpid():
+            self.__init__(self._open)  # type: ignore[misc]
+        return self.cache(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenFiles, (self._open,)
+
+
 def maps() -> Callable[[Path], np.ndarray]:
     """A function from a file to its bytes, which keeps the maps of the last files."""
-    return lru_cache(OPEN_FILES)(_map)
+    return OpenFiles(_map)
 
 
 def _map(file: Path) -> np.ndarray:

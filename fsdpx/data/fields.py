@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpx.data.dataset import OPEN_FILES, mapped
-from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
-from fsdpx.files import open_file, unreadable
+from fsdpx.data.dataset import OpenFiles
+from fsdpx.data.opening import Elsewhere, array_of, demand_here, is_bare, items, opened, reading, wrong
+from fsdpx.data.storage import Storage, storage_of
+from fsdpx.errors import ConfigError, DataError, FsdpxError
+from fsdpx.files import home
 
-__all__ = [
-    "FieldDataset", "Trajectories", "Variable", "array_of", "cells_of", "groups", "opened", "reading", "sizes_of",
-    "variables_of", "wrong",
-]  # fmt: skip
+__all__ = ["FieldDataset", "Trajectories", "Variable", "cells_of", "groups", "sizes_of", "variables_of"]
 
 WELL = ("t0_fields", "t1_fields", "t2_fields")
 """Groups of The Well's files, by the order of their tensors (github.com/PolymathicAI/the_well, data specification)."""
@@ -31,14 +26,13 @@ WELL = ("t0_fields", "t1_fields", "t2_fields")
 
 @dataclass(frozen=True)
 class Variable:
-    """A field of a file. path: in the file. dims: a letter for each dim. packed: factor and offset of numbers stored as
-    others, and the number that stands for none, as in NetCDF."""
+    """A field of a file. path: in the file. dims: a letter for each dim. storage: of numbers stored as others."""
 
     name: str
     path: str
     dims: str
     shape: tuple[int, ...]
-    packed: tuple[float, float, Any] | None = None
+    storage: Storage | None = None
 
     def size(self, letter: str) -> int | None:
         """Elements along a dim, None without it."""
@@ -51,89 +45,26 @@ class Variable:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """A file, or a group of it, with trajectories of the same length."""
+    """A file, or a group of it, with trajectories of the same length. names: of its fields, as text; nothing where the
+    name is that of the file."""
 
     file: Path
     group: str
     variables: tuple[Variable, ...]
+    names: str
     count: int
     windows: int = 0
-
-    @property
-    def names(self) -> str:
-        """The names of its fields, as text; nothing for .npy, where the name is that of the file."""
-        return "" if self.file.suffix == ".npy" else _listed(v.name for v in self.variables)
-
-
-def opened(path: Path) -> Any:
-    """What holds the fields of a file, by name."""
-    if path.suffix == ".npy":
-        return {path.stem: mapped(path, np.dtype(np.uint8))}
-    if path.is_dir():
-        return _library("zarr", path).open_group(path, mode="r")
-    library, file = _library("h5py", path), open_file(path, ours=False)  # whose reads let other threads run
-    try:
-        root = library.File(file, "r")
-    except BaseException:
-        file.close()
-        raise
-    weakref.finalize(root, file.close)
-    return root
-
-
-def array_of(path: Path, root: Any, inside: str) -> Any:
-    """A dataset to be read by its index. What lies in an HDF5 file in one piece is mapped: a part whose rows are short
-    would be as many calls of Python as it has rows."""
-    array = root[inside]
-    if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
-        offset = array.id.get_offset()
-        if offset is not None and array.id.get_create_plist().get_layout() == _library("h5py", path).h5d.CONTIGUOUS:
-            with open_file(path, ours=False) as file:
-                return np.memmap(file, array.dtype, "r", offset, array.shape)
-    return array
-
-
-def _library(name: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"FieldDataset: {path} is read by {name}: {install_hint(name)}") from error
-
-
-@contextmanager
-def reading(path: Path, what: str = "") -> Iterator[None]:
-    """What goes wrong inside becomes a DataError that names the file."""
-    try:
-        yield
-    except FsdpxError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise wrong(path, what + unreadable(error, path).removeprefix(f"{path}: ")) from error
-
-
-def wrong(path: Path, text: str) -> DataError:
-    return DataError(f"FieldDataset: {path}: {text}")
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _items(node: Any) -> Iterable[tuple[str, Any]]:
-    """What is in a group, by name; of HDF5, links to elsewhere as links."""
-    if isinstance(node, dict):
-        return node.items()
-    if hasattr(node, "members"):  # of Zarr, which lists them as they arrive
-        return sorted(node.members())
-    links = {name: node.get(name, getlink=True) for name in node}
-    return [(name, node[name] if type(link).__name__ == "HardLink" else link) for name, link in links.items()]
-
-
 def _arrays(node: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
     """(path, array) by name: those of a group, and those of The Well's groups in it."""
     found: dict[str, tuple[str, Any]] = {}
-    for name, child in _items(node):
-        if name in WELL and hasattr(child, "keys"):
+    for name, child in items(node):
+        if not inside and name in WELL and hasattr(child, "keys"):
             found |= _arrays(child, f"{inside}{name}/")
         elif not hasattr(child, "keys"):
             found[name] = (inside + name, child)
@@ -144,7 +75,7 @@ def groups(root: Any, wanted: tuple[str, ...] | None, cells: int) -> dict[str, d
     """The arrays of each group with fields: of the file itself, or else of groups in it."""
     inner = {"": _arrays(root)}
     if not _names(inner[""], wanted, cells):
-        children = {name: child for name, child in _items(root) if hasattr(child, "keys") and name not in WELL}
+        children = {name: child for name, child in items(root) if hasattr(child, "keys") and name not in WELL}
         inner |= {name: _arrays(child, f"{name}/") for name, child in children.items()}
     return {name: arrays for name, arrays in inner.items() if _names(arrays, wanted, cells)} or {"": inner[""]}
 
@@ -154,7 +85,7 @@ def _names(arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None
     if wanted is not None:
         return [name for name in wanted if name in arrays]
     sizes = {name: len(getattr(array, "shape", ())) + path.startswith(WELL) for name, (path, array) in arrays.items()}
-    return [name for name, ndim in sizes.items() if ndim > cells]
+    return [name for name, ndim in sizes.items() if ndim > cells or isinstance(arrays[name][1], Elsewhere)]
 
 
 def cells_of(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
@@ -164,8 +95,9 @@ def cells_of(path: Path, root: Any, dims: str | None, letters: str | None) -> st
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
             raise ConfigError(f"FieldDataset(dims={dims!r}): the grid has the dims {letters!r}, each comes once")
         return cells
-    if WELL[0] in root and "dimensions" in root:
-        names = [n.decode() if isinstance(n, bytes) else str(n) for n in root["dimensions"].attrs["spatial_dims"]]
+    inside = dict(items(root))
+    if WELL[0] in inside and hasattr(inside.get("dimensions"), "attrs"):
+        names = [n.decode() if isinstance(n, bytes) else str(n) for n in inside["dimensions"].attrs["spatial_dims"]]
         cells = "".join(names) if all(len(name) == 1 for name in names) else "xyz"[: len(names)]
         if letters is None or sorted(cells) == sorted(letters):
             return cells
@@ -183,12 +115,12 @@ def variables_of(
     if missing or not names:
         what = f"no {_listed(missing)}" if missing else "no field"
         raise wrong(path, f"there is {what} in {group or 'it'}, but {_listed(arrays)}")
-    return tuple(_variable(path, name, *arrays[name], cells, dims) for name in names)
+    one_run = group[-1:].isdigit()  # a group for each trajectory, as PDEBench has them
+    return tuple(_variable(path, name, *arrays[name], cells, dims, one_run) for name in names)
 
 
-def _variable(path: Path, name: str, inside: str, array: Any, cells: str, dims: str | None) -> Variable:
-    if not hasattr(array, "shape") or getattr(array, "is_virtual", False) or getattr(array, "external", None):
-        raise wrong(path, f"{name!r} lies in another file, which is not opened: copy it into this one")
+def _variable(path: Path, name: str, inside: str, array: Any, cells: str, dims: str | None, one_run: bool) -> Variable:
+    demand_here(path, name, array)
     shape, kind = tuple(array.shape), np.dtype(array.dtype)
     if kind.kind not in "fiu":
         raise wrong(path, f"{name!r} is of {kind}: real numbers are needed")
@@ -200,14 +132,11 @@ def _variable(path: Path, name: str, inside: str, array: Any, cells: str, dims: 
         found = "".join(letter for letter, flag in varying if attributes.get(flag, True)) + cells
         found += "c" * WELL.index(inside.split("/")[0])
     else:
-        found = ("", "t", "nt")[min(max(more, 0), 2)] + cells + "c" * (more - 2)
+        before = ("", "t", "t" if one_run else "nt")[min(max(more, 0), 2)]
+        found = before + cells + "c" * (more - len(before))
     if len(found) != len(shape):
         raise wrong(path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each")
-    scale, offset = (float(np.ravel(attributes.get(k, v))[0]) for k, v in (("scale_factor", 1), ("add_offset", 0)))
-    none = np.ravel(attributes["_FillValue"])[0] if "_FillValue" in attributes else None
-    return Variable(
-        name, inside, found, shape, None if (scale, offset, none) == (1, 0, None) else (scale, offset, none)
-    )
+    return Variable(name, inside, found, shape, storage_of(path, array))
 
 
 def sizes_of(path: Path, variables: Sequence[Variable], cells: str, known: Mapping[str, int]) -> dict[str, int]:
@@ -259,8 +188,11 @@ class FieldDataset:
     such as a mask, come once, behind the states of `x`, and are not in `y`.
 
     Files: HDF5 (The Well's groups; datasets of PDEBench, beside each other or in a group for each trajectory) and
-    NetCDF-4 by h5py, a folder as Zarr, and `.npy`. What an HDF5 file has in other files, by links or as a virtual
-    dataset, is refused.
+    NetCDF-4 by h5py, a folder as Zarr, a group or an array, and `.npy`. What an HDF5 file has in other files, by links
+    or as a virtual dataset, is refused. Missing values are NaN, and packed numbers unpacked, as netCDF4 and xarray read
+    them.
+
+    It can be pickled, as for spawned workers of a DataLoader of PyTorch: the copy reads the same part, without a grid.
 
     Parameters
     ----------
@@ -271,7 +203,8 @@ class FieldDataset:
     stride : steps of the file between two states
     every : steps between the beginnings of two windows
     dims : order of the dims of a dataset, one letter each: "n" trajectories, "t" steps, the grid's letters, "c"
-        components, such as "tyx"; None: "nt", the cells in the grid's order, and components (The Well's files say it)
+        components, such as "tyx"; None: "nt", the cells in the grid's order, and components (The Well's files say it),
+        without "n" in a group that has a number, which is one trajectory
     dtype : of samples
 
     Raises
@@ -300,8 +233,8 @@ class FieldDataset:
         self.grid, self.dtype = grid, np.dtype(dtype)
         if self.dtype.kind not in "fV":
             raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
-        self._open = lru_cache(OPEN_FILES)(opened)
-        paths = [Path(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+        self._open = OpenFiles(opened)
+        paths = [home(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
         wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
         problem: FsdpxError | None = None
         try:
@@ -343,13 +276,15 @@ class FieldDataset:
                     variables = variables_of(path, group, arrays, wanted, cells, dims)
                     known = {} if shape is None else dict(zip(letters, shape, strict=True))
                     sizes = sizes_of(path, variables, cells, known)
+                    names = "" if is_bare(root) else _listed(v.name for v in variables)
                     shape = tuple(sizes[letter] for letter in letters)
                     self.sources.append(
-                        self._with_windows(Trajectories(path, group, variables, sizes["n"]), sizes["t"])
+                        self._with_windows(Trajectories(path, group, variables, names, sizes["n"]), sizes["t"])
                     )
         assert letters is not None
         self.shape, self._letters = shape or (), letters
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
+        self._bounds = self._find_bounds()
         first = self.sources[0].variables
         self.channels = sum(v.channels for v in first if "t" in v.dims)
         self.constants = sum(v.channels for v in first) - self.channels
@@ -375,6 +310,9 @@ class FieldDataset:
             raise wrong(source.file, f"it has {source.names}, and {first.file} has {first.names}: give fields=")
         return replace(source, windows=(steps - span) // self.every + 1)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"grid": None}  # no rank of it is where the copy goes
+
     def __len__(self) -> int:
         return self._ends[-1]
 
@@ -397,14 +335,14 @@ class FieldDataset:
         return x, y
 
     def _empty(self, rows: int, channels: int) -> np.ndarray:
-        sizes = {letter: stop - start for letter, (start, stop) in self._bounds().items()} | {"c": channels}
+        sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
     def _by_channel(self, array: np.ndarray) -> np.ndarray:
         """An array of the layout as (channels, *cells), a view."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
-    def _bounds(self) -> dict[str, tuple[int, int]]:
+    def _find_bounds(self) -> dict[str, tuple[int, int]]:
         """Where this rank's part lies, by letter, with its ghost cells."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
@@ -439,15 +377,14 @@ class FieldDataset:
     def _read(self, source: Trajectories, variable: Variable, trajectory: int, steps: slice) -> np.ndarray:
         """This rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not have."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
-        bounds, runs = self._bounds(), []
+        bounds, runs = self._bounds, []
         for letter, n in zip(variable.dims, variable.shape, strict=True):
             runs.append(known.get(letter) or ([slice(n)] if n == 1 else _runs(*bounds.get(letter, (0, n)), n)))
         what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
         with reading(source.file, f"{what}, cannot be read: "):
             block = _block(array_of(source.file, self._open(source.file), variable.path), (), runs)
-        if variable.packed is not None:
-            scale, offset, none = variable.packed
-            block = np.where(block == none, np.nan, block * scale + offset)
+        if variable.storage is not None:
+            block = variable.storage.decode(block)
         letters = variable.dims.replace("n", "")
         order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
         block = block.transpose(order)

@@ -15,7 +15,7 @@ import pytest
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.data import DataLoader, FieldDataset, fields
+from fsdpx.data import DataLoader, FieldDataset, opening
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.cut import Parts
 
@@ -265,14 +265,14 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
             counted.append(found)
             return found
 
-    monkeypatch.setattr(fields, "open_file", lambda path, **_: Counting(path))
+    monkeypatch.setattr(opening, "open_file", lambda path, **_: Counting(path))
     dataset = FieldDataset(tmp_path / "u.h5", quarter())
     counted.clear()
     dataset[5]
     part = 2 * PART * SIDE * 4
     assert counted.count(part // 4) == 4  # the chunks of the part at each step
     assert part <= sum(counted) < 1.1 * part  # and where the chunks lie
-    assert dataset._open.cache_info().misses == 1  # the file stayed open
+    assert dataset._open.cache.cache_info().misses == 1  # the file stayed open
 
 
 def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest
             blocks.append(found.shape)
             return np.asarray(found)
 
-    monkeypatch.setattr(fields, "mapped", lambda path, _: np.load(path).view(Counting))
+    monkeypatch.setattr(opening, "mapped", lambda path, _: np.load(path).view(Counting))
     FieldDataset(tmp_path / "u.npy", quarter())[5]
     FieldDataset(tmp_path / "u.npy", quarter(), stride=3)[5]
     assert blocks == [(2, PART, SIDE), (1, PART, SIDE), (1, PART, SIDE)]
@@ -418,9 +418,9 @@ def hostile(path: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("link", "'u' lies in another file, which is not opened: copy it into this one"),
-        ("virtual", "'u' lies in another file, which is not opened: copy it into this one"),
-        ("external", "'u' lies in another file, which is not opened: copy it into this one"),
+        ("link", "'u' lies in another file, other.h5, which is not opened: copy it into this one, or leave it out"),
+        ("virtual", "other.h5, which is not opened: copy it into this one"),
+        ("external", "'u' lies in another file, /dev/zero, which is not opened: copy it into this one"),
         ("text", "'u' is of object: real numbers are needed"),
         ("short", "u.h5: "),
         ("noise", "u.h5: "),

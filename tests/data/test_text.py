@@ -102,7 +102,7 @@ def test_only_some_files_are_open_at_a_time(tmp_path, monkeypatch):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes([i, i]))
     data = TextDataset(tmp_path, 5, split="all")
     assert content(data) == bytes(i // 2 for i in range(36))
-    assert data._map.cache_info().currsize == 3
+    assert data._map.cache.cache_info().currsize == 3
 
 
 def test_the_standard_library_is_there():

@@ -1,0 +1,208 @@
+"""How files of fields are opened: which library reads them, what a name in them leads to, and what is said of those
+that cannot be read."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import weakref
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.data.dataset import mapped
+from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
+from fsdpx.files import open_file, unreadable
+
+__all__ = ["Elsewhere", "array_of", "demand_here", "is_bare", "items", "opened", "reading", "wrong"]
+
+_SIGNATURES = {
+    b"CDF\x01": "netcdf-3", b"CDF\x02": "netcdf-3", b"CDF\x05": "netcdf-3",
+    b"PK\x03\x04": "zip", b"PK\x05\x06": "zip",
+    b"GRIB": "GRIB: convert it to NetCDF-4, by cdo -f nc4 copy or cfgrib",
+    b"\x0e\x03\x13\x01": "HDF4: convert it to HDF5, by h4toh5",
+    b"\x1f\x8b": "compressed by gzip: unpack it, by gunzip",
+    b"BZh": "compressed by bzip2: unpack it, by bunzip2",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, by unzstd",
+    b"\x93NUMPY": "of NumPy: give its name the end .npy",
+}  # fmt: skip
+"""How files begin that h5py cannot read."""
+_FILTERS = {
+    307: "bzip2", 32000: "LZF", 32001: "Blosc", 32004: "LZ4", 32008: "Bitshuffle", 32013: "ZFP", 32015: "Zstandard",
+    32017: "SZ", 32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR",
+}  # fmt: skip
+"""The HDF5 filters that the package hdf5plugin has."""
+_LINKS = 16
+"""Links that lead to one another inside a file."""
+
+
+def opened(path: Path) -> Any:
+    """What holds the fields of a file, by name; a dict where the file is one array, or a folder of such."""
+    if path.suffix == ".npy":
+        return {path.stem: mapped(path, np.dtype(np.uint8))}
+    if path.is_dir():
+        return _open_zarr(path)
+    library, file = _library("h5py", path), open_file(path, ours=False)  # whose reads let other threads run
+    try:
+        root = library.File(file, "r")
+    except OSError as error:
+        with file:
+            file.seek(0)
+            begin = file.read(8)
+            known = next((kind for signature, kind in _SIGNATURES.items() if begin.startswith(signature)), None)
+            raise error if known is None else wrong(path, _unreadable_kind(path, file, known)) from error
+    except BaseException:
+        file.close()
+        raise
+    weakref.finalize(root, file.close)
+    return root
+
+
+def is_bare(root: Any) -> bool:
+    """Whether what is opened is one array, whose name is that of its file alone."""
+    return isinstance(root, dict) and len(root) == 1
+
+
+def _open_zarr(path: Path) -> Any:
+    """A group of Zarr; an array that is in none, or a folder of such arrays, by their names."""
+    zarr = _library("zarr", path)
+    with suppress(FileNotFoundError):
+        root = zarr.open(path, mode="r")
+        return root if hasattr(root, "members") else {path.stem: root}
+    found = {child.stem: zarr.open(child, mode="r") for child in sorted(path.iterdir()) if _is_zarr(child)}
+    if not (arrays := {name: one for name, one in found.items() if not hasattr(one, "members")}):
+        raise wrong(path, "this folder is no Zarr group or array, and has no Zarr arrays in it: give files by name")
+    return arrays
+
+
+def _is_zarr(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
+
+
+def _unreadable_kind(path: Path, file: Any, known: str) -> str:
+    """What to do with a file of a kind that is not read."""
+    name = shlex.quote(str(path))
+    if known == "netcdf-3":
+        into = shlex.quote(str(path.with_name(f"{path.stem}-4.nc")))
+        return f"this is NetCDF-3, which h5py does not read: convert it to NetCDF-4, by nccopy -k nc4 {name} {into}"
+    if known != "zip":
+        return f"this file is {known}"
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+        if any(inside.endswith(".npy") for inside in archive.namelist()):
+            return "this is .npz, of which no part can be read by itself: write each array as .npy, by np.save"
+    into = shlex.quote(str(path.with_suffix("")))
+    return f"this is a zip archive, which is not read by parts: unpack it, by unzip {name} -d {into}"
+
+
+def array_of(path: Path, root: Any, inside: str) -> Any:
+    """A dataset to be read by its index. What lies in an HDF5 file in one piece is mapped: a part whose rows are short
+    would be as many calls of Python as it has rows."""
+    array = root[inside]
+    if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
+        offset = array.id.get_offset()
+        if offset is not None and array.id.get_create_plist().get_layout() == _library("h5py", path).h5d.CONTIGUOUS:
+            with open_file(path, ours=False) as file:
+                return np.memmap(file, array.dtype, "r", offset, array.shape)
+    return array
+
+
+def _library(name: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"FieldDataset: {path} is read by {name}: {install_hint(name)}") from error
+
+
+@contextmanager
+def reading(path: Path, what: str = "") -> Iterator[None]:
+    """What goes wrong inside becomes a DataError that names the file."""
+    try:
+        yield
+    except FsdpxError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        raise wrong(path, what + unreadable(error, path).removeprefix(f"{path}: ")) from error
+
+
+def wrong(path: Path, text: str) -> DataError:
+    return DataError(f"FieldDataset: {path}: {text}")
+
+
+class Elsewhere(NamedTuple):
+    """Stands for what a link does not lead to in the file itself. why: as the end of a sentence."""
+
+    why: str
+
+
+def items(node: Any) -> Iterable[tuple[str, Any]]:
+    """What is in a group, by name; links of HDF5 followed inside the file."""
+    if isinstance(node, dict):
+        return node.items()
+    if hasattr(node, "members"):  # of Zarr, which lists them as they arrive
+        return sorted(node.members())
+    return [(name, _follow(node, name, _LINKS)) for name in node]
+
+
+def _follow(node: Any, path: str, links: int) -> Any:
+    """What a path leads to from a group of HDF5. The library itself would open the files that links name."""
+    if path.startswith("/"):
+        node = node.file["/"]
+    for part in path.split("/"):
+        if part in ("", "."):
+            continue
+        link = node.get(part, getlink=True) if hasattr(node, "keys") else None
+        kind = type(link).__name__
+        if link is None:
+            return Elsewhere(f"is a link to {path!r}, where nothing is")
+        if kind == "ExternalLink":
+            return Elsewhere(_elsewhere([link.filename]))
+        if kind == "HardLink":
+            node = node[part]
+        elif links == 0 or kind != "SoftLink":
+            return Elsewhere("is a link that leads to no end")
+        elif isinstance(node := _follow(node, link.path, links - 1), Elsewhere):
+            return node
+    return node
+
+
+def _elsewhere(names: Iterable[str]) -> str:
+    files = ", ".join(sorted(set(names)))
+    return f"lies in another file, {files}, which is not opened: copy it into this one, or leave it out by fields="
+
+
+def demand_here(path: Path, name: str, array: Any) -> None:
+    """DataError unless all of an array is in the file itself, and can be read."""
+    why = ""
+    if isinstance(array, Elsewhere):
+        why = array.why
+    elif getattr(array, "is_virtual", False):
+        why = _elsewhere(source.file_name for source in array.virtual_sources())
+    elif external := getattr(array, "external", None):
+        why = _elsewhere(part[0] for part in external)
+    elif hasattr(getattr(array, "id", None), "get_create_plist"):
+        why = _lacking_filter(path, array)
+    if why:
+        raise wrong(path, f"{name!r} {why}")
+
+
+def _lacking_filter(path: Path, array: Any) -> str:
+    """By which filter that is not here a dataset of HDF5 is compressed; nothing if it can be read."""
+    is_here, plist = _library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
+    found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
+    if all(map(is_here, found)):
+        return ""
+    with suppress(ImportError):
+        importlib.import_module("hdf5plugin")  # filters come with the import
+    code = next((code for code in found if not is_here(code)), None)
+    if code is None or 0 in array.shape:
+        return ""
+    with suppress(OSError):
+        array[(0,) * len(array.shape)]  # as it was written where the filter was not there either
+        return ""
+    named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"
+    remedy = "pip install hdf5plugin" if code in _FILTERS else "HDF5_PLUGIN_PATH names the folder of its plugin"
+    return f"is compressed by {named}, which is not installed: {remedy}, or write the file anew by h5repack -f GZIP=1"
