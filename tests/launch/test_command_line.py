@@ -14,6 +14,8 @@ from amount import pairs
 
 from fsdpx import nn
 from fsdpx.__main__ import main, parser
+from fsdpx.errors import install_hint
+from fsdpx.launch import show as show_module
 from fsdpx.plan import predict
 
 ROOT = Path(__file__).parents[2]
@@ -474,3 +476,12 @@ def test_an_error_before_training_is_said_once_and_ends_all_ranks() -> None:
     done = job(3, "fsdpx.examples.gpt", "--strategy", "zero7", timeout=30)
     assert done.returncode != 0
     assert "unknown strategy 'zero7'" in done.stderr
+
+
+def test_a_picture_is_asked_for_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(show_module, "dry_run", None)  # no work is begun
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["show", "mlp", "--png", str(tmp_path / "step.png")]) == 2
+    assert f"step.png: matplotlib is not installed: {install_hint('plot')}" in capsys.readouterr().err

@@ -71,6 +71,29 @@ def test_a_launcher_that_says_only_which_rank_this_is():
         check_size(1, found)
 
 
+@pytest.mark.parametrize(
+    ("environ", "size", "said"),
+    [
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "1", "FSDPX_EXPECT_SIZE": "4"}, 2,
+            r"^FSDPX_EXPECT_SIZE says 4 ranks, but mpiexec or srun with PMI \(PMI_SIZE\) and MPI say 2: start 4 ranks, "
+            "or unset FSDPX_EXPECT_SIZE$",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "FSDPX_EXPECT_SIZE": "4"}, 1,
+            "started without the others: FSDPX_EXPECT_SIZE says 4 ranks, but MPI says 1",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "FSDPX_EXPECT_SIZE": "4"}, 1,
+            r"without the others: mpiexec of Open MPI \(OMPI_COMM_WORLD_SIZE\) says 4 ranks, but MPI says 1",
+        ),
+    ],
+)  # fmt: skip
+def test_the_variable_that_is_wrong_is_named(environ: dict[str, str], size: int, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        check_size(size, read(environ))
+
+
 def test_what_is_known_of_ranks_on_this_host():
     said = {"PMI_SIZE": "6", "PMI_RANK": "5", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
     assert read(said).launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", 6, 5, 2, 3, "PMI_RANK")
