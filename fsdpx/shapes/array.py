@@ -19,6 +19,7 @@ __all__ = [
     "view",
 ]  # fmt: skip
 
+
 def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     """The shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
 
@@ -293,8 +294,9 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
-    """The dtype of `function` of the operands in NumPy, from a call with empty arrays; Python numbers stay numbers."""
-    kinds = tuple(getattr(o, "dtype", o) for o in operands)
+    """The dtype of `function` of the operands in NumPy, from a call with empty arrays; Python numbers stay numbers.
+    Arrays without dims are such in the call, too: to NumPy 1 they are numbers."""
+    kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
     try:
         return _dtype_of(function, *kinds, **options)
     except TypeError:  # of operands that are lists
@@ -303,7 +305,7 @@ def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any
 
 @functools.lru_cache(4096, typed=True)
 def _dtype_of(function: Callable[..., Any], *kinds: Any, **options: Any) -> np.dtype:
-    empty = [np.empty(0, kind) if isinstance(kind, np.dtype) else kind for kind in kinds]
+    empty = [np.ones((0,) * kind[1], kind[0]) if isinstance(kind, tuple) else kind for kind in kinds]
     return np.asarray(function(*empty, **options)).dtype
 
 
