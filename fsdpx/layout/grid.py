@@ -412,6 +412,10 @@ def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _whole(numbers: Sequence[int]) -> tuple[int, ...]:
+    """TypeError for what is no whole number."""
+    for n in numbers:
+        if isinstance(n, bool):
+            raise TypeError(f"{n} is no whole number")
     return tuple(operator.index(n) for n in numbers)
 
 
@@ -433,8 +437,10 @@ def _said(
     around = ghosts.tolist() if isinstance(ghosts, np.ndarray) else ghosts
     around = [around] * count if hasattr(around, "__index__") else around
     sides: tuple[Any, ...] = tuple(_whole([one] * 2 if hasattr(one, "__index__") else one) for one in around)
-    closed = (False,) * count if periods is None else tuple(map(bool, periods))
-    return GridFacts(own, letters, width, closed, sides, begins, None if at is None else _whole(at), "")
+    closed = (False,) * count if periods is None else tuple(periods)
+    if any(isinstance(one, str) or one not in (False, True) for one in closed):
+        raise TypeError("say True or False for each dim")
+    return GridFacts(own, letters, width, tuple(map(bool, closed)), sides, begins, None if at is None else _whole(at), "")
 
 
 def _problem(facts: GridFacts, size: int) -> str:

@@ -76,8 +76,10 @@ class Reach:
     @property
     def brought(self) -> bool:
         """Whether each rank finds all that it needs among its own cells and the ghost cells that it brings."""
+        if not self.ghosts:
+            return False
         pairs = zip(self.needs, self.held, strict=True)
-        return bool(self.ghosts) and all(a <= start and stop <= b for (start, stop), (a, b) in pairs if stop > start)
+        return all(a <= start and stop <= b for (start, stop), (a, b) in pairs if stop > start)
 
     @property
     def ends(self) -> tuple[Bringer, Bringer]:

@@ -16,10 +16,15 @@ SHAPE = (24, 32)
 
 
 def told(
-    field: np.ndarray, dims: Sequence[int], sides: Sequence[tuple[int, int]], walls: bool = False, **more: Any
+    field: np.ndarray,
+    dims: Sequence[int],
+    sides: Sequence[tuple[int, int]],
+    walls: bool = False,
+    corners: bool = True,
+    **more: Any,
 ) -> str:
     """What the first two steps say on arrays with ghost cells of which the grid knows nothing, all ranks together. At
-    walls lies what the solver has there, or with `walls` nothing."""
+    walls lies what the solver has there, or with `walls` nothing. corners: whether the solver fills them."""
 
     def run(comm: Communicator) -> None:
         rows, place = [], place_of(comm.rank, dims)
@@ -28,9 +33,11 @@ def told(
             low, high = (low * (at > 0), high * (at < width - 1)) if walls else (low, high)
             rows.append(np.arange(a - low, b + high) % n)
         u = field[rows[0][:, None], rows[1]]
+        if not corners:
+            u[np.ix_([0, -1], [0, -1])] = comm.rank
         grid = fsdpx.Grid(comm, u.shape, dims=dims, layout="yx", **more)
-        trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid
+        trainer = nn.Chain(nn.FillNaN(), nn.Conv2d(1, 1, 3, padding=1)).as_distributed(
+            loss=nn.MSE(skipna=True), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid
         )
         for _ in range(2):
             trainer.step(u, u)
@@ -61,9 +68,8 @@ def test_ghost_cells_of_which_nothing_was_said_are_told_of(
 
 
 def test_corners_that_a_solver_does_not_fill_do_not_hide_it() -> None:
-    field = waves()
-    field[11:13, 15:17] = np.nan
-    assert told(field, (2, 2), [(1, 1)] * 2).startswith("fsdpx: along dim y (2 rows), x (2 rows)")
+    text = told(waves(), (2, 2), [(1, 1)] * 2, corners=False)
+    assert text.startswith("fsdpx: along dim y (2 rows), x (2 rows) the end of each part")
 
 
 def test_a_periodic_field_of_one_rank_meets_itself() -> None:
