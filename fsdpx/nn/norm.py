@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.array import kernels
 from fsdpx.cuda.devices import is_on_gpu
-from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.cells import moments, reduced
 from fsdpx.nn.init import ones, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
@@ -157,7 +157,8 @@ class BatchNorm(Layer):
     global batch: two all-reduces over the data axis in forward (the mean, then the squares about it, so that
     nothing cancels) and one in backward, of 8 (num_features + 1), 8 num_features and 16 num_features bytes.
     Ranks may hold different numbers of samples, or none. Evaluation uses the state `running_mean` and `running_var`
-    (unbiased), which a training forward updates, but not one that is recomputed.
+    (unbiased), which a training forward updates, but not one that is recomputed. One value per channel in the global
+    batch is a DataError in training, as in PyTorch.
 
     Parameters
     ----------
@@ -196,6 +197,12 @@ class BatchNorm(Layer):
         weight = p.get("weight")
         if env.training:
             mean, squares, count = self._statistics(env, x)
+            if count == 1 and not getattr(env.xp, "holds_no_data", False):
+                raise DataError(
+                    f"{self!r}: more than 1 value per channel is needed in training, and all ranks together have 1 "
+                    f"(input {tuple(x.shape)}): its variance is 0, and the result does not depend on it. Give more "
+                    "samples, drop_last=True of a loader, or fewer microbatches"
+                )
             running = (None, None) if env.recomputing else (p["running_mean"], p["running_var"])
             numbers = count, self.eps, self.momentum
             rstd, scale = kernels.channel_scales(env.xp, squares, mean, weight, *running, *numbers)
@@ -250,7 +257,7 @@ class GroupNorm(Layer):
 
     Over a grid of ranks counts, means and squares of parts are merged by the rule of Chan et al. (1979) in float64, so
     that nothing cancels: one all-gather of 24 bytes for each sample and group, and one all-reduce of 16 bytes in
-    backward.
+    backward. One sample with one value per group is a DataError, as in PyTorch.
 
     Parameters
     ----------
@@ -277,6 +284,11 @@ class GroupNorm(Layer):
             wanted = f"(samples, {self.num_channels}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
         grouped = self._grouped(x)
+        if env.mesh.parts.size == 1 and grouped.shape[2] == 1 and self._is_constant(env, x):
+            raise DataError(
+                f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
+                "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
+            )
         count, mean, squares = moments(env, grouped, (2,), "GroupNorm")
         rstd = 1.0 / env.xp.sqrt(squares / env.xp.maximum(count, 1.0) + self.eps)
         mean, rstd = (a.astype(wide(x.dtype))[:, :, None] for a in (mean, rstd))
@@ -304,6 +316,10 @@ class GroupNorm(Layer):
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, dims)
 
+    def _is_constant(self, env: Env, x: Array) -> bool:
+        """Whether groups of one value are refused: where PyTorch does it, of a batch of one sample."""
+        return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
+
     def _grouped(self, x: Array) -> Array:
         """(samples, groups, elements)."""
         size = x.shape[1] // self.num_groups * math.prod(x.shape[2:])
@@ -312,7 +328,7 @@ class GroupNorm(Layer):
 
 class InstanceNorm(GroupNorm):
     """`GroupNorm` in which each channel is a group (Ulyanov et al. 2016), as PyTorch's InstanceNorm1d to 3d without
-    running statistics.
+    running statistics. A field of one cell is a DataError, whatever the batch.
 
     Parameters
     ----------
@@ -323,6 +339,9 @@ class InstanceNorm(GroupNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False) -> None:
         super().__init__(num_features, num_features, eps, affine)
         self.num_features = num_features
+
+    def _is_constant(self, env: Env, x: Array) -> bool:
+        return x.size > 0
 
 
 def _channels(a: Array, x: Array) -> Array:

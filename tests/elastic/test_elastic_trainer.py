@@ -15,7 +15,7 @@ from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 import fsdpx
 from fsdpx import Checkpoints, Elastic, Mesh, Precision, data, nn, optim, spawn
 from fsdpx.comm import Died
-from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, ShapeError, StateLost
+from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, NumericsError, ShapeError, StateLost
 
 
 def run(ranks: int, body: Any, *args: Any) -> list[Any]:
@@ -283,6 +283,53 @@ def test_a_file_that_asks_for_too_few(tmp_path: Path, capsys: pytest.CaptureFixt
 
     assert all(got == (plain()[0], len(BATCHES), 2) for got in run(2, body))
     assert capsys.readouterr().err.count(f"fsdpx: {wanted} asks for 1 ranks: mesh ") == 1
+
+
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_a_step_that_is_not_finite_is_refused_on_all_ranks_alike(ranks: int) -> None:
+    """Idle ones too; training goes on as if it had not been asked for."""
+    losses, wanted = plain()
+
+    def body(comm: Any) -> Any:
+        trainer = make(comm, elastic=Elastic(ranks=ranks, every=1))
+        found = []
+        for number, (x, y) in enumerate(BATCHES):
+            if number == 2:
+                with pytest.raises(NumericsError, match=r"step 3: the loss is nan, .*: rank 0: input") as caught:
+                    trainer.step(np.where(np.arange(x.size).reshape(x.shape) == 1, np.nan, x), y)
+                found.append(str(caught.value))
+            found.append(trainer.step(x, y))
+        return found, bits(trainer)
+
+    got = run(3, body)
+    assert len({found[2] for found, _ in got}) == 1
+    assert [([*found[:2], *found[3:]], last) for found, last in got] == [(losses, wanted)] * 3
+
+
+def test_counts_of_updates_outlive_a_death(tmp_path: Path) -> None:
+    """Of parameters that were frozen before the run that the checkpoint is of was made elastic."""
+
+    def before(comm: Any) -> Bits:
+        trainer = make(comm, elastic=False)
+        trainer.freeze("0.*")
+        for x, y in BATCHES[:2]:
+            trainer.step(x, y)
+        trainer.save(tmp_path / "a")
+        trainer.freeze("*", undo=True)
+        for x, y in BATCHES:
+            trainer.step(x, y)
+        return bits(trainer)
+
+    def after(comm: Any) -> Bits:
+        trainer = make(comm, elastic=Elastic(every=1))
+        trainer.load(tmp_path / "a")
+        trainer.inspect.engine.observers.append(Killer(comm.rank, [Kill(1, "NORM", before=2)]))
+        for x, y in BATCHES:
+            trainer.step(x, y)
+        return bits(trainer)
+
+    want = spawn(before, 1)
+    assert run(3, after) == want * 2
 
 
 def test_a_batch_that_is_refused_is_forgotten() -> None:

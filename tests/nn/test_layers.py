@@ -156,6 +156,58 @@ def test_batch_norm_of_no_samples_at_all_keeps_its_state():
     np.testing.assert_array_equal(p["running_var"], 1.0)
 
 
+@pytest.mark.parametrize("shapes", [[(1, 3)], [(1, 3, 1)], [(1, 3), (0, 3)]])
+def test_batch_norm_of_one_value_is_refused_in_training(shapes):
+    """As in PyTorch, counted over all ranks."""
+    layer = nn.BatchNorm(3)
+    p = parameters(layer)
+
+    def train(comm):
+        return layer.forward(env(mesh=connect(Mesh(), comm)), p, np.ones(shapes[comm.rank]))
+
+    with pytest.raises(DataError, match=r"BatchNorm.*more than 1 value per channel is needed in training"):
+        spawn(train, len(shapes))
+    layer.forward(env(training=False), p, np.ones(shapes[0]))
+    shapes = [shapes[0]] * 2
+    spawn(train, 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.GroupNorm(3, 3), (1, 3)),
+        (nn.GroupNorm(3, 3), (2, 3)),
+        (nn.GroupNorm(1, 3), (1, 3)),
+        (nn.GroupNorm(3, 3), (1, 3, 2)),
+        (nn.InstanceNorm(3), (1, 3, 1)),
+        (nn.InstanceNorm(3), (2, 3, 1, 1)),
+        (nn.InstanceNorm(3), (2, 3, 1, 2)),
+        (nn.BatchNorm(3), (1, 3)),
+        (nn.BatchNorm(3), (2, 3)),
+        (nn.BatchNorm(3), (1, 3, 2)),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_of_one_value_are_refused_where_pytorch_refuses_them(layer, shape, training):
+    torch = pytest.importorskip("torch")
+    kind, x = type(layer).__name__, np.ones(shape)
+    dims = "1d" if kind == "InstanceNorm" and len(shape) == 3 else "2d" if kind == "InstanceNorm" else ""
+    dims = "1d" if kind == "BatchNorm" else dims
+    given = (layer.num_groups, layer.num_channels) if kind == "GroupNorm" else (3,)
+    theirs = getattr(torch.nn, kind + dims)(*given).double().train(training)
+    calls = lambda: theirs(torch.tensor(x)), lambda: layer.forward(env(training), parameters(layer), x)
+    refused = [_raises_value_error(call) for call in calls]
+    assert refused[0] == refused[1]
+
+
+def _raises_value_error(call):
+    try:
+        call()
+    except ValueError:
+        return True
+    return False
+
+
 def test_only_batch_norm_is_collective_and_says_so():
     assert nn.Chain(nn.Residual(nn.Chain(nn.BatchNorm(3)))).collective
     assert not nn.GPT(11, 8, 1, 2, 6).collective
