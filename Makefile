@@ -79,6 +79,7 @@ test-mpi-%: $(VENV)/.ready
 
 # The wheel of MPICH has an mpicc, which compiles mpi4py; that of old needs a setuptools of its time.
 OLDEST := .venv-oldest
+OLD_RANKS ?= 2 3
 OLD_PIP := $(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/oldest.txt
 $(OLDEST)/.ready: pyproject.toml tests/oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
@@ -88,9 +89,9 @@ $(OLDEST)/.ready: pyproject.toml tests/oldest.txt
 	touch $@
 
 test-oldest: $(OLDEST)/.ready
-	OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/array tests/comm tests/optim -m "not world" -n $(JOBS) \
-		--dist worksteal $(ARGS)
-	for ranks in 2 3; do OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/mpiexec -n $$ranks $(OLDEST)/bin/python -m pytest tests \
+	OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/array tests/comm tests/optim -m "not world and not jobs" \
+		-n $(JOBS) --dist worksteal $(ARGS)
+	for ranks in $(OLD_RANKS); do OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/mpiexec -n $$ranks $(OLDEST)/bin/python -m pytest tests \
 		-m world --with-mpi -p no:cacheprovider $(ARGS) || exit; done
 
 test-site:

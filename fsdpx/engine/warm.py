@@ -42,10 +42,11 @@ def make_ready(
     compiled meanwhile. count: is told how many are done, of how many."""
     rank, ranks = share
     first = rank * len(calls) // ranks
+    count(0, len(calls))
     with flushed(), blas.limited():
-        for done, call in enumerate([*calls[first:], *calls[:first]]):
-            count(done, len(calls))
+        for done, call in enumerate([*calls[first:], *calls[:first]], 1):
             call()
+            count(done, len(calls))
 
 
 def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
