@@ -59,10 +59,12 @@ def compile_kernels(args: argparse.Namespace) -> str:
     new = set(folder.glob("*.code")) - before
     if not image.able():
         return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
+    processor = image.cpuinfo("model name") or platform.machine()
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {version('numba')}"
     return (
-        f"kernels of {what} are in {folder}: {len(new)} were compiled now, in {perf_counter() - begin:.0f} s\n"
-        f"They are for {image.cpuinfo('model name') or platform.machine()}, Python {platform.python_version()}, NumPy "
-        f"{np.__version__} and Numba {version('numba')}: jobs that have the same, and this FSDPX_CACHE, compile nothing"
+        f"kernels of {what} are in {folder}\n"
+        f"{len(new)} were compiled now, in {perf_counter() - begin:.0f} s, for {processor}, {versions}\n"
+        "jobs with the same, and with this FSDPX_CACHE, compile nothing"
     )
 
 
