@@ -5,9 +5,9 @@ neighbours is what the stencils of its own cells reach."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,18 @@ class Term(NamedTuple):
     sign: float = 1.0
 
 
+def _tuple_or_one(value: Any) -> Any:
+    """What is given for each dim as a tuple; a value for all dims as it is."""
+    is_one = isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
+    return value if is_one else tuple(value)
+
+
+def _is_order(along: Any) -> bool:
+    """Whether each of some dims is named once."""
+    whole = isinstance(along, tuple) and all(isinstance(d, Integral) for d in along)
+    return whole and sorted(along) == list(range(len(along)))
+
+
 class _Derivatives(FieldLayer):
     """The base: `terms` says of which derivatives the result is the sum."""
 
@@ -67,13 +79,20 @@ class _Derivatives(FieldLayer):
     ) -> None:
         if order not in (2, 4):
             raise ConfigError(f"{type(self).__name__}: order={order!r}: choose 2 or 4")
-        given: list[Any] = [spacing, periodic, along]
-        self.spacing, self.periodic, self.along = (tuple(one) if np.ndim(one) else one for one in given)
+        self.spacing, self.periodic, self.along = map(_tuple_or_one, (spacing, periodic, along))
         self.order = order
-        if not all(isinstance(h, Real) and float(h) > 0 for h in np.array([self.spacing], object).flat):
-            raise ConfigError(f"{type(self).__name__}: spacing={spacing!r} must be above 0")
-        if along is not None and (np.ndim(along) == 0 or sorted(self.along) != list(range(len(self.along)))):
+        self._demand_each("spacing", lambda h: isinstance(h, Real) and float(h) > 0, "a number above 0")
+        self._demand_each("periodic", lambda wraps: isinstance(wraps, int | np.bool_), "True or False")
+        if along is not None and not _is_order(self.along):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
+
+    def _demand_each(self, name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
+        """ConfigError unless an argument is one value for all dims of cells, or one for each."""
+        given = getattr(self, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if not is_good(value):
+                found = f"an array of {value.shape}" if isinstance(value, np.ndarray) else repr(value)
+                raise ConfigError(f"{type(self).__name__}: {name}: {found} is not {wanted}, for all dims or for each")
 
     def _terms(self, dims: int) -> list[Term]:
         raise NotImplementedError
