@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13  # SIGPIPE, which Windows lacks
 
 
+def _path(text: str) -> Path:
+    """A path as `fsdpx.files.home` reads it, which a start of a job need not load."""
+    return Path(os.path.expanduser(text))
+
+
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, like all other errors, without the list of all options.
 
@@ -126,19 +131,19 @@ def _doctor(p: argparse.ArgumentParser) -> None:
 
 
 def _report(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", type=Path, help="folder of the run, such as runs/x, or of traces alone")
+    p.add_argument("run", type=_path, help="folder of the run, such as runs/x, or of traces alone")
 
 
 def _runs(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", nargs="*", type=Path, help="folders of runs to compare (default: list all)")
-    p.add_argument("--in", dest="folder", type=Path, default=Path("runs"), help="where runs are (default: runs)")
+    p.add_argument("run", nargs="*", type=_path, help="folders of runs to compare (default: list all)")
+    p.add_argument("--in", dest="folder", type=_path, default=Path("runs"), help="where runs are (default: runs)")
 
 
 def _trace(p: argparse.ArgumentParser) -> None:
     merge = p.add_subparsers(dest="action", required=True).add_parser(
         "merge", help="write trace.json.gz beside the files"
     )
-    merge.add_argument("folder", type=Path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
+    merge.add_argument("folder", type=_path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
 
 
 def _start(p: argparse.ArgumentParser) -> None:
@@ -147,7 +152,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--nodes", type=int, help="number of hosts, of the hostfile or the allocation")
     each = ("--nproc-per-node", "--nproc_per_node")
     p.add_argument(*each, dest="per_node", type=int, help="ranks per host; without -n, on one host, that many")
-    p.add_argument("--hostfile", type=Path, help="hosts and their slots, in the form of any launcher")
+    p.add_argument("--hostfile", type=_path, help="hosts and their slots, in the form of any launcher")
     p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs: backends)")
     p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")
     p.add_argument("--master-addr", help="the same: name or address of host 0, where ranks meet")
@@ -163,9 +168,9 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: -n, elastic: 1)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
-    p.add_argument("--folder", type=Path, default=None, help="the job's: records of failed starts stay; see --join")
-    p.add_argument("--join", type=Path, metavar="FOLDER", help="-n more ranks for the job that runs with this --folder")
-    p.add_argument("--logs", type=Path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
+    p.add_argument("--folder", type=_path, default=None, help="the job's: records of failed starts stay; see --join")
+    p.add_argument("--join", type=_path, metavar="FOLDER", help="-n more ranks for the job that runs with this --folder")
+    p.add_argument("--logs", type=_path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
     p.add_argument(
         "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)"
     )

@@ -29,6 +29,7 @@ from fsdpx.config import byte_count, sharding
 from fsdpx.errors import ConfigError, LaunchError
 from fsdpx.facade.distribute import distribute
 from fsdpx.facade.functional import init
+from fsdpx.files import home
 from fsdpx.launch import run
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.options import LaunchConfig
@@ -138,14 +139,14 @@ def add_options(p: argparse.ArgumentParser) -> None:
     step.add_argument("--rounds", type=int, default=20, help="steps of each that are timed (default: 20)")
     step.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     step.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
-    step.add_argument("--json", type=Path, metavar="FILE", help="write the same for programs")
+    step.add_argument("--json", type=home, metavar="FILE", help="write the same for programs")
     comm = actions.add_parser(
         "comm", help="under mpiexec: time and bandwidth of every verb by size, inside hosts and between them"
     )
     comm.add_argument("--verbs", default=",".join(VERBS), help=f"some of: {', '.join(VERBS)} (default: all)")
     comm.add_argument("--sizes", default=SIZES, help=f"bytes of the full array (default: {SIZES})")
     comm.add_argument("--seconds", type=float, default=0.05, help="for each verb and size, about (default: 0.05)")
-    comm.add_argument("--json", type=Path, metavar="FILE", help="write the same for programs")
+    comm.add_argument("--json", type=home, metavar="FILE", help="write the same for programs")
 
 
 def bench(args: argparse.Namespace) -> int:

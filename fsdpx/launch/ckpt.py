@@ -13,6 +13,7 @@ from fsdpx.checkpoint.save import read_note, words
 from fsdpx.checkpoint.write import is_checkpoint
 from fsdpx.config import byte_count
 from fsdpx.errors import CheckpointError, ConfigError, printable
+from fsdpx.files import home
 from fsdpx.trainer.saves import Checkpoints
 
 __all__ = ["add_options", "ckpt", "differences"]
@@ -27,9 +28,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="names, shapes, formats, largest differences; exit status 1 if any")
     convert = actions.add_parser("convert", help="weights in another format, in one file or several")
     for one in (inspect, verify, diff, convert):
-        one.add_argument("path", type=Path, help="a checkpoint, a safetensors file, or a folder with such files")
-    diff.add_argument("other", type=Path)
-    convert.add_argument("target", type=Path, help="the folder to write")
+        one.add_argument("path", type=home, help="a checkpoint, a safetensors file, or a folder with such files")
+    diff.add_argument("other", type=home)
+    convert.add_argument("target", type=home, help="the folder to write")
     convert.add_argument("--dtype", default=None, choices=DTYPES)
     convert.add_argument("--shard-bytes", default=None, help="most bytes of one file: a number, or 500MB, 5GB, 2GiB")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from fsdpx import nn, optim
 from fsdpx.comm.mesh import Mesh
 from fsdpx.facade.distribute import distribute
 from fsdpx.facade.functional import init
+from fsdpx.files import home
 from fsdpx.generation.terminal import Printed
 from fsdpx.models import from_pretrained
 from fsdpx.models.beside import ends_of, tokenizer_of
@@ -17,7 +17,7 @@ __all__ = ["add_options", "generate"]
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("folder", type=Path, help="config.json, safetensors and tokenizer.json, as transformers writes them")
+    p.add_argument("folder", type=home, help="config.json, safetensors and tokenizer.json, as transformers writes them")
     p.add_argument("--prompt", required=True, type=_text, help="the text to go on with")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")

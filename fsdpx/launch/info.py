@@ -154,7 +154,7 @@ def leftovers() -> str:
     found = left()
     if not found:
         return "nothing by killed jobs"
-    size = bytes_text(sum(path.stat().st_size for path in found))
+    size = bytes_text(sum(path.stat().st_size for path in found if path.exists()))
     return f"{size} in {len(found)} files by killed jobs; to remove them: {LEFT} | xargs rm"
 
 

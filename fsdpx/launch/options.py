@@ -69,7 +69,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         for name in ("hostfile", "folder", "logs"):  # text will do
             value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else Path(value))
+            object.__setattr__(self, name, None if value is None else files.home(value))
         wrong = next(self._wrong(), None)
         if wrong is not None:
             raise LaunchError(wrong)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from fsdpx import environment, plan
@@ -13,7 +12,7 @@ from fsdpx.comm.local import single
 from fsdpx.comm.mesh import Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
-from fsdpx.files import READABLE, write
+from fsdpx.files import READABLE, home, write
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute, written
 from fsdpx.observe.plots import against_ranks, save
@@ -100,7 +99,7 @@ def _field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogMode
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:
     """The options of `measure-machine`."""
-    p.add_argument("--output", type=Path, default=MACHINE, help="the file to write")
+    p.add_argument("--output", type=home, default=MACHINE, help="the file to write")
     p.add_argument("--name", default="mine", help="of the machine")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what computes: cores, or GPUs")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError, install_hint
-from fsdpx.files import Untrusted, read, read_json
+from fsdpx.files import Untrusted, home, read, read_json
 
 __all__ = ["LARGEST", "TOKENIZER", "ends_of", "last_token", "object_of", "tokenizer_of"]
 
@@ -34,7 +34,7 @@ def tokenizer_of(folder: str | PathLike[str]) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(f"text needs the tokenizers library: {install_hint('text')}") from error
-    file = Path(folder, TOKENIZER)
+    file = home(folder) / TOKENIZER
     if not file.exists():
         raise ConfigError(f"{folder}: there is no {TOKENIZER}: trainer.generate takes tokens of any other tokenizer")
     try:
@@ -64,7 +64,7 @@ def last_token(folder: Path) -> int:
 def ends_of(folder: str | PathLike[str]) -> list[int]:
     """The tokens that end a text, the first of them the one to write; none if the folder does not say."""
     for name in ("generation_config.json", "config.json"):
-        file = Path(folder, name)
+        file = home(folder) / name
         found = object_of(file).get("eos_token_id") if file.exists() else None
         if found is not None:
             ends = found if isinstance(found, list) else [found]

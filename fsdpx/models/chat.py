@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdpx import environment
 from fsdpx.errors import ConfigError, DataError, install_hint
-from fsdpx.files import Untrusted, read
+from fsdpx.files import Untrusted, home, read
 from fsdpx.models.beside import LARGEST, object_of
 from fsdpx.models.template import BEGIN, END
 
@@ -181,7 +181,7 @@ def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate |
     folder : of a model, with chat_template.jinja, or with a chat_template in tokenizer_config.json
     tokenizer : a `tokenizers.Tokenizer`, that of the folder
     """
-    file, settings = Path(folder, FILE), Path(folder, SETTINGS)
+    file, settings = home(folder) / FILE, home(folder) / SETTINGS
     found = object_of(settings) if settings.exists() else {}
     source, where = found.get("chat_template"), f"the chat template of {settings}"
     if isinstance(source, list):

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fsdpx.checkpoint.read import elements, weights
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.files import home
 from fsdpx.models.tables import Architecture
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Container
@@ -147,7 +147,7 @@ def _tensors(source: Any) -> Tensors:
         return {name: _array(value) for name, value in source.items() if hasattr(value, "shape")}
     if not isinstance(source, str | PathLike):
         raise CheckpointError(f"from_state_dict: give module.state_dict() or a path, got a {type(source).__name__}")
-    files = weights(Path(source))
+    files = weights(home(source))
     return {
         name: elements(files, name, [(0, entry.elements)]).reshape(entry.shape)
         for name, (_, entry) in files.places.items()

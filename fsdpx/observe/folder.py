@@ -37,6 +37,9 @@ class RunFolder:
 
     path: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", files.home(self.path))
+
     @property
     def config(self) -> Path:
         return self.path / "config.json"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError, install_hint
+from fsdpx.files import home
 from fsdpx.program import VERBS, Event
 from fsdpx.program.verbs import partner
 
@@ -109,6 +110,7 @@ def check_drawable(option: str, path: str | Path) -> None:
     """Raise ConfigError where no picture can be written to `path`, which `option` names: ask before the work for it.
 
     Matplotlib, the folder and the format are looked at."""
+    path = home(path)
     if why := missing():
         raise ConfigError(f"{option} {path}: {why}")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -129,7 +131,7 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
     if not shown:
         raise ConfigError("draw: there is no event that takes time")
     names = [f"rank {rank}" for rank in range(max(event.rank for event in shown) + 1)]
-    return Path(save(figure([StepLanes(title, shown, names)]), path))
+    return Path(save(figure([StepLanes(title, shown, names)]), home(path)))
 
 
 def save(drawn: Any, path: Any) -> Any:

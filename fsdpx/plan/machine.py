@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.files import read, unreadable
+from fsdpx.files import home, read, unreadable
 from fsdpx.words import demand_known
 
 __all__ = ["Compute", "Level", "Machine", "Storage"]
@@ -127,7 +127,7 @@ class Machine:
             return name_or_path
         if not isinstance(name_or_path, str | PathLike):
             raise ConfigError(f"machine={name_or_path!r}: a name, the path of a machine.toml or a Machine is needed")
-        path = Path(name_or_path)
+        path = home(name_or_path)
         if str(name_or_path) in cls.names():
             path = SHIPPED / f"{name_or_path}.toml"
         elif path.suffix != ".toml" and not os.path.exists(path):

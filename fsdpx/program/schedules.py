@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.files import read, unreadable
+from fsdpx.files import home, read, unreadable
 from fsdpx.program.check import validate
 from fsdpx.program.machine import PipelineSchedule
 from fsdpx.program.verbs import Action
@@ -216,7 +216,7 @@ def schedule(
     if not isinstance(choice, str | Path):
         raise ConfigError(f"schedule={choice!r}: a name, a function or the path of a text file is needed")
     try:
-        text = read(choice, LARGEST, ours=False).decode()
+        text = read(home(choice), LARGEST, ours=False).decode()
     except FileNotFoundError:
         names = ", ".join(map(repr, SCHEDULES))
         raise ConfigError(

@@ -1,0 +1,62 @@
+"""~ is the home folder of the user, wherever a path is given."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import fsdpx
+from fsdpx import models, nn, spawn
+from fsdpx.__main__ import parser
+from fsdpx.observe.plots import check_drawable
+from fsdpx.plan.machine import SHIPPED, Machine
+
+
+def from_state_dict(home: Path) -> Any:
+    names = {"enc1conv1": (4, 1, 3, 3), "enc1conv2": (4, 4, 3, 3)}
+    safetensors.numpy.save_file({f"x.{n}.weight": np.zeros(s, np.float32) for n, s in names.items()}, home / "u.st")
+    with pytest.raises(fsdpx.errors.FsdpxError) as error:  # it was read, and is no model that is known
+        models.from_state_dict("~/u.st")
+    assert "there is no such file" not in str(error.value)
+
+
+def machine(home: Path) -> Any:
+    shutil.copy(next(SHIPPED.glob("*.toml")), home / "mine.toml")
+    assert Machine.load("~/mine.toml").name
+
+
+def run_folder(home: Path) -> Any:
+    fsdpx.RunFolder(Path("~/runs/one")).begin({}, 1)
+    assert (home / "runs/one/config.json").is_file()
+
+
+def checkpoints(home: Path) -> Any:
+    spawn(lambda comm: nn.Linear(2, 2).as_distributed(loss=nn.MSE(), comm=comm).save("~/runs/step-1"), 1)
+    assert fsdpx.latest("~/runs") == home / "runs/step-1"
+
+
+def launch_config(home: Path) -> Any:
+    config = fsdpx.LaunchConfig(ranks=1, folder="~/job", logs="~/logs", hostfile=None)
+    assert (config.folder, config.logs) == (home / "job", home / "logs")
+
+
+def options(home: Path) -> Any:
+    assert parser().parse_args(["ckpt", "inspect", "~/runs"]).path == home / "runs"
+
+
+def picture(home: Path) -> Any:
+    pytest.importorskip("matplotlib")
+    (home / "pictures").mkdir()
+    check_drawable("--png", "~/pictures/a.png")
+
+
+@pytest.mark.parametrize("use", [from_state_dict, machine, run_folder, checkpoints, launch_config, options, picture])
+def test_the_home_folder_is_that_of_the_user(
+    use: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    use(tmp_path)
