@@ -21,7 +21,7 @@ from fsdpx.facade.distribute import distribute
 from fsdpx.files import typed
 from fsdpx.native import image
 from fsdpx.nn.layer import Layer
-from fsdpx.plan.peak import Peak, PeakWatch
+from fsdpx.plan.peak import PIECES, Peak, PeakWatch
 from fsdpx.program import Program
 from fsdpx.shapes.array import metered
 from fsdpx.state import tuning
@@ -121,12 +121,6 @@ def _ask(mpi: bool, blas: str, ranks_here: int) -> Baseline | str:
 OBJECTS = 6 << 10
 """Bytes that a parameter takes beside its elements: views, fields, its share of a layer and of the program. As measured
 on models of a thousand layers, where it is a tenth of the process."""
-
-PIECES = 16
-"""For this many bytes of activations one byte lies free between them at the peak: their heap is never given back to the
-system (see array/arena.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is 1/20 to
-1/7."""
-
 
 @dataclass(frozen=True)
 class DryRun:

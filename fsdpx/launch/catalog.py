@@ -133,9 +133,9 @@ def _own(name: str, batch: str | None) -> CatalogModel:
     labels = isinstance(loss, nn.CrossEntropy)
     target = output[1 : -1 if labels else None], "int64" if labels else "float32"
     about = f"{model.__class__.__name__}, samples of {'x'.join(map(str, dims[1:])) or 1} {dtype}, {loss!r}"
-    return CatalogModel(
-        about, lambda: model, loss, lambda n: ((n, *dims[1:]), dtype), lambda n: ((n, *target[0]), target[1]), dims[0]
-    )
+    cells = () if labels or dtype.startswith("int") or output[2:] != dims[2:] else dims[2:]
+    x, y = lambda n: ((n, *dims[1:]), dtype), lambda n: ((n, *target[0]), target[1])
+    return CatalogModel(about, lambda: model, loss, x, y, dims[0], cells)
 
 
 def kernels_of(name: str) -> list[str]:

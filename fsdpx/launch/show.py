@@ -160,7 +160,9 @@ def numbers(option: str, text: str | None) -> tuple[int, ...]:
 def no_field(example: str) -> ConfigError:
     """The error for --space and --field with another model."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
-    return ConfigError(f"--space and --field: {example} takes no fields; {fields} do")
+    say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
+    own = say * (":" in example)
+    return ConfigError(f"--space and --field: {example} takes no fields; {fields} do{own}")
 
 
 def _field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpx.comm.mesh import Mesh
@@ -53,13 +53,15 @@ class Plan:
     found : configurations that fit, the quickest first
     refused : options of those that do not, and why
     searched : what was tried, in words
-    largest : samples of the largest global batch at which the quickest one fits, found by doubling
+    largest : samples of the largest global batch that fits, found by doubling, with the options of the quickest or of
+        those that need least memory
     cells : of a field, where the batch consists of fields
-    longest : positions of the longest sequences, or cells of the largest fields, at which it fits, found by doubling;
-        () where the model takes no others
+    longest : positions of the longest sequences, or cells of the largest fields, that fit in the same way; () where the
+        model takes no others
     scaling : the quickest one on other numbers of ranks, with the same global batch, fewest first
-    deepest : blocks and parameters of the deepest model of the same width at which it fits, at most 16 times as deep;
-        (0, 0) where the model repeats no block
+    deepest : blocks and parameters of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
+        where the model repeats no block
+    limits : "batch", "size", "depth" -> the options at which the largest, longest and deepest fit
     slow : options that were ruled out because their layers alone take longer than configurations that are shown take
         in all, and the seconds that a step takes at least
     """
@@ -78,6 +80,7 @@ class Plan:
     scaling: tuple[Prediction, ...] = ()
     slow: tuple[tuple[str, float], ...] = ()
     deepest: tuple[int, int] = (0, 0)
+    limits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Candidate:
@@ -126,7 +129,7 @@ class Plan:
             "the quickest of each kind\n" + table([HEAD, *(one.row() for one in kinds)]),
             *(["refused\n" + "\n".join(refused[:SHOWN])] if refused else []),
             *([f"ruled out, since their layers alone take longer: {len(slow)}, such as\n{slow[0]}"] if slow else []),
-            f"where the time goes: {self.best.prediction}",
+            f"where the time goes: {self.best.prediction}{self._process()}",
             self._limits(),
             f"on other numbers of ranks, with the same global batch\n{self._scaling()}",
             self.line,
@@ -134,12 +137,26 @@ class Plan:
         ]
         return "\n\n".join(parts)
 
+    def _process(self) -> str:
+        """What the process of a rank takes that is no GPU."""
+        nbytes = self.best.prediction.process
+        more = f", more than the {bytes_text(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
+        words = f"\nwith interpreter, libraries and MPI a process takes {bytes_text(nbytes)}{more}"
+        return "" if self.machine.compute.gpu else words
+
     def _limits(self) -> str:
         what = "sequences" if len(self.longest) == 1 else "fields"
-        size = f", or {what} of {' x '.join(map(str, self.longest))}" if self.longest else ""
         layers, count = self.deepest
-        deep = f", or {layers} blocks of this width, {count:,} parameters in all" * (layers > 0)
-        return f"with these options a global batch of {self.largest} samples still fits{size}{deep}"
+        most = {
+            "batch": f"a global batch of {self.largest} samples",
+            "size": f"{what} of {' x '.join(map(str, self.longest))}" * bool(self.longest),
+            "depth": f"{layers} blocks of this width, {count:,} parameters in all," * (layers > 0),
+        }
+        lines = [(words, self.limits.get(name, self.best.words)) for name, words in most.items() if words]
+        same = [words.rstrip(",") for words, by in lines if by == self.best.words]
+        others = [f"  {words} with {by}" for words, by in lines if by != self.best.words]
+        parts = [f"with these options {', or '.join(same)} still fits"] if same else []
+        return "\n".join([*parts, *(["the largest that fit with others", *others] if others else [])])
 
     def _scaling(self) -> str:
         rows: list[tuple[str, ...]] = [("ranks", "step", "samples/s", "efficiency", "memory of a rank", "it sends")]
@@ -159,6 +176,7 @@ class Plan:
             "memory": self.memory,
             "searched": self.searched,
             "largest_batch": self.largest,
+            "limits": dict(self.limits),
             "longest": list(self.longest),
             "deepest": dict(zip(("blocks", "parameters"), self.deepest, strict=True)) if self.deepest[0] else None,
             "scaling": [
@@ -177,8 +195,8 @@ def _row(one: Candidate) -> dict[str, Any]:
     found = one.prediction
     return {
         "kind": one.kind, "options": {name: text_of(value) for name, value in one.options.items()},
-        "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "bytes": found.bytes,
-        "bubble": found.bubble,
+        "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "process": found.process,
+        "bytes": found.bytes, "bubble": found.bubble,
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from fsdpx.layout.grid import LETTERS, Grid
 from fsdpx.nn.sort import keeping
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import Change, Peak, PeakWatch, lowered
+from fsdpx.plan.peak import PIECES, Change, Peak, PeakWatch, lowered
 from fsdpx.plan.seconds import Lines, StepTimes
 from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
 from fsdpx.program.count import filled
@@ -50,6 +50,8 @@ __all__ = [
 
 ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
 """Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
+PROCESS = 66 << 20
+"""Bytes of a process that has trained nothing: of its own, of libraries and of MPI, as measured with CPython 3.11."""
 LOSSES = nn.MSE(), nn.CrossEntropy()
 """If none is given: of targets that are numbers, and of whole ones."""
 Batch = tuple[tuple[tuple[int, ...], str], ...]
@@ -108,6 +110,12 @@ class Prediction:
     def memory(self) -> int:
         """Bytes of a rank of the class with most."""
         return self.worst.nbytes
+
+    @property
+    def process(self) -> int:
+        """Bytes of the whole process of such a rank, if it is no GPU: also interpreter, libraries, MPI, and what lies
+        free between activations. `fsdpx.dry_run` measures them where it runs."""
+        return PROCESS + self.memory + self.worst.memory.get("activations", 0) // PIECES
 
     @property
     def worst(self) -> RankClass:

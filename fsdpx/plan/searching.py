@@ -38,6 +38,8 @@ GROUPS = 256 << 10, 4 << 20
 OFFLOADED = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
 LOOKS, DEEP = 6, 16
 """Depths of a model that are looked at, and how many times as deep it is made at most."""
+FRUGAL = 4
+"""Configurations with least memory, of which beside the quickest the largest batch, field and model are sought."""
 DISK = "/local/disk"
 """Stands for the folder of what is offloaded."""
 ANY = "any"
@@ -47,6 +49,8 @@ GRIDS = 4
 CLOSE = 1.3
 """Whatever takes at most so many times as long as the quickest is predicted."""
 RECOMPUTE = None, "all"
+NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
+"""What plans leave to the user."""
 SCHEDULES = "1f1b", "interleaved", "zb-h1"
 """Of pipes; without one the first means nothing."""
 
@@ -189,6 +193,8 @@ class _Search:
 
     def _fine(self, one: Candidate) -> None:
         """Other sizes of units, and the codecs that are allowed."""
+        if one.prediction.mesh.width("tensor") > 1 and "sequence" not in self.fixed:
+            self.attempt({**one.options, "sequence": "parallel"})
         for choice in self._choices("codec", *self.codecs):
             self.attempt({**one.options, "codec": choice})
         for group_bytes in self._choices("group_bytes", *GROUPS):
@@ -303,66 +309,108 @@ class _Search:
         disk = ", offload" * any("offload" in words for words in self.seen)
         codecs = "".join(f", codec {choice!r}" for choice in self.codecs)
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
-        fixed = _words(self.fixed)
+        fixed, left = _words(self.fixed), f"; not searched: {NOT_SEARCHED}"
         given = f", with {fixed}" * bool(fixed)
         rest = len(self.seen) - self.predicted - len(self.slow)
         counts = f"{self.predicted} predicted, {len(self.slow)} ruled out by a bound, {rest} cannot run"
-        searched = f"{len(self.seen)} configurations: {what}{given}; {counts}"
+        searched = f"{len(self.seen)} configurations: {what}{given}; {counts}{left}"
         loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[-1][1]) else nn.MSE())
         cells, best = self.batch[0][0][2:], found[0]
         about = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
-        largest, longest, scaling = self._largest(best), self._longest(best), self._scaling(best)
-        deepest = self._deepest(best)
-        slow = tuple(self.slow.items())
-        return Plan(found, tuple(self.refused.items()), searched, largest, *about, longest, scaling, slow, deepest)
+        frugal = self._frugal(best)
+        largest, longest, deepest = self._largest(frugal), self._longest(frugal), self._deepest(frugal, best)
+        by = {"batch": largest[1], "size": longest[1], "depth": deepest[1]}
+        limits = {name: options_text(options) for name, options in by.items() if options is not None}
+        slow, scaling, refused = tuple(self.slow.items()), self._scaling(best), tuple(self.refused.items())
+        return Plan(
+            found, refused, searched, largest[0], *about, longest[0], scaling, slow, deepest[0], limits
+        )
 
-    def _largest(self, one: Candidate) -> int:
-        """Samples of the largest global batch."""
-        return self.samples * (self._times(one, 0, 1) or 1)
+    def _frugal(self, best: Candidate) -> list[dict[str, Any]]:
+        """Options of the quickest, and of those that need least memory: with as much recomputing and as many
+        microbatches as there may be."""
+        placed: dict[str, Candidate] = {}
+        for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
+            placed.setdefault(_words({name: one.options.get(name) for name in ("strategy", "mesh", "space")}), one)
+        found = [dict(best.options)]
+        least = [*placed.values()]
+        for one in [*least[:FRUGAL], *[one for one in least[FRUGAL:] if one.kind == "fsdp"][:1]]:
+            _, rows = self._pipe_rows({"mesh": None, "space": None, **one.options})
+            options = {**one.options, "recompute": self._choices("recompute", "all")[0]}
+            found.append(_given(options | {"microbatches": self._choices("microbatches", rows)[0]}))
+        return found
 
-    def _longest(self, one: Candidate) -> tuple[int, ...]:
-        """Positions of the longest sequence, or cells of the largest field."""
+    def _largest(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
+        """Samples of the largest global batch, and the options at which it fits."""
+        times, options = self._times(frugal, 0, 1)
+        return self.samples * (times or 1), options
+
+    def _longest(self, frugal: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
+        """Positions of the longest sequence, or cells of the largest field, and the options at which they fit."""
         shape = self.batch[0][0]
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
-        times = self._times(one, first, last) if last > first else None
-        return () if times is None else tuple(n * times for n in shape[first:last])
+        times, options = self._times(frugal, first, last) if last > first else (None, {})
+        return ((), None) if times is None else (tuple(n * times for n in shape[first:last]), options)
 
-    def _deepest(self, one: Candidate) -> tuple[int, int]:
-        """Blocks and parameters of the deepest model that fits; (0, 0) where none are repeated.
+    def _times(self, frugal: Sequence[dict[str, Any]], first: int, last: int) -> tuple[int | None, dict[str, Any]]:
+        """How many times as large dims of the batch may be, by doubling, at most 64, and the options at which they fit.
+        None where the model refuses."""
+        times, by, refused = 1, frugal[0], False
+        for options in frugal:
+            while times < 64 and self.limit is not None:
+                batch = [
+                    ((*shape[:first], *(2 * times * n for n in shape[first:last]), *shape[last:]), dtype)
+                    for shape, dtype in self.batch
+                ]
+                try:
+                    memory = self._predicted(batch, self.ranks, options).memory
+                except FsdpxError:
+                    refused = refused or options is frugal[0]
+                    break
+                if memory > self.limit:
+                    break
+                times, by = 2 * times, options
+        return None if refused and times == 1 else times, by
+
+    def _deepest(
+        self, frugal: Sequence[dict[str, Any]], best: Candidate
+    ) -> tuple[tuple[int, int], dict[str, Any] | None]:
+        """Blocks and parameters of the deepest model that fits, and the options at which it does; (0, 0) where none are
+        repeated."""
+        now = depth(self.model)
+        if not now or self.limit is None:
+            return (0, 0), None
+        fits, by = self._deeper(frugal[0], now, best.prediction.memory), frugal[0]
+        for options in frugal[1:]:
+            if fits >= DEEP * now:
+                break
+            with suppress(FsdpxError):
+                memory = self._memory_of(options, fits + 1)
+                if memory <= self.limit:
+                    fits, by = self._deeper(options, fits + 1, memory), options
+        return (fits, parameters(deeper(self.model, fits))), by
+
+    def _memory_of(self, options: dict[str, Any], layers: int) -> int:
+        """Bytes of a rank with so many blocks."""
+        return self._step(self.batch, self.ranks, options, deeper(self.model, layers)).on(self.machine).memory
+
+    def _deeper(self, options: dict[str, Any], now: int, memory: int) -> int:
+        """The most blocks that fit, of a model of which `now` do with so much memory.
 
         Memory grows evenly with depth but for stages of a pipe, so two depths say which one to look at next."""
-        now, limit = depth(self.model), self.limit
-        if not now or limit is None:
-            return 0, 0
-        known, layers, fits = {now: one.prediction.memory}, 2 * now, now
+        assert self.limit is not None
+        most = DEEP * depth(self.model)
+        known, layers, fits = {now: memory}, min(2 * now, most), now
         while layers not in known and len(known) < LOOKS:
             try:
-                model = deeper(self.model, layers)
-                known[layers] = self._step(self.batch, self.ranks, one.options, model).on(self.machine).memory
+                known[layers] = self._memory_of(options, layers)
             except FsdpxError:  # options that do not take so many
                 break
-            fits = max(n for n, memory in known.items() if memory <= limit)
+            fits = max(n for n, memory in known.items() if memory <= self.limit)
             other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))
             each = (known[other] - known[fits]) / (other - fits) if other != fits else inf
-            layers = min(fits + int((limit - known[fits]) / each), DEEP * now) if each > 0 else DEEP * now
-        return fits, parameters(deeper(self.model, fits))
-
-    def _times(self, one: Candidate, first: int, last: int) -> int | None:
-        """How many times as large dims of the batch may be, by doubling, at most 64. None where the model refuses."""
-        times = 1
-        while self.limit is not None and times < 64:
-            batch = [
-                ((*shape[:first], *(2 * times * n for n in shape[first:last]), *shape[last:]), dtype)
-                for shape, dtype in self.batch
-            ]
-            try:
-                made = self._predicted(batch, self.ranks, one.options)
-            except FsdpxError:
-                return None if times == 1 else times
-            if made.memory > self.limit:
-                break
-            times *= 2
-        return times
+            layers = min(fits + int((self.limit - known[fits]) / each), most) if each > 0 else most
+        return fits
 
     def _predicted(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
         return self._step(batch, ranks, options).on(self.machine)
@@ -426,8 +474,8 @@ def _floor(found: Prediction) -> int:
 
 
 def _widths(ranks: int, most: int) -> list[int]:
-    """Divisors of a number of ranks that are powers of two."""
-    return [width for width in (2**n for n in range(20)) if width <= most and ranks % width == 0]
+    """Divisors of a number of ranks."""
+    return [width for width in range(1, min(ranks, most) + 1) if ranks % width == 0]
 
 
 def _factors(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:

@@ -24,6 +24,9 @@ def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     """The shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
 
     Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data."""
+    if type(index) is tuple and len(index) <= len(shape) and all(type(part) is slice for part in index):
+        sizes = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
+        return (*sizes, *shape[len(index) :])
     parts = _spelled_out(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array(part)]
     if arrays:  # beside an index array a whole number counts as one too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from math import prod
 from pathlib import Path
@@ -167,3 +168,26 @@ def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> No
     assert "space=(2, 1)" not in text
     assert main("plan gpt-tiny --ranks 2 --machine laptop --space 2,1".split()) == 2
     assert "--space and --field: gpt-tiny takes no fields; unet2d, unet3d, fno2d do" in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own_is_cut_over_a_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_fields.py").write_text(
+        "from fsdpx import nn\n"
+        "def make(): return nn.UNet(2, 1, 2, 4, 2), nn.RelativeL2()\n"
+        "def classes(): return nn.Chain(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(784, 10))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = "plan own_fields:make --ranks 4 --machine laptop --most 4".split()
+    assert main([*words, "--batch", "1x2x64x64", "--space", "2,2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["found"]
+    assert {one["options"]["space"] for one in found} == {"(2, 2)"}
+    assert main([*words, "--batch", "1x2x64x64", "--field", "32,128", "--json"]) == 0
+    assert any("space" in one["options"] for one in json.loads(capsys.readouterr().out)["found"])
+    assert main(["show", "own_fields:make", "--ranks", "4", "--batch", "1x2x64x64", "--space", "2,2"]) == 0
+    assert "32 x 32 cells" in capsys.readouterr().out
+    none = ["plan", "own_fields:classes", "--batch", "1x2x16x16", "--ranks", "4", "--machine", "laptop"]
+    assert main([*none, "--space", "2,2"]) == 2
+    assert "say --batch with samples, channels and cells, as many as it gives" in capsys.readouterr().err

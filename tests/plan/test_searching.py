@@ -26,6 +26,12 @@ from fsdpx.plan.prediction import step_of
 from fsdpx.plan.searching import CLOSE
 
 X = ((16, 8), "int64")
+SIX = ((12, 6), "int64")
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """The options that a plan has written in Python."""
+    return eval(f"dict({text})", {"fsdpx": fsdpx})
 
 
 def gpt() -> nn.Layer:
@@ -69,6 +75,9 @@ def test_what_it_prints(found: Plan) -> None:
     for part in ("the quickest of each kind", "with these options a global batch of", found.line, found.toml):
         assert part in text
     assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.kinds.keys()
+    best = found.best.prediction
+    assert best.memory + (66 << 20) <= best.process < best.memory * 17 // 16 + (67 << 20)
+    assert "\nwith interpreter, libraries and MPI a process takes " in text
     assert json.loads(json.dumps(found.as_json()))["found"][0]["seconds"] == found.best.prediction.seconds
 
 
@@ -82,11 +91,13 @@ def test_a_model_without_a_longest_sequence_says_how_long_they_may_be() -> None:
     made = fsdpx.plan(llama, batch=(X, X), ranks=2, machine="laptop", memory="2MiB", strategy="fsdp", mesh=None)
     (length,) = made.longest
     assert 8 <= length < 8 * 64
-    options = {**made.best.options, "ranks": 2, "machine": "laptop"}
-    fits = [predict(llama, (((16, n), "int64"),) * 2, **options).memory <= 2 << 20 for n in (length, 2 * length)]
-    assert fits == [True, False]
-    sizes = f"{made.largest} samples still fits, or sequences of {length}, or {made.deepest[0]} blocks of this width"
-    assert f"a global batch of {sizes}" in str(made)
+    by = options_of(made.limits["size"])
+    for options, lengths in ((by, (length, 2 * length)), (made.best.options, (2 * length,))):
+        more = {**options, "ranks": 2, "machine": "laptop"}
+        fits = [predict(llama, (((16, n), "int64"),) * 2, **more).memory <= 2 << 20 for n in lengths]
+        assert fits == [True, False][-len(lengths) :]
+    assert f"sequences of {length}" in str(made)
+    assert f"a global batch of {made.largest} samples" in str(made)
     assert fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", strategy="fsdp", most=1).longest == ()
 
 
@@ -147,7 +158,7 @@ def test_a_bound_of_a_pipe_counts_the_way_through_it(schedule: str, recompute: A
 def test_hundreds_of_configurations_are_ranked_by_few_predictions() -> None:
     x = ((64, 8), "int64")
     made = fsdpx.plan(nn.GPT(64, 32, 4, 2, 8), batch=(x, x), ranks=16, machine="ethernet-10g")
-    predicted = int(re.search(r"; (\d+) predicted, \d+ ruled out by a bound, \d+ cannot run$", made.searched)[1])
+    predicted = int(re.search(r"; (\d+) predicted, \d+ ruled out by a bound, \d+ cannot run; ", made.searched)[1])
     assert predicted >= len(made.found)
     assert int(made.searched.split()[0]) >= 500 > 3 * predicted
 
@@ -165,12 +176,41 @@ def test_the_deepest_model_that_fits(make: Any) -> None:
     made = fsdpx.plan(make(64, 32, 4, 2, 8), batch=(X, X), memory="2MiB", **options)
     blocks, count = made.deepest
     assert 4 < blocks < 64
-    models = [make(64, 32, n, 2, 8) for n in (blocks, blocks + 1)]
-    fits = [predict(model, (X, X), **options | made.best.options).memory <= 2 << 20 for model in models]
+    models, by = [make(64, 32, n, 2, 8) for n in (blocks, blocks + 1)], options_of(made.limits["depth"])
+    fits = [predict(model, (X, X), **options | by).memory <= 2 << 20 for model in models]
     assert fits == [True, False]
+    assert predict(models[1], (X, X), **options | made.best.options).memory > 2 << 20
     assert count == sum(spec.size for spec in models[0].specs().values())
-    assert f", or {blocks} blocks of this width, {count:,} parameters in all\n" in str(made)
+    assert f"{blocks} blocks of this width, {count:,} parameters in all" in str(made)
     assert made.as_json()["deepest"] == {"blocks": blocks, "parameters": count}
+
+
+def test_the_largest_is_sought_with_all_strategies_and_recomputing() -> None:
+    """Not only as the quickest trains: no other choice takes a block more."""
+    options: dict[str, Any] = {"ranks": 4, "machine": "ethernet-10g", "mesh": None}
+    made = fsdpx.plan(gpt(), batch=(X, X), memory="1MiB", **options)
+    by, quick = options_of(made.limits["depth"]), made.best.options
+    assert by["recompute"] == "all" != quick.get("recompute")
+
+    def memory(blocks: int, chosen: dict[str, Any]) -> int:
+        return predict(deeper(gpt(), blocks), (X, X), **options | chosen).memory
+
+    assert memory(made.deepest[0], by) <= 1 << 20 < memory(made.deepest[0], quick)
+    for strategy in searching.STRATEGIES:
+        most = {"strategy": strategy, "recompute": "all", "microbatches": 4}
+        assert memory(made.deepest[0] + 1, most) > 1 << 20
+    assert "the largest that fit with others" in str(made)
+    assert f"{made.deepest[0]} blocks of this width" in str(made)
+    assert made.as_json()["limits"]["depth"] == made.limits["depth"]
+
+
+def test_widths_are_all_divisors_and_what_is_not_searched_is_said() -> None:
+    model = nn.GPT(36, 36, 3, 6, 6)
+    made = fsdpx.plan(model, batch=(SIX, SIX), ranks=6, machine="ethernet-10g", strategy="fsdp")
+    meshes = [one.prediction.mesh for one in made.found]
+    widths = {(mesh.width("tensor"), mesh.width("pipe")) for mesh in meshes}
+    assert {(3, 1), (1, 3), (1, 6), (3, 2)} <= widths
+    assert "; not searched: sequence='ulysses' and 'ring', stages=" in str(made)
 
 
 def test_depths_that_cannot_run_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +222,7 @@ def test_depths_that_cannot_run_end_the_search(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(searching, "deeper", upto)
     options: dict[str, Any] = {"strategy": "ddp", "mesh": None, "microbatches": 1, "most": 1}
     made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", memory="1GiB", **options)
-    assert made.deepest[0] == 8
+    assert made.deepest[0] == 9
 
 
 def test_a_model_that_repeats_no_block_has_no_deepest() -> None:
@@ -242,8 +282,8 @@ def test_nothing_fits() -> None:
 
 def test_ranks_that_no_mesh_fills() -> None:
     x = ((2, 8), "int64")
-    with pytest.raises(ConfigError, match=r"^no configuration of 7 ranks can run: more data ranks than the 2 samples"):
-        fsdpx.plan(gpt(), batch=(x, x), ranks=7, machine="ethernet-10g")
+    with pytest.raises(ConfigError, match=r"^no configuration of 11 ranks can run: more data ranks than the 2 samples"):
+        fsdpx.plan(gpt(), batch=(x, x), ranks=11, machine="ethernet-10g")
 
 
 def test_numbers_that_are_none() -> None:
