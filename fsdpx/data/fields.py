@@ -184,8 +184,8 @@ class FieldDataset:
     the `targets` states after them, each as the grid has arrays: this rank's part. Collective, if there is a grid.
 
     A read takes one block of a field: the cells of this rank, at all steps of the window. Nothing else is read, and
-    files stay open. A grid with ghost cells gets them with the part; their dims must be periodic. Fields without time,
-    such as a mask, come once, behind the states of `x`, and are not in `y`.
+    files stay open. A grid with ghost cells gets them with the part; those beyond walls are in no file. Fields without
+    time, such as a mask, come once, behind the states of `x`, and are not in `y`.
 
     Files: HDF5 (The Well's groups; datasets of PDEBench, beside each other or in a group for each trajectory) and
     NetCDF-4 by h5py, a folder as Zarr, a group or an array, and `.npy`. What an HDF5 file has in other files, by links

@@ -440,7 +440,8 @@ def _said(
     closed = (False,) * count if periods is None else tuple(periods)
     if any(isinstance(one, str) or one not in (False, True) for one in closed):
         raise TypeError("say True or False for each dim")
-    return GridFacts(own, letters, width, tuple(map(bool, closed)), sides, begins, None if at is None else _whole(at), "")
+    at = None if at is None else _whole(at)
+    return GridFacts(own, letters, width, tuple(map(bool, closed)), sides, begins, at, "")
 
 
 def _problem(facts: GridFacts, size: int) -> str:

@@ -91,6 +91,10 @@ def test_ghost_cells_come_with_the_part(tmp_path: Path) -> None:
         net = nn.Conv2d(2, 2, 3, padding=1)
         trainer = net.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid)
         assert np.isfinite(trainer.step(x, y))
+        inner = ((2 * comm.rank, 2 * (1 - comm.rank)), 0)  # none at walls
+        x, y = FieldDataset(tmp_path / "u.npy", fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=inner), dims="tyxc")[2]
+        rows = slice(ROWS[comm.rank] - inner[0][0], ROWS[comm.rank + 1] + inner[0][1])
+        np.testing.assert_array_equal(x, whole[2][rows])
         grid = fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=(1, 0))
         with pytest.raises(
             ConfigError, match=r"ghost cells \(\(1, 1\), \(0, 0\)\) and periods \(False, False\): files do not have w"

@@ -369,9 +369,9 @@ def grid_of(comm: Communicator) -> Any:
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(2, 2)), "rank 0: dims=(2, 2) are 4 ranks, the communicator has 2"),
         (lambda c: fsdpx.Grid(c, (4,), dims=(1, 2)), "rank 0: shape=(4,): give the cells of this rank's part"),
         (lambda c: fsdpx.Grid(c, (4, 6.5 if c.rank else 6), dims=(1, 2)), "rank 1: shape=(4, 6.5), dims=(1, 2)"),
-        (lambda c: fsdpx.Grid(c, (4, 6), dims=(True, 2)), "rank 0: shape=(4, 6), dims=(True, 2), ghosts=0: True is no w"),
+        (lambda c: fsdpx.Grid(c, (4, 6), dims=(True, 2)), "rank 0: shape=(4, 6), dims=(True, 2), ghosts=0: True is no"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), periods="ab"), "periods='ab': say True or False for each dim"),
-        (lambda c: fsdpx.Grid(c, (4, 6)), "rank 0: shape=(4, 6): give the cells of this rank's part along each of the 1"),
+        (lambda c: fsdpx.Grid(c, (4, 6)), "rank 0: shape=(4, 6): give the cells of this rank's part along each of the"),
         (
             lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((4, 6 + c.rank, 2))),
             "One value more along x is what a staggered field has, with values on the faces of cells: interpolate them",
