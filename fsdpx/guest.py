@@ -214,8 +214,8 @@ class SignalHandler:
         if self.number.name == "SIGHUP":
             return self.function is signal.SIG_IGN
         address = int.from_bytes(self.record[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
-        of_python = callable(self.function) or self.function is signal.SIG_IGN
-        return self.number.name == "SIGQUIT" and not of_python and address != 0
+        of_c = not callable(self.function) and address not in (signal.SIG_DFL, signal.SIG_IGN)
+        return self.number.name == "SIGQUIT" and of_c
 
     def call(self, frame: Any) -> None:
         """Do what the program does at this signal, if that is a function of Python's of its own."""

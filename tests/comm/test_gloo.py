@@ -346,10 +346,10 @@ def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     settings = read({"RANK": "0", "WORLD_SIZE": "2", "FSDPX_STORE": "store"})
-    with pytest.raises(ConfigError, match=r"backend='gloo' needs PyTorch, .*: pip install 'fsdpx\[gloo\]'"):
+    with pytest.raises(ConfigError, match=r"backend='gloo' needs PyTorch, .*: pip install '\.\[gloo\]'"):
         roll.call(settings)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match=r"needs PyTorch, which is not installed: pip install 'fsdpx\[gloo\]'"):
+    with pytest.raises(LaunchError, match=r"needs PyTorch, which is not installed: pip install '\.\[gloo\]'"):
         find(LaunchConfig(2, backend="gloo"))
 
 

@@ -327,8 +327,10 @@ assert said() == before
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("dumps", [["dumps"], []])
-def test_nohup_and_stacks_at_quit_stay_what_they_are(dumps: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", QUITS, *dumps], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("ignored", ["", "trap '' INT QUIT; "])  # as a shell does for what it starts with &
+def test_nohup_and_stacks_at_quit_stay_what_they_are(dumps: list[str], ignored: str) -> None:
+    words = ["sh", "-c", f'{ignored}exec "$@"', "sh", sys.executable, "-c", QUITS, *dumps]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert ("most recent call first" in done.stderr) == bool(dumps), done.stderr
 
