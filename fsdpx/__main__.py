@@ -169,7 +169,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
     p.add_argument("--folder", type=_path, default=None, help="the job's: records of failed starts stay; see --join")
-    p.add_argument("--join", type=_path, metavar="FOLDER", help="-n more ranks for the job that runs with this --folder")
+    p.add_argument("--join", type=_path, metavar="FOLDER", help="-n more ranks for the job that has this --folder")
     p.add_argument("--logs", type=_path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
     p.add_argument(
         "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)"
