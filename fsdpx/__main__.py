@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _met():
             raise  # the excepthook of the MPI job prints it once and ends all ranks
         return _say(f"fsdpx {args.command}: {error}")
+    except KeyboardInterrupt:
+        if _met():
+            raise
+        return 128 + 2  # SIGINT: whoever has pressed Ctrl-C knows it
     except BrokenPipeError:  # the reader has closed the pipe: nowhere to report an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE, which Windows lacks

@@ -6,9 +6,11 @@ et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, Literal
@@ -51,8 +53,9 @@ def byte_count(value: Any, what: str) -> int:
     """A number of bytes: itself, or what "1MiB" (2**20), "1MB" (10**6), "512K" or "4096" says; ConfigError otherwise.
 
     what: the option that is meant, for the error."""
-    if hasattr(value, "__index__") and not isinstance(value, bool) and value >= 0:
-        return int(value)
+    with suppress(TypeError):  # of what is no whole number, or an array of several
+        if not isinstance(value, bool) and operator.index(value) >= 0:
+            return operator.index(value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ConfigError(f"{what}={value!r}: a number of bytes is needed, such as 1048576, '1MiB' or '2GB'")

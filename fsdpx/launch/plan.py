@@ -15,7 +15,7 @@ from fsdpx.facade.functional import init
 from fsdpx.files import READABLE, home, write
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute, written
-from fsdpx.observe.plots import against_ranks, save
+from fsdpx.observe.plots import against_ranks, check_drawable, save
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.measuring import machine_text, measured
 from fsdpx.plan.peak import lowered_text
@@ -55,6 +55,9 @@ FIXED = ("strategy", "microbatches", "schedule", "precision")
 
 def plan_job(args: argparse.Namespace) -> str:
     """The text of `plan` for the options of its command line."""
+    for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
+        if path is not None:
+            check_drawable(option, path)
     example = entry(args.example, args.batch)
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
@@ -74,19 +77,20 @@ def plan_job(args: argparse.Namespace) -> str:
         options = {**fixed, **found.best.options, "loss": example.loss}
         dry = prepared(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best.words}"
-        print(draw_step(dry, dry.on(found.machine), title, args.png), file=sys.stderr)
+        print(draw_step(dry, dry.on(found.machine), title, args.png, found.memory), file=sys.stderr)
     if args.ranks_png is not None:
         rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
         title = f"{args.example} on {found.machine.name}: {found.best.words}"
         with written(args.ranks_png):
-            print(f"drawn: {save(against_ranks(title, rows), args.ranks_png)}", file=sys.stderr)
+            drawn = against_ranks(title, rows, found.memory)
+            print(f"drawn: {save(drawn, args.ranks_png)}", file=sys.stderr)
     best = found.best.prediction
     changes = best.lowered()
     if args.json:
         more = {"peak": best.peak.as_json(), "lower": [one.as_json() for one in changes]}
         return json.dumps(found.as_json() | more, indent=1)
-    explained = f"{best.peak}\n\n{lowered_text(changes, best.memory, best.seconds)}"
-    return f"{args.example}: {example.about}\n{found}\n\nof the quickest {explained}"
+    explained = f"{best.peak}\n\n{lowered_text(changes, best.seconds)}"
+    return f"{found.text(f'{args.example}: {example.about}')}\n\nof the quickest\n{explained}"
 
 
 def _field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:

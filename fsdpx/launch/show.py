@@ -105,7 +105,7 @@ def show(args: argparse.Namespace) -> str:
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     head += "" if space is None else f", with {' x '.join(map(str, space.parts.local(space.place)))} cells of {space}"
     parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
-    parts += [str(run.peak), *([] if changes is None else [lowered_text(changes, run.peak.nbytes)])]
+    parts += [str(run.peak), *([] if changes is None else [lowered_text(changes)])]
     parts += [f"{run.footprint}{budget}"]
     schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
@@ -321,8 +321,9 @@ EACH = 4
 """Ranks without a pipe up to which each has a row; else one of those that do the same."""
 
 
-def lanes(dry: Dry, found: Prediction, title: str) -> StepLanes:
-    """The simulated step for `fsdpx.observe.plots.figure`. title: "name: about"."""
+def lanes(dry: Dry, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
+    """The simulated step for `fsdpx.observe.plots.figure`. title: "name: about". limit: bytes that a rank may take; by
+    default what the machine says."""
     mesh, held, pipe = found.mesh, dry.held(found), found.mesh.width("pipe")
     places, each = [mesh.coordinates(rank).pipe for rank in range(mesh.size)], pipe == 1 and mesh.size <= EACH
     rows = range(mesh.size) if each else [places.index(stage) for stage in range(pipe)]
@@ -339,7 +340,8 @@ def lanes(dry: Dry, found: Prediction, title: str) -> StepLanes:
         if event.rank == places[rank] and moves(event)
     ]
     names, numbered = [f"rank {rank}{more}" for rank in rows], "mb" if pipe > 1 else "unit"
-    return StepLanes(title, events, names, [held[places[rank]] for rank in rows], numbered, second=1.0)
+    limit = found.machine.compute.capacity if limit is None else limit
+    return StepLanes(title, events, names, [held[places[rank]] for rank in rows], numbered, 1.0, limit)
 
 
 @contextmanager
@@ -351,12 +353,12 @@ def written(path: Any) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {unreadable(error, path)}") from error
 
 
-def draw_step(dry: Dry, found: Prediction, title: str, path: str) -> str:
-    """Draw it into this file, and say what is drawn."""
+def draw_step(dry: Dry, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
+    """Draw it into this file, and say what is drawn. limit: see `lanes`."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     with written(path):
-        save(figure([lanes(dry, found, title + of)]), Path(path))
+        save(figure([lanes(dry, found, title + of, limit)]), Path(path))
     ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ class StepLanes:
     held : by row, kind of memory -> (time, bytes from then on); {} of a row draws none, and () of no row
     numbered : whether boxes have the number of their "unit" or of their microbatch, "mb"
     second : what times count a second as; 0: they have no unit
+    limit : bytes of memory that there are; None: that is not known
     """
 
     title: str
@@ -61,6 +63,7 @@ class StepLanes:
     held: Sequence[Mapping[str, Sequence[tuple[float, float]]]] = ()
     numbered: str = "mb"
     second: float = 0.0
+    limit: float | None = None
 
     @property
     def end(self) -> float:
@@ -71,6 +74,11 @@ class StepLanes:
     def most(self) -> float:
         """Most bytes of a row at a time."""
         return max((max(_stack(held)[1][-1][1]) for held in self.held if held), default=0.0)
+
+    @property
+    def shown(self) -> float:
+        """Bytes that the band of memory has to show: up to the limit, unless that is far above."""
+        return max(self.most, self.limit or 0.0) if (self.limit or 0.0) <= FAR * self.most else self.most
 
     @property
     def alike(self) -> bool:
@@ -109,7 +117,7 @@ def missing() -> str:
 def check_drawable(option: str, path: str | Path) -> None:
     """Raise ConfigError where no picture can be written to `path`, which `option` names: ask before the work for it.
 
-    Matplotlib, the folder and the format are looked at."""
+    Matplotlib, the folder, what may be written there and the format are looked at."""
     path = home(path)
     if why := missing():
         raise ConfigError(f"{option} {path}: {why}")
@@ -118,8 +126,10 @@ def check_drawable(option: str, path: str | Path) -> None:
     suffix, known = Path(path).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
     if suffix and suffix not in known:
         raise ConfigError(f"{option} {path}: {suffix} is no format of pictures; use {', '.join(sorted(known))}")
-    if not Path(path).absolute().parent.is_dir():
+    if not (folder := Path(path).absolute().parent).is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {Path(path).parent}; make it first")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: no file can be written there")
 
 
 def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
@@ -151,7 +161,7 @@ def figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     legend = LEGEND * (1 + (len(_names(panels)) > 7))
     found = _figure(WIDTH, whole := legend + sum(heights) + FOOT)
     found.set_facecolor(colour("page", theme))
-    last, most = max(panel.end for panel in panels), max(panel.most for panel in panels)
+    last, most = max(panel.end for panel in panels), max(panel.shown for panel in panels)
     at = whole - legend
     for panel, height in zip(panels, heights, strict=True):
         at -= height
@@ -218,6 +228,12 @@ def _stack(held: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[list[floa
         below = [low + nbytes for low, nbytes in zip(below, now, strict=True)]
         found.append((kind, below))
     return times, found
+
+
+FAR = 3
+"""A limit more than so many times above what is held is not drawn to scale."""
+LIMIT = "limit"
+"""Marks its line, and its words, in a picture."""
 
 
 @dataclass
@@ -324,7 +340,21 @@ class _Panel:
         self.axes.plot([times[peak], self.last], [y, y], linestyle=(0, (2, 2)), **line)
         self.axes.plot([0, self.panel.end], [bottom, bottom], **line)
         self.text(self.last, y, _bytes(below[peak]), x=0.06, fontsize=9.5)
+        self.limit(bottom, scale)
         self.text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
+
+    def limit(self, bottom: float, scale: float) -> None:
+        """The line of the memory that there is; above the band, in words alone, where it is far above."""
+        limit = self.panel.limit
+        if limit is None:
+            return
+        inside = limit * scale <= BAND
+        y = bottom + (limit * scale if inside else BAND)
+        if inside:
+            line = {"color": colour("ink", self.theme), "linewidth": 1.0, "gid": LIMIT}
+            self.axes.plot([0, self.last], [y, y], **line)
+        words = f"{_bytes(limit)} there are{'' if inside else ', above'}"
+        self.text(self.last, y + 0.02, words, ha="right", va="bottom", fontsize=8, gid=LIMIT)
 
     def free_place(
         self, times: list[float], low: list[float], high: list[float], letters: int
@@ -404,8 +434,9 @@ def _bytes(nbytes: float) -> str:
     return f"{nbytes / each:.3g} {name}"
 
 
-def against_ranks(title: str, rows: Sequence[tuple[int, float, float]]) -> Any:
-    """A figure of time and memory on several numbers of ranks. rows: ranks, seconds of a step, bytes of a rank."""
+def against_ranks(title: str, rows: Sequence[tuple[int, float, float]], limit: float | None = None) -> Any:
+    """A figure of time and memory on several numbers of ranks. rows: ranks, seconds of a step, bytes of a rank. limit:
+    bytes that there are of it."""
     figure = _figure(9, 3.6, layout="constrained")
     figure.suptitle(title, fontsize=9)
     times, memory = figure.subplots(1, 2)
@@ -413,6 +444,8 @@ def against_ranks(title: str, rows: Sequence[tuple[int, float, float]]) -> Any:
     times.plot(ranks, seconds, "o-", label="predicted", markersize=4)
     times.plot(ranks, [seconds[0] * ranks[0] / n for n in ranks], ":", label="in proportion to ranks")
     memory.plot(ranks, [n / 2**30 for n in held], "o-", markersize=4)
+    if limit is not None:
+        memory.axhline(limit / 2**30, color=COLOURS["ink"][0], linewidth=1.0, gid=LIMIT)
     for axes, words in ((times, "seconds of a step"), (memory, "GiB of a rank")):
         axes.set(xlabel="ranks", ylabel=words, xscale="log", yscale="log", xticks=ranks, xticklabels=ranks)
         axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)

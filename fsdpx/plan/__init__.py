@@ -6,9 +6,11 @@
 The package is called itself: that is `fsdpx.plan.search`."""
 
 import sys
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
+from fsdpx.errors import ConfigError
 from fsdpx.plan.found import Candidate, Plan
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import Prediction, RankClass, predict
@@ -23,6 +25,11 @@ class _Callable(ModuleType):
     """The class of this module: a call searches."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Plan:
+        try:
+            signature(search).bind(*arguments, **options)
+        except TypeError as error:
+            machine = f"machine= is {', '.join(Machine.names())}, or the file that measure-machine writes"
+            raise ConfigError(f"fsdpx.plan(model, batch=, ranks=, machine=): {error}; {machine}") from None
         return search(*arguments, **options)
 
 

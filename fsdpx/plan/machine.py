@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise, takewhile
 from math import ceil, inf
 from os import PathLike
@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.files import home, read, unreadable
+from fsdpx.plan.kernels import KernelRates, rates_wanted
 from fsdpx.words import demand_known
 
 __all__ = ["Compute", "Level", "Machine", "Storage"]
@@ -27,6 +28,8 @@ POSITIVE = (
 )  # fmt: skip
 """Keys whose values are above 0; those of others may be 0."""
 FORMATS = {"float64", "float32", "bf16", "float16"}
+MEASURED = ("compute", "links")
+"""What `measured` may name."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Compute:
     cores : of one rank that is no GPU; less than 1 where ranks share cores, whose figures are those of all ranks of a
         host at work
     capacity : bytes of memory of one rank
+    kernels : how fast kernels are that were measured by themselves, see `KernelRates`
     """
 
     flops: Mapping[str, float]
@@ -87,6 +91,7 @@ class Compute:
     gpu: bool = False
     cores: float = 1.0
     capacity: float | None = None
+    kernels: KernelRates = field(default_factory=KernelRates)
 
 
 @dataclass(frozen=True)
@@ -103,12 +108,14 @@ class Storage:
 class Machine:
     """A machine: its name, the levels from the closest ranks to all, how fast a rank computes, and where it saves.
 
-    A rank is what computes: a GPU, or the cores of one process."""
+    A rank is what computes: a GPU, or the cores of one process. measured: which of its figures were measured,
+    "compute" and "links"; None if its file does not say."""
 
     name: str
     levels: tuple[Level, ...]
     compute: Compute
     disk: Storage | None = None
+    measured: tuple[str, ...] | None = None
 
     @classmethod
     def names(cls) -> list[str]:
@@ -173,7 +180,11 @@ class _File:
             raise self._error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
         if compute is None:
             raise self._error("[compute]", "missing", "say flops and memory")
-        demand_known(f"machine file {self.path}", found, ["name", "about", "levels", "compute", "disk"])
+        keys = ["name", "about", "measured", "levels", "compute", "disk", "kernels"]
+        demand_known(f"machine file {self.path}", found, keys)
+        for key in ("measured", "kernels"):
+            if key in found and (wanted := _wanted(key, found[key])):
+                raise self._error(f"[{key}]" if key == "kernels" else "the machine", f"{key} is not right", wanted, key)
         made = [self._record(Level, level, "[[levels]]", n) for n, level in enumerate(levels)]
         for n, (one, two) in enumerate(pairwise(made)):
             if one.ranks == inf:
@@ -182,10 +193,12 @@ class _File:
                 wanted = f"more than the {one.ranks:g} of the level before"
                 raise self._error("[[levels]]", f"{two.name} holds {two.ranks:g} ranks", wanted, "ranks", n + 1)
         there = None if disk is None else self._record(Storage, disk, "[disk]")
-        return Machine(name, tuple(made), self._record(Compute, compute, "[compute]"), there)
+        kernels, measured = KernelRates(**found.get("kernels", {})), found.get("measured")
+        computes = replace(self._record(Compute, compute, "[compute]"), kernels=kernels)
+        return Machine(name, tuple(made), computes, there, None if measured is None else tuple(measured))
 
     def _record(self, kind: Any, given: Any, section: str, number: int = 0) -> Any:
-        known = {field.name: field.default for field in fields(kind)}
+        known = {one.name: one.default for one in fields(kind) if one.name != "kernels"}
         needed = [key for key, default in known.items() if default is MISSING]
         if not isinstance(given, dict):
             wanted = f"a table is needed, with {' and '.join(needed)}"
@@ -214,6 +227,11 @@ def _wanted(key: str, value: Any) -> str:
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"
+    if key == "kernels":
+        return rates_wanted(value, FORMATS)
+    if key == "measured":
+        good = isinstance(value, list) and all(one in MEASURED for one in value)
+        return "" if good else f"a list of {' and '.join(MEASURED)} is needed"
     if key == "flops":
         if not isinstance(value, dict) or not value or not FORMATS.issuperset(value):
             names = ", ".join(sorted(FORMATS))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -15,22 +16,28 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx import nn, optim
-from fsdpx.array.cores import cores, threads_of
+from fsdpx import nn, optim, shapes
+from fsdpx.array.cores import cores, share_cores, threads_of
+from fsdpx.array.kernels import relu
 from fsdpx.array.namespace import dtype
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.local import single
 from fsdpx.comm.opening import node_of
 from fsdpx.cuda.devices import cupy, gpus
 from fsdpx.nn.numeric import product
+from fsdpx.plan import probes
+from fsdpx.plan.kernels import LONG, SHORT, KernelRates, point_of
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import prepared
+from fsdpx.shapes.work import Work, counting
 from fsdpx.state.disk import rates_of
 
 __all__ = ["machine_text", "measured"]
 
-TIMES, ROUND = 5, 0.1
-"""Rounds of what is timed, and seconds that one takes at least."""
+TIMES, ROUND, BRIEF = 5, 0.1, 0.01
+"""Rounds of what is timed, and seconds that one takes at least; of one kernel among many."""
+KERNELS = ("float32", "bf16")
+"""Formats in which kernels are timed by themselves; the others follow from these (docs/planning.md)."""
 SIZES = (8, 1 << 20)
 """Elements of float32 of a short and of a long all-reduce."""
 LAYERS = (4, 16)
@@ -39,8 +46,9 @@ LAYERS = (4, 16)
 def measured(name: str, comm: Communicator, device: str = "cpu") -> Machine:
     """The machine of these ranks, alike on all of them: cores, or GPUs with device="cuda". Collective."""
     of = Processors() if device == "cpu" else Gpus()
-    compute = _compute(comm, of)
-    return Machine(name, _levels(comm, of, compute), compute, _disk(comm))
+    share_cores(comm.all_gather_plain(platform.node()).count(platform.node()))  # as ranks that train do
+    compute, known = _compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
+    return Machine(name, _levels(comm, of, compute), compute, _disk(comm), known)
 
 
 def _disk(comm: Communicator) -> Storage | None:
@@ -81,12 +89,12 @@ class Gpus(Processors):
         self.xp.cuda.Device().synchronize()
 
 
-def _seconds(comm: Communicator, call: Callable[[], Any], of: Processors) -> float:
+def _seconds(comm: Communicator, call: Callable[[], Any], of: Processors, long: float = ROUND) -> float:
     """Seconds of one call, alike on all ranks, of rounds that all ranks end together: where ranks share cores, and each
     core a number of its own, all wait for the slowest, as they do in a step. A round takes from the end of the one
     before it, since a rank may be asleep when others begin."""
     call()
-    calls = ceil(ROUND / min(comm.all_gather_plain(_elapsed(call, of, 1))))
+    calls = ceil(long / min(comm.all_gather_plain(_elapsed(call, of, 1))))
     comm.barrier().wait()
     ends = [perf_counter()]
     for _ in range(TIMES):
@@ -119,7 +127,47 @@ def _compute(comm: Communicator, of: Processors) -> Compute:
     here = comm.all_gather_plain(platform.node()).count(platform.node())
     known["cores"] = 1.0 if of.gpu else min(threads_of(here), cores() / here)
     launch, overhead = _beside(comm, of, Compute(**known))
-    return Compute(**known, launch=launch, overhead=overhead)
+    kernels = KernelRates() if of.gpu else _kernel_rates(comm, of)
+    return Compute(**known, launch=launch, overhead=overhead, kernels=kernels)
+
+
+def _kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
+    """The rates of kernels, one by one. What a call takes beside is not theirs: `launch` has it."""
+    passes, products = {}, {}
+    nothing = of.xp.zeros(1, np.float32)
+    beside = _seconds(comm, lambda: relu(of.xp, nothing), of, BRIEF)
+
+    def timed(call: Callable[[], Any]) -> float:
+        seconds = _seconds(comm, call, of, BRIEF)
+        return max(seconds - beside, seconds / 4)
+
+    for name in KERNELS:
+        own: dict[str, list[float]] = {}
+        for nbytes in (SHORT, LONG):
+            sums: dict[str, tuple[float, float]] = {}
+            for work, call in _counted(probes.passes(of.xp, name, nbytes), probes.passes(shapes, name, nbytes)):
+                (one,) = work.passes
+                moved, seconds = sums.get(one.kernel, (0.0, 0.0))
+                sums[one.kernel] = moved + one.nbytes, seconds + timed(call)
+            for kernel, (moved, seconds) in sums.items():
+                own.setdefault(kernel, []).append(moved / seconds)
+        passes[name] = own
+        grids: dict[str, list[tuple[float, ...]]] = {}
+        for work, call in _counted(probes.products(of.xp, name), probes.products(shapes, name)):
+            most = max(work.products, key=lambda one: one.flops)  # the place that lies inside for most results
+            grids.setdefault(most.kernel, []).append((*point_of(most), work.flops / timed(call)))
+        products[name] = grids
+    return KernelRates(passes, products)
+
+
+def _counted(
+    calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
+) -> Iterator[tuple[Work, Callable[[], Any]]]:
+    """Each call, and what the same call of shapes counts."""
+    for call, shaped in zip(calls, dry, strict=True):
+        with counting() as work:
+            shaped()
+        yield work, call
 
 
 def _product(of: Processors, n: int, name: str) -> Callable[[], Any]:
@@ -179,8 +227,10 @@ def machine_text(machine: Machine) -> str:
     """The file of a machine."""
     compute = machine.compute
     flops = ", ".join(f"{name} = {value:.4g}" for name, value in compute.flops.items())
-    lines = [f"# Measured on {platform.node()}.", f'name = "{machine.name}"', "", "[compute]", f"flops = {{{flops}}}"]
-    numbers = [one.name for one in fields(compute) if one.name not in ("flops", "gpu")]
+    lines = [f"# Measured on {platform.node()}.", f'name = "{machine.name}"']
+    lines += [] if machine.measured is None else [f"measured = {json.dumps(machine.measured)}"]
+    lines += ["", "[compute]", f"flops = {{{flops}}}"]
+    numbers = [one.name for one in fields(compute) if one.name not in ("flops", "gpu", "kernels")]
     lines += [f"{key} = {getattr(compute, key):.4g}" for key in numbers if getattr(compute, key) is not None]
     lines += ["gpu = true"] * compute.gpu
     for level in machine.levels:
@@ -190,4 +240,16 @@ def machine_text(machine: Machine) -> str:
         lines += [f"contention = {level.contention:g}"] if level.contention else []
     if machine.disk is not None:
         lines += ["", "[disk]", *[f"{key} = {value:.4g}" for key, value in vars(machine.disk).items() if value < inf]]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_kernel_lines(compute.kernels)]) + "\n"
+
+
+def _kernel_lines(rates: KernelRates) -> Iterator[str]:
+    """The tables of kernels: bytes per second of short and long calls; FLOP per second by inner, rows and places."""
+    for name, passes in rates.passes.items():
+        yield from ("", f"[kernels.passes.{name}]")
+        yield from (f'"{kernel}" = [{", ".join(f"{rate:.3g}" for rate in two)}]' for kernel, two in passes.items())
+    for name, products in rates.products.items():
+        yield from ("", f"[kernels.products.{name}]")
+        for kernel, rows in products.items():
+            each = ", ".join(f"[{', '.join(f'{n:g}' for n in row[:-1])}, {row[-1]:.3g}]" for row in rows)
+            yield f'"{kernel}" = [{each}]'

@@ -18,11 +18,12 @@ from fsdpx.engine.operations import about
 from fsdpx.engine.run import Activations, is_activation, lives, roots
 from fsdpx.errors import FsdpxError
 from fsdpx.layout.grid import Grid
+from fsdpx.plan.printed import grid, prose
 from fsdpx.program import SLOTS, Action, Program, Slot
 from fsdpx.shapes.array import Meter
 from fsdpx.state.ledger import KINDS, LedgerRow
 from fsdpx.state.state import TrainState
-from fsdpx.state.tuning import bytes_text, table
+from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.fit import ENOUGH, cheaper, passing
 from fsdpx.trainer.trainer import Trainer
 
@@ -53,7 +54,7 @@ PIECES = 16
 """For this many bytes of activations one byte lies free between them at the peak: their heap is never given back to the
 system (see array/arena.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is 1/20 to
 1/7."""
-SHOWN, WIDE = 4, 80
+SHOWN, WIDE = 4, 76
 """Units, and characters, of a row."""
 
 
@@ -104,11 +105,13 @@ class Peak:
 
     def __str__(self) -> str:
         head = f"the peak, {bytes_text(self.nbytes)}, is in {self.action} ({self.about}), "
-        rows: list[tuple[str, ...]] = [("held then", "bytes", "by unit")]
         kinds = list(self.memory)
-        for one in sorted(self.holdings, key=lambda one: (kinds.index(one.kind), -one.nbytes)):
-            rows.append((f"{one.kind}: {one.what}", bytes_text(one.nbytes), _units(one.units)))
-        return f"{head}action {self.number} of {self.actions}\n{table(rows)}"
+        rows = [
+            (f"{one.kind}: {one.what}", bytes_text(one.nbytes), _units(one.units))
+            for one in sorted(self.holdings, key=lambda one: (kinds.index(one.kind), -one.nbytes))
+        ]
+        text = grid(("held then", "bytes", "by unit"), rows, words=True)
+        return f"{prose(f'{head}action {self.number} of {self.actions}', '  ')}\n{text}"
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -304,12 +307,13 @@ def _changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
         yield from ({"offload": Offload("/local/disk", what)} for what in ("optimizer", "activations"))
 
 
-def lowered_text(changes: Sequence[Change], peak: int, seconds: float | None = None) -> str:
-    """A table. peak, seconds: without a change."""
+def lowered_text(changes: Sequence[Change], seconds: float | None = None) -> str:
+    """A table. seconds: of a step without a change."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
-    rows: list[tuple[str, ...]] = [("what alone would lower it", "by", "to", *["step"] * (seconds is not None))]
+    rows = list[tuple[str, ...]]()
     for one in changes:
         step = "not known" if seconds is None or one.seconds is None else f"{one.seconds / seconds - 1:+.1%}"
-        rows.append((one.words, bytes_text(peak - one.nbytes), bytes_text(one.nbytes), step)[: len(rows[0])])
-    return table(rows)
+        rows.append((bytes_text(one.nbytes), *([step] if seconds is not None else []), one.words))
+    head = "lowered to", *(["step"] if seconds is not None else []), "by this alone"
+    return grid(head, rows, words=True)

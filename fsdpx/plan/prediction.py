@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,8 +45,8 @@ from fsdpx.trainer.trainer import Trainer
 from fsdpx.words import demand_known
 
 __all__ = [
-    "Batch", "Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "dims_of", "predict", "prepared", "seldom",
-    "step_of", "whole",
+    "Batch", "Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "demand_words", "dims_of", "predict",
+    "prepared", "seldom", "step_of", "whole",
 ]  # fmt: skip
 
 ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
@@ -244,9 +245,20 @@ def step_of(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, opti
 
 def whole(name: str, value: Any) -> int:
     """The value of an option that is a whole number, 1 or more; ConfigError for all else."""
-    if not hasattr(value, "__index__") or value < 1:
+    try:
+        found = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # of numbers with a fraction, and of arrays
+        found = -1
+    if found < 1:
         raise ConfigError(f"{name}={value!r}: a whole number, 1 or more")
-    return int(value)
+    return found
+
+
+def demand_words(options: Mapping[str, Any]) -> None:
+    """ConfigError for an option that is an array: they are words, numbers and objects."""
+    for name, value in options.items():
+        if hasattr(value, "__array__"):
+            raise ConfigError(f"{name}={value!r}: no option of a plan is an array")
 
 
 def dims_of(space: Any) -> tuple[int, ...]:
@@ -281,6 +293,7 @@ def _options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         if name in options:
             raise ConfigError(f"predict decides {name} itself")
     demand_known("predict", options, OPTIONS)
+    demand_words(options)
     if options["loss"] is None:
         options["loss"] = LOSSES[dtype_of(batch[-1][1]).kind in "iu"]
     defaults = {

@@ -21,7 +21,7 @@ from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
 from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
-from fsdpx.plan.prediction import Batch, Prediction, WorldStep, batch_of, dims_of, seldom, step_of, whole
+from fsdpx.plan.prediction import Batch, Prediction, WorldStep, batch_of, demand_words, dims_of, seldom, step_of, whole
 from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import Recipe, Training, native
 
@@ -92,6 +92,7 @@ def search(
     ConfigError : nothing fits, with the least that would; no mesh for these ranks; a layer that dry runs do not know
     """
     where = Machine.load(machine)
+    demand_words(options)
     if (ranks is None) == (hosts is None):
         raise ConfigError(f"ranks={ranks}, hosts={hosts}: say one of them")
     if ranks is None and where.host == inf:
@@ -316,15 +317,14 @@ class _Search:
         searched = f"{len(self.seen)} configurations: {what}{given}; {counts}{left}"
         loss = self.fixed["loss"] or (nn.CrossEntropy() if "int" in str(self.batch[-1][1]) else nn.MSE())
         cells, best = self.batch[0][0][2:], found[0]
-        about = self.machine, self.limit, self.ranks, self.samples, f"nn.{loss!r}", cells
+        about = self.machine, self.limit, self.samples, f"nn.{loss!r}", cells
         frugal = self._frugal(best)
         largest, longest, deepest = self._largest(frugal), self._longest(frugal), self._deepest(frugal, best)
         by = {"batch": largest[1], "size": longest[1], "depth": deepest[1]}
         limits = {name: options_text(options) for name, options in by.items() if options is not None}
-        slow, scaling, refused = tuple(self.slow.items()), self._scaling(best), tuple(self.refused.items())
-        return Plan(
-            found, refused, searched, largest[0], *about, longest[0], scaling, slow, deepest[0], limits
-        )
+        slow, refused, large = tuple(self.slow.items()), tuple(self.refused.items()), tuple(self.large)
+        most, scaling = (deepest[0], limits), self._scaling(best)
+        return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _frugal(self, best: Candidate) -> list[dict[str, Any]]:
         """Options of the quickest, and of those that need least memory: with as much recomputing and as many
@@ -446,10 +446,13 @@ class _Search:
             least = min(self.large, key=lambda one: one.prediction.memory)
             parts = sorted(least.prediction.worst.memory.items(), key=lambda item: -item[1])
             needs = ", ".join(f"{kind} {bytes_text(n)}" for kind, n in parts)
+            limit, held = self.limit or 0, bytes_text(least.prediction.memory)
+            more = (one.mesh.size for one in self._scaling(least) if one.memory <= limit)
+            enough = next((f"{ranks} ranks of it would fit" for ranks in more), "take more ranks")
             return (
-                f"nothing fits into {bytes_text(self.limit or 0)} per rank: the least of {len(self.seen)} "
-                f"configurations takes {bytes_text(least.prediction.memory)} ({needs}), with {least.words}; take more "
-                "ranks, a smaller model or batch, or offload="
+                f"nothing fits into {bytes_text(limit)} per rank: on {self.ranks} the least is {held} each, with "
+                f"{least.words}; {enough}, or take a smaller model or batch, or offload=. It is the least of "
+                f"{len(self.seen)} configurations: {needs}"
             )
         whys = list(dict.fromkeys(why.splitlines()[0] for why in self.refused.values()))
         return f"no configuration of {self.ranks} ranks can run: " + "; ".join(whys[:3])

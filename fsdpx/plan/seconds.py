@@ -12,7 +12,7 @@ from fsdpx.comm.mesh import AXES, Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
-from fsdpx.shapes.work import Product, Work
+from fsdpx.shapes.work import Pass, Product, Work
 
 __all__ = ["Lines", "StepTimes", "work_seconds"]
 
@@ -20,16 +20,28 @@ NAMES = {8: "float64", 4: "float32"}
 SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
 """Kernels whose inner arrays are as large as scores or logits: what the others have inside stays in registers."""
 
+WIDENED = "correlate"
+"""Kernels with such names compute in float32 on processors, whatever the format of their arrays."""
+
 
 def work_seconds(work: Work, compute: Compute, half: str) -> float:
     """Seconds of products and of all else. half: the 16-bit format of the step.
 
-    A product takes FLOP / flops and bytes / memory, on a GPU the longer of them: a processor copies operands into the
-    order in which it multiplies them before it does. `half` makes small ones slower. All else takes its bytes / memory.
-    """
+    Kernels that were measured on the machine go at their own rates. Of others a product takes FLOP / flops and bytes /
+    memory, on a GPU the longer of them: a processor copies operands into the order in which it multiplies them before
+    it does. `half` makes small ones slower. All else takes its bytes / memory."""
     products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
+    passes = sum(_pass_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING)
-    return products + (work.nbytes + spilt) / (compute.memory * compute.memory_efficiency)
+    return products + passes + spilt / (compute.memory * compute.memory_efficiency)
+
+
+def _pass_seconds(one: Pass, compute: Compute, half: str) -> float:
+    name = NAMES.get(one.itemsize, "float32" if one.itemsize > 2 else half)
+    if compute.kernels.holds(one.kernel, name):
+        return 0.0  # a part of its products
+    rate = compute.kernels.bytes_per_second(one, name)
+    return one.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
 
 
 def _kernels(work: Work) -> int:
@@ -38,8 +50,12 @@ def _kernels(work: Work) -> int:
 
 def _product_seconds(product: Product, compute: Compute, half: str) -> float:
     name = NAMES.get(product.itemsize, half)
+    own = compute.kernels.flops_per_second(product, name)
+    if own is not None:
+        return product.flops / own
     widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # as processors do it
-    flops = compute.flops.get(name, widened)
+    always = widened is not None and product.kernel.startswith(WIDENED)
+    flops = widened if always else compute.flops.get(name, widened)
     if flops is None:
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")

@@ -131,7 +131,7 @@ def test_without_a_limit_the_free_memory_of_the_host_is_it() -> None:
 
 def test_the_same_error_on_all_ranks_where_nothing_fits() -> None:
     (only,) = errors(2, memory="64KiB")
-    assert only.startswith("nothing fits into 64.00 KiB per rank: the least of ")
+    assert only.startswith("nothing fits into 64.00 KiB per rank: on 2 the least is ")
     assert "parameters" in only
     (only,) = errors(2, machine="nowhere")
     assert only.startswith("machine='nowhere' is none of")

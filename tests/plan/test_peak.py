@@ -1,6 +1,7 @@
 """The peak of memory in words: what it consists of, and that changes lower it as far as is said."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -86,10 +87,10 @@ def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None
 def test_units_one_after_another_that_hold_as_much_are_one() -> None:
     units = tuple((f"blocks.{n}", 10 if n < 3 else 2048) for n in range(4))
     peak = Peak("B3.0", "unit 'blocks.3'", 8, 20, (Holding("activations", "kept for backward", 2078, units),))
-    first, head, _, row = str(peak).splitlines()
+    first, head, _, *row = str(peak).splitlines()
     assert first == "the peak, 2.03 KiB, is in B3.0 (unit 'blocks.3'), action 8 of 20"
-    assert head.split() == ["held", "then", "bytes", "by", "unit"]
-    assert row.endswith("blocks.3 2.00 KiB, 3 units, blocks.0 to blocks.2, 10 B each")
+    assert head.split() == ["held", "then", "bytes"]
+    assert " ".join(row).endswith("blocks.3 2.00 KiB, 3 units, blocks.0 to blocks.2, 10 B each")
 
 
 def test_changes_lower_the_peak_to_what_they_then_hold() -> None:
@@ -119,10 +120,10 @@ def test_changes_of_a_mesh_leave_its_other_axes() -> None:
 
 def test_times_of_changes_are_beside_them() -> None:
     found = [Change({"recompute": "all"}, 1024, 3.0), Change({"ahead": 0}, 2048)]
-    last = [line.split() for line in lowered_text(found, 4096, 2.0).splitlines()[2:]]
-    assert last[0] == ["recompute='all'", "3.00", "KiB", "1.00", "KiB", "+50.0%"]
-    assert last[1][-2:] == ["not", "known"]
-    assert lowered_text([], 4096) == "no other single choice lowers it by more than 1 %"
+    last = [line.split() for line in lowered_text(found, 2.0).splitlines()[2:]]
+    assert last[0] == ["1.00", "KiB", "+50.0%", "recompute='all'"]
+    assert last[1][2:4] == ["not", "known"]
+    assert lowered_text([]) == "no other single choice lowers it by more than 1 %"
 
 
 def test_a_prediction_says_what_would_lower_its_peak() -> None:
@@ -138,7 +139,7 @@ def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("show gpt-tiny --ranks 4 --strategy ddp --lower".split()) == 0
     text = capsys.readouterr().out
     assert "is in B3.0 (unit 'blocks.3..head'), action " in text
-    assert "\nwhat alone would lower it" in text
+    assert re.search(r"\nlowered to +by this alone\n", text)
     assert main("show gpt-tiny --ranks 4 --strategy ddp --lower --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak"]["action"] == "B3.0"

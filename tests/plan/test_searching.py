@@ -16,6 +16,7 @@ import fsdpx
 from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.launch import plan as plan_command
 from fsdpx.plan import Level, Machine, Plan, predict, searching
 from fsdpx.plan.depth import deeper
 from fsdpx.plan.found import SHOWN
@@ -23,7 +24,9 @@ from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Storage
 from fsdpx.plan.measuring import machine_text
 from fsdpx.plan.prediction import step_of
+from fsdpx.plan.printed import call_text
 from fsdpx.plan.searching import CLOSE
+from fsdpx.state.tuning import bytes_text
 
 X = ((16, 8), "int64")
 SIX = ((12, 6), "int64")
@@ -32,6 +35,11 @@ SIX = ((12, 6), "int64")
 def options_of(text: str) -> dict[str, Any]:
     """The options that a plan has written in Python."""
     return eval(f"dict({text})", {"fsdpx": fsdpx})
+
+
+def flat(plan: Plan) -> str:
+    """What it prints, in one line."""
+    return " ".join(str(plan).split())
 
 
 def gpt() -> nn.Layer:
@@ -71,12 +79,16 @@ def test_the_lines_for_a_run_file_ask_for_the_same(found: Plan) -> None:
 
 def test_what_it_prints(found: Plan) -> None:
     text = str(found)
-    assert text.startswith("4 ranks of ethernet-10g, batch 16, 1.00 GiB of memory per rank\nsearched ")
-    for part in ("the quickest of each kind", "with these options a global batch of", found.line, found.toml):
+    best = found.best
+    held = f"{bytes_text(best.prediction.memory)} of 1.00 GiB a rank: it fits"
+    assert text.startswith(f"{best.label} on 4 ranks: {best.prediction.seconds:.3g} s a step, {held}\nnot measured: ")
+    assert "\nbatch 16 on 4 ranks of ethernet-10g\n" in text
+    for part in ("the quickest of each kind", "with these options a global batch of", found.toml, "\nsearched "):
         assert part in text
+    assert call_text(found.line) in text
     assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.kinds.keys()
-    best = found.best.prediction
-    assert best.memory + (66 << 20) <= best.process < best.memory * 17 // 16 + (67 << 20)
+    real = best.prediction
+    assert real.memory + (66 << 20) <= real.process < real.memory * 17 // 16 + (67 << 20)
     assert "\nwith interpreter, libraries and MPI a process takes " in text
     assert json.loads(json.dumps(found.as_json()))["found"][0]["seconds"] == found.best.prediction.seconds
 
@@ -96,8 +108,8 @@ def test_a_model_without_a_longest_sequence_says_how_long_they_may_be() -> None:
         more = {**options, "ranks": 2, "machine": "laptop"}
         fits = [predict(llama, (((16, n), "int64"),) * 2, **more).memory <= 2 << 20 for n in lengths]
         assert fits == [True, False][-len(lengths) :]
-    assert f"sequences of {length}" in str(made)
-    assert f"a global batch of {made.largest} samples" in str(made)
+    assert f"sequences of {length}" in flat(made)
+    assert f"a global batch of {made.largest} samples" in flat(made)
     assert fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", strategy="fsdp", most=1).longest == ()
 
 
@@ -137,10 +149,10 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
     seconds = {one.words: one.prediction.seconds for one in whole.found}
     assert all(least <= seconds.get(words, inf) for words, least in made.slow)
     assert {words.partition("schedule=")[2] for words, _ in made.slow} == {"", "'interleaved'", "'zb-h1'"}
-    counts = list(map(int, re.findall(r"\d+(?= configurations:| predicted,| ruled out by| cannot run)", str(made))))
+    counts = list(map(int, re.findall(r"\d+(?= configurations:| predicted,| ruled out by| cannot run)", flat(made))))
     assert counts[0] == sum(counts[1:])
     assert counts[1:] == [counts[1], len(made.slow), len(made.refused)]
-    assert f"ruled out, since their layers alone take longer: {len(made.slow)}, such as\n  strategy=" in str(made)
+    assert f"ruled out, since their layers alone take longer: {len(made.slow)}, such as strategy=" in flat(made)
     assert made.as_json()["slow"] == [list(one) for one in made.slow]
 
 
@@ -181,7 +193,7 @@ def test_the_deepest_model_that_fits(make: Any) -> None:
     assert fits == [True, False]
     assert predict(models[1], (X, X), **options | made.best.options).memory > 2 << 20
     assert count == sum(spec.size for spec in models[0].specs().values())
-    assert f"{blocks} blocks of this width, {count:,} parameters in all" in str(made)
+    assert f"{blocks} blocks of this width, {count:,} parameters in all" in flat(made)
     assert made.as_json()["deepest"] == {"blocks": blocks, "parameters": count}
 
 
@@ -229,7 +241,7 @@ def test_a_model_that_repeats_no_block_has_no_deepest() -> None:
     model, x = nn.Chain(nn.Linear(8, 8), nn.Linear(8, 8)), ((4, 8), "float32")
     made = fsdpx.plan(model, batch=(x, x), ranks=1, machine="laptop", memory="1GiB")
     assert made.deepest == (0, 0)
-    assert "blocks of this width" not in str(made)
+    assert "blocks of this width" not in flat(made)
     assert made.as_json()["deepest"] is None
 
 
@@ -275,9 +287,17 @@ def test_options_that_are_given_are_not_searched() -> None:
 
 
 def test_nothing_fits() -> None:
-    says = r"^nothing fits into 64\.00 KiB per rank: the least of \d+ configurations takes .* \(.*parameters .*\), with"
+    says = r"^nothing fits into 64\.00 KiB per rank: on 2 the least is .* each, with strategy='fsdp', .*; take more"
     with pytest.raises(ConfigError, match=says):
-        fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", memory="64KiB", strategy="fsdp")
+        fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="ethernet-10g", memory="64KiB", strategy="fsdp")
+
+
+def test_where_nothing_fits_the_ranks_that_would_are_named() -> None:
+    options: Any = {"machine": "ethernet-10g", "strategy": "fsdp", "batch": (X, X)}
+    with pytest.raises(ConfigError) as error:
+        fsdpx.plan(gpt(), ranks=1, memory="700KiB", **options)
+    ranks = int(re.search(r"; (\d+) ranks of it would fit, or ", str(error.value))[1])  # type: ignore[index]
+    assert fsdpx.plan(gpt(), ranks=ranks, memory="700KiB", **options).best.prediction.memory <= 700 << 10
 
 
 def test_ranks_that_no_mesh_fills() -> None:
@@ -366,7 +386,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     words = "plan gpt-tiny --ranks 2 --machine laptop --memory 2GiB --batch 4 --most 6 --strategy fsdp".split()
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert text.startswith("gpt-tiny: GPT")
+    assert re.match(r"fsdp on 2 ranks: \S+ s a step, \S+ MiB of 2\.00 GiB a rank: it fits\n", text)
+    assert "\ngpt-tiny: GPT" in text
     assert "trainer = model.as_distributed(" in text
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
@@ -378,7 +399,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
 
 
 def test_the_command_line_draws_time_and_memory_against_ranks(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     path = tmp_path / "ranks.png"
@@ -387,11 +408,13 @@ def test_the_command_line_draws_time_and_memory_against_ranks(
     assert f"drawn: {path}" in capsys.readouterr().err
     assert path.read_bytes().startswith(b"\x89PNG")
     for option, wrong, says in (
-        ("--ranks-png", path / "x.png", "Not a directory"),
-        ("--png", tmp_path / "x.foo", "Format 'foo' is not"),
+        ("--ranks-png", path / "x.png", "there is no folder"),
+        ("--png", tmp_path / "x.foo", "foo is no format of pictures"),
+        ("--png", tmp_path, "no file can be written there"),
     ):
+        monkeypatch.setattr(plan_command.plan, "search", None)  # it is not asked
         assert main([*words, option, str(wrong)]) == 2
-        assert f"fsdpx plan: {wrong} cannot be written: {wrong}: {says}" in capsys.readouterr().err
+        assert f"fsdpx plan: {option} {wrong}: {says}" in capsys.readouterr().err
     assert main(["show", "mlp", "--trace", str(path / "x.json")]) == 2
     assert "x.json cannot be written" in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ def store(xp: Any, x: Any, out: Any) -> None:
         form(xp, x, out)
         return
     if getattr(xp, "holds_no_data", False):
-        note(x, out, kernel="store")
+        note(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")  # of the narrower format
         return
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = x.astype(out.dtype)

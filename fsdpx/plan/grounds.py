@@ -1,0 +1,56 @@
+"""What stands behind the numbers of a plan: which of them nothing measured supports."""
+
+from __future__ import annotations
+
+from fsdpx.config import half_name, precision
+from fsdpx.plan.machine import Machine
+from fsdpx.plan.prediction import Prediction
+
+__all__ = ["unmeasured"]
+
+AGAIN = "python -m fsdpx measure-machine"
+
+
+def unmeasured(found: Prediction) -> list[str]:
+    """Sentences about numbers of a prediction that rest on nothing measured; [] where all do."""
+    machine, ranks = found.machine, found.mesh.size
+    measured = machine.measured or ()
+    sentences = []
+    if machine.measured is None:
+        sentences.append(f"{machine.name} does not say what of it was measured: {AGAIN} writes a file that does")
+    elif "compute" not in measured:
+        sentences.append(f"{machine.name} has published figures, none of which was measured: expect other times")
+    elif ranks > 1 and "links" not in measured:
+        sentences.append(f"how long messages take on {machine.name} is not measured: its links have published figures")
+    return sentences + [*filter(None, (_kernels(machine), _halves(found), _sharding(found)))]
+
+
+def _kernels(machine: Machine) -> str:
+    """Of processors: convolutions go at a half of the rate of products or less."""
+    if machine.compute.gpu or machine.compute.kernels.passes:
+        return ""
+    rates = f"no kernel of {machine.name} was measured: all are priced as matrix products and copies of memory"
+    return f"{rates}, which convolutions and norms do not reach; {AGAIN} there measures them"
+
+
+def _halves(found: Prediction) -> str:
+    compute, machine = found.machine.compute, found.machine
+    formats = precision(found.step.options["precision"])
+    name = half_name(formats.compute)
+    known = compute.kernels.passes or (compute.gpu and "compute" in (machine.measured or ()))
+    if known or formats.compute in ("float32", "float64"):
+        return ""
+    if compute.gpu or name in compute.flops:
+        need = "" if compute.gpu else ", which is reached with oneDNN alone"
+        return f"{name} on {machine.name} goes at a published rate{need}"
+    return (
+        f"{machine.name} has no rate for {name}: it is priced as float32, which is what processors compute without "
+        "oneDNN and instructions for it"
+    )
+
+
+def _sharding(found: Prediction) -> str:
+    """Of GPUs: steps that were measured are those of replicas, tensors and pipes."""
+    if not found.machine.compute.gpu or found.mesh.width("shard") < 2:
+        return ""
+    return "no measured step of several GPUs with zero1 to fsdp stands behind these times: they are computed alone"

@@ -1,0 +1,165 @@
+"""Calls of kernels by which a machine is measured: on arrays, and on shapes, which say what each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fsdpx import optim
+from fsdpx.array import kernels
+from fsdpx.array.kernels.correlation import Strides
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.nn.numeric import wide
+from fsdpx.optim import Segment, Segments
+from fsdpx.shapes.work import note
+
+__all__ = ["passes", "products"]
+
+Call = Callable[[], Any]
+
+WIDTH, CHANNELS = 64, 16
+"""Columns of rows, and channels of fields."""
+PAIRS = Strides((2, 2), (2, 2), (1, 1), (0, 0), 1)
+"""The windows of pools."""
+
+
+def passes(xp: Any, name: str, nbytes: int) -> list[Call]:
+    """A call of each kernel that passes over arrays, in a format, which reads and writes about as many bytes."""
+    kind = dtype_of(name)
+    n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
+    a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
+    return [
+        lambda: a * b, lambda: xp.exp(a), lambda: xp.sum(a, axis=1, dtype=np.float64), lambda: xp.copyto(c, a),
+        *_elements(xp, a, b, c), *_rows(xp, a, b), *_channels(xp, n, kind), *_pools(xp, n, kind), *_state(xp, n, kind),
+    ]  # fmt: skip
+
+
+def _elements(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
+    k, row = kernels, xp.full((WIDTH,), 0.5, dtype=a.dtype)
+    return [
+        lambda: k.relu(xp, a), lambda: k.relu_backward(xp, a, b), lambda: k.sigmoid(xp, a), lambda: k.silu(xp, a),
+        lambda: k.silu_backward(xp, a, b), lambda: k.gelu(xp, a), lambda: k.gelu_backward(xp, a, b),
+        lambda: k.gelu_recompute(xp, a, c), lambda: k.bias_gelu(xp, c, row), lambda: k.gated(xp, a, b),
+        lambda: k.gated_backward(xp, a, b, c), lambda: k.add(xp, a, b), lambda: k.add_bias(xp, c, row),
+        lambda: k.squared_error(xp, a, b), lambda: k.squared_error_backward(xp, a, b, 0.5),
+    ]  # fmt: skip
+
+
+def _rows(xp: Any, a: Any, b: Any) -> list[Call]:
+    """Norms, softmax and losses."""
+    k, total = kernels, wide(a.dtype)
+    w = xp.full((WIDTH,), 0.5, dtype=a.dtype)
+    sums, mean, rstd = (xp.full((m,), 0.5, dtype=total) for m in (WIDTH, len(a), len(a)))
+    labels, heads = xp.zeros((len(a),), dtype=np.int64), a.reshape(1, len(a), 2, WIDTH // 2)
+    turn = xp.full((len(a), WIDTH // 4), 0.5, dtype=total)
+    return [
+        lambda: k.sum_rows(xp, a, sums), lambda: k.softmax(xp, a), lambda: k.softmax_backward(xp, a, b),
+        lambda: k.layer_norm(xp, a, w, w, 1e-5), lambda: k.layer_norm_backward_input(xp, a, w, mean, rstd, b),
+        lambda: k.layer_norm_backward_params(xp, a, mean, rstd, b, sums, sums),
+        lambda: k.rms_norm(xp, a, w, 1e-5), lambda: k.rms_norm_backward_input(xp, a, w, rstd, b),
+        lambda: k.rms_norm_backward_params(xp, a, rstd, b, sums), lambda: k.rotate(xp, heads, turn, turn),
+        lambda: k.cross_entropy(xp, a, labels), lambda: k.cross_entropy_backward(xp, a, labels, rstd, 0.5),
+        lambda: k.embedding_backward(xp, xp.zeros((WIDTH, WIDTH), dtype=a.dtype), labels, b),
+    ]  # fmt: skip
+
+
+def _field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, kind: Any) -> Any:
+    """(samples, channels, *cells): with the channels of a cell next to each other, as kernels of fields make them; what
+    is rounded to 16 bits comes in C order."""
+    if np.dtype(kind).itemsize == 2:
+        return xp.full((samples, channels, *cells), 0.5, dtype=kind)
+    return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=kind), -1, 1)
+
+
+def _channels(xp: Any, n: int, kind: Any) -> list[Call]:
+    """Norms of fields."""
+    k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
+    x, dy = (_field(xp, 2, cells, CHANNELS, kind) for _ in range(2))
+    one = xp.full((CHANNELS,), 0.5, dtype=wide(kind))
+    return [
+        lambda: k.channel_sums(xp, x), lambda: k.channel_squares(xp, x, one),
+        lambda: k.channel_affine(xp, x, one, one, one), lambda: k.channel_sums_with(xp, dy, x, one, one),
+        lambda: k.channel_norm_backward(xp, dy, x, one, one, one, one),
+    ]  # fmt: skip
+
+
+def _pools(xp: Any, n: int, kind: Any) -> list[Call]:
+    k, cells = kernels, (16, n * WIDTH // CHANNELS // 16)
+    half, x = (cells[0] // 2, cells[1] // 2), _field(xp, 1, cells, CHANNELS, kind)
+    dy, winner = (_field(xp, 1, half, CHANNELS, one) for one in (kind, np.int32))
+    shape = (1, CHANNELS, *cells)
+    return [
+        lambda: k.max_pool(xp, x, PAIRS, half), lambda: k.max_pool_backward(xp, dy, winner, PAIRS, shape),
+        lambda: k.avg_pool(xp, x, PAIRS, half, 4), lambda: k.avg_pool_backward(xp, dy, PAIRS, shape, 4),
+    ]  # fmt: skip
+
+
+def _state(xp: Any, n: int, kind: Any) -> list[Call]:
+    """What turns the format into the one that sums have, and updates of parameters, which are never shorter."""
+    size, total = n * WIDTH, wide(kind)
+    short, long = (xp.full((size,), 0.5, dtype=one) for one in (kind, total))
+    calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (kind != total)]
+    if kind == total:
+        p, g, *slots = (xp.full((size,), 0.5, dtype=kind) for _ in range(4))
+        calls.append(lambda: _update(xp, p, g, dict(zip(("m", "v"), slots, strict=True))))
+    return calls
+
+
+def _update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
+    if getattr(xp, "holds_no_data", False):
+        note(p, g, *slots.values(), p, *slots.values(), kernel="update")
+        return
+    adam = optim.AdamW()
+    adam.update(xp, p, g, slots, lr=1e-3, step=1, segments=Segments((Segment("p", 0, p.size, 0, p.size),)))
+
+
+ENDS = (1, 8, 32)
+"""Channels of convolutions."""
+LINE, CUBE, IMAGE = (3,), (3, 3, 3), (3, 3)
+"""Windows of convolutions: 3, 27 and 9 places."""
+FIELDS = {LINE: ((64,), (8000,)), CUBE: ((4, 4, 4), (20, 20, 20)), IMAGE: ((8, 8), (90, 90)), (1,): ((64,), (8000,))}
+"""Small fields, whose windows often reach beyond the ends, and large ones."""
+RESULTS = 1 << 13
+"""Cells of all samples together, about."""
+
+
+def products(xp: Any, name: str) -> Iterator[Call]:
+    """Calls of each kernel that consists of products, at the points of its grid."""
+    kind = dtype_of(name)
+    for window, ends in ((LINE, ENDS), (CUBE, ENDS), (IMAGE, (16, 64)), ((1,), ENDS)):
+        for inner, outer, cells in product(ends, ends, FIELDS[window]):
+            yield from _convolutions(xp, kind, inner, outer, window, cells)
+    for window in (LINE, CUBE):
+        for cells in FIELDS[window]:
+            yield from _convolutions(xp, kind, CHANNELS, CHANNELS, window, cells, CHANNELS)
+    yield from _attention(xp, kind)
+
+
+def _convolutions(
+    xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1
+) -> Iterator[Call]:
+    """Forward and both halves of backward."""
+    samples = max(RESULTS // prod(cells), 1)
+    ones = (1,) * len(window)
+    strides = Strides(window, ones, ones, tuple(-(k // 2) for k in window), groups)
+    x, dy = (_field(xp, samples, cells, channels, kind) for channels in (inner, outer))
+    weight = xp.full((outer, inner // groups, *window), 0.5, dtype=kind)
+    gradient = xp.full((outer, inner // groups, *window), 0.5, dtype=kind)
+    yield lambda: kernels.correlate(xp, x, weight, None, strides, cells)
+    yield lambda: kernels.correlate_backward_input(xp, weight, dy, strides, (samples, inner, *cells))
+    yield lambda: kernels.correlate_backward_params(xp, x, dy, strides, (gradient, True), None)
+
+
+HEADS = (4, 256, 64)
+"""Heads, positions and features."""
+
+
+def _attention(xp: Any, kind: Any) -> Iterator[Call]:
+    q, k, v, do = (xp.full((1, *HEADS), 0.01, dtype=kind) for _ in range(4))
+    yield lambda: kernels.attention(xp, q, k, v, True, 0.125)
+    o, lse = kernels.attention(xp, q, k, v, True, 0.125)
+    yield lambda: kernels.attention_backward(xp, q, k, v, o, lse, do, True, 0.125)

@@ -1,0 +1,187 @@
+"""Rates of kernels: what is measured, what a call then takes, and what is done without."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx import nn, shapes
+from fsdpx.comm.local import single
+from fsdpx.errors import ConfigError
+from fsdpx.plan import Compute, Level, Machine, measuring, predict, probes
+from fsdpx.plan.kernels import LONG, SHORT, KernelRates
+from fsdpx.plan.measuring import machine_text
+from fsdpx.plan.prediction import prepared
+from fsdpx.plan.seconds import work_seconds
+from fsdpx.shapes.work import Pass, Product, Work, counting
+
+GRID = [[a, b, 3, n, 1e9 * a * b * (1 + (n > 64))] for a in (1, 16) for b in (1, 16) for n in (64, 4096)]
+RATES = KernelRates(
+    {"float32": {"elements": [8e9, 2e9], "relu": [4e9, 1e9]}, "bf16": {"elements": [1e9, 1e9]}},
+    {"float32": {"correlate": GRID}},
+)
+FIELD = (((2, 3, 16, 16), "float32"), ((2, 2, 16, 16), "float32"))
+
+
+def machine(**compute: Any) -> Machine:
+    return Machine("one", (Level("host", 0.0, 1e9),), Compute(**{"flops": {"float32": 1e9}, "memory": 1e9} | compute))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "nbytes", "rate"),
+    [
+        ("relu", "float32", SHORT, 4e9), ("relu", "float32", LONG, 1e9), ("relu", "float32", 100 * LONG, 1e9),
+        ("relu", "float32", 1, 4e9), ("relu", "float32", int((SHORT * LONG) ** 0.5), 2e9),
+        ("other", "float32", SHORT, 8e9), ("relu", "bf16", SHORT, 1e9), ("relu", "float64", SHORT, 4e9),
+        ("relu", "float16", LONG, 1e9),
+    ],
+)  # fmt: skip
+def test_a_pass_goes_between_what_was_measured_short_and_long(
+    kernel: str, name: str, nbytes: int, rate: float
+) -> None:
+    assert RATES.bytes_per_second(Pass(kernel, 4, nbytes), name) == pytest.approx(rate, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("point", "rate"),
+    [((1, 1, 64), 1e9), ((16, 16, 4096), 512e9), ((4, 1, 64), 4e9), ((64, 1, 64), 16e9), ((1, 1, 512), 2**0.5 * 1e9)],
+)
+def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point: tuple[int, int, int], rate: float) -> None:
+    inner, rows, cells = point
+    one = Product(rows, inner, cells, 2, 4, "correlate", 3)
+    assert RATES.flops_per_second(one, "float32") == pytest.approx(rate)
+    backward = Product(rows, cells, inner, 2, 4, "correlate_backward_params", 3)  # the cells are summed
+    own = KernelRates({}, {"float32": {"correlate_backward_params": GRID}})
+    assert own.flops_per_second(backward, "float32") == pytest.approx(rate)
+    assert RATES.flops_per_second(one, "bf16") is None
+
+
+def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
+    compute = machine(kernels=RATES).compute
+    one = Product(16, 16, 4096, 1, 4, "correlate", 3)
+    work = Work(Counter({one: 2}), Counter({Pass("correlate", 4, 1 << 20): 1, Pass("relu", 4, LONG): 3}))
+    assert work_seconds(work, compute, "bf16") == pytest.approx(2 * one.flops / 512e9 + 3 * LONG / 1e9)
+    plain = machine().compute
+    assert work_seconds(work, plain, "bf16") == pytest.approx(2 * one.flops / 1e9 + ((1 << 20) + 3 * LONG) / 1e9)
+
+
+FEW = {"channel_scales", "channel_slopes"}
+"""Of a number for each channel."""
+
+
+def models() -> list[tuple[nn.Layer, Any]]:
+    """Models, and batches, whose kernels must have been measured."""
+    cells = {1: (64,), 2: (16, 16), 3: (8, 8, 8)}
+    found: list[tuple[nn.Layer, Any]] = []
+    for dims, size in cells.items():
+        batch = ((2, 3, *size), "float32"), ((2, 2, *size), "float32")
+        for norm, activation in (("batch", "relu"), ("group", "gelu"), (None, "silu")):
+            found.append((nn.UNet(3, 2, dims, 8, 2, norm=norm, activation=activation), batch))
+    deep = nn.Chain(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 5, padding=2, groups=32), nn.AvgPool2d(1),
+                    nn.Conv2d(32, 32, 3, padding=1), nn.Sigmoid(), nn.Conv2d(32, 2, 1))  # fmt: skip
+    tokens = ((4, 16), "int64")
+    return [*found, (deep, (((2, 3, 32, 32), "float32"), ((2, 2, 32, 32), "float32"))),
+            (nn.GPT(64, 32, 2, 2, 16), (tokens, tokens)), (nn.Llama(64, 32, 2, 2, 16), (tokens, tokens))]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16"])
+def test_each_kernel_that_models_use_is_measured(name: str) -> None:
+    known = set[str]()
+    for calls in (probes.passes(shapes, name, 1 << 12), probes.products(shapes, name)):
+        for call in calls:
+            with counting() as work:
+                call()
+            known |= {one.kernel for one in (*work.passes, *work.products)}
+    for model, batch in models():
+        (run,) = prepared(model, batch, 1, False, precision=None if name == "float32" else name).runs
+        used = {one.kernel for cost in run.costs.values() for one in (*cost.work.passes, *cost.work.products)}
+        assert used - {""} - FEW <= known | {"update"}, model  # the update is of float32
+
+
+def test_probes_are_calls_of_arrays_that_count_what_they_say() -> None:
+    """The same calls, in the same order, of arrays as of shapes."""
+    for real, dry in zip(probes.passes(np, "float32", 1 << 12), probes.passes(shapes, "float32", 1 << 12), strict=True):
+        with counting() as work:
+            dry()
+        with counting() as nothing:
+            real()
+        assert len(work.passes) == 1
+        assert not nothing.passes
+
+
+def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = Machine("m", (Level("host", 1e-6, 1e9),), machine(kernels=RATES).compute, measured=("compute", "links"))
+    path = tmp_path / "machine.toml"
+    path.write_text(machine_text(made))
+    found = Machine.load(path)
+    assert found.measured == made.measured
+    assert found.compute.kernels.products["float32"]["correlate"] == GRID
+    assert found.compute.kernels.passes == RATES.passes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kernels = 3", "tables passes and products by format are needed"),
+        ("kernels = {speeds = {}}", "tables passes and products by format are needed"),
+        ("kernels = {passes = 3}", "passes are tables by format: bf16, float16, float32, float64"),
+        ("kernels = {passes = {int8 = {}}}", "passes are tables by format"),
+        ("kernels = {passes = {bf16 = {relu = [1e9]}}}", "passes of relu: rows of 2 numbers above 0 are needed"),
+        ("kernels = {passes = {bf16 = {relu = [1e9, 0]}}}", "passes of relu: rows of 2 numbers above 0 are needed"),
+        ("kernels = {products = {bf16 = {c = [[1, 1, 1, 1]]}}}", "products of c: rows of 5 numbers above 0 are needed"),
+        (
+            "kernels = {products = {bf16 = {c = [[1, 1, 1, 1, 9], [2, 2, 1, 1, 9]]}}}",
+            "products of c: a full grid is needed, each point once",
+        ),
+        ("measured = 'all'", "a list of compute and links is needed"),
+        ("measured = ['disk']", "a list of compute and links is needed"),
+    ],
+)
+def test_rates_that_are_none_are_named(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(f"{text}\n[compute]\nflops = {{float32 = 1}}\nmemory = 1\n[[levels]]\nname = 'a'\nlatency = 0\n"
+                    "bandwidth = 1\n")  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        Machine.load(path)
+
+
+def test_convolutions_in_16_bits_are_not_priced_as_products_in_16_bits() -> None:
+    """Processors compute them in float32, whatever the instructions for products are."""
+    quick = machine(flops={"float32": 1e9, "bf16": 1e12}, memory=1e15)
+    model = nn.Conv2d(3, 2, 3, padding=1)
+    for step in (predict(model, FIELD, ranks=1, machine=quick, precision=name) for name in (None, "bf16")):
+        assert step.seconds == pytest.approx(predict(model, FIELD, ranks=1, machine=quick).seconds, rel=1e-3)
+
+
+def test_published_processors_price_16_bits_without_a_library_that_may_not_be_there() -> None:
+    """Nothing says that oneDNN is installed on them; without it 16-bit operands are widened."""
+    for name in ("xeon-200g", "epyc-100g", "ethernet-10g", "laptop"):
+        batch: Any = (((64, 256), "float32"),) * 2
+        plain, half = (predict(nn.Linear(256, 256), batch, ranks=1, machine=name, precision=p) for p in (None, "bf16"))
+        assert half.seconds > 0.8 * plain.seconds, name
+
+
+def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that take a second, as long as nothing at all, a quarter is the kernel's own."""
+    monkeypatch.setattr(measuring, "_seconds", lambda comm, call, of, long=0.0: call() is None or 1.0)
+    monkeypatch.setattr(measuring, "KERNELS", ("float32",))
+    monkeypatch.setattr(measuring, "SHORT", 1 << 14)
+    monkeypatch.setattr(measuring, "LONG", 1 << 16)
+    rates = measuring._kernel_rates(single(), measuring.Processors())
+    relu = [4 * work.nbytes for work in _passes("relu")]
+    assert relu[0] < relu[1]
+    assert rates.passes["float32"]["relu"] == pytest.approx(relu)
+    assert {len(row) for rows in rates.products["float32"].values() for row in rows} == {5}
+
+
+def _passes(kernel: str) -> list[Work]:
+    found = []
+    for nbytes in (1 << 14, 1 << 16):
+        for call in probes.passes(shapes, "float32", nbytes):
+            with counting() as work:
+                call()
+            found += [work] if kernel in {one.kernel for one in work.passes} else []
+    return found

@@ -1,0 +1,230 @@
+"""What a plan prints: the answer first, what nothing measured supports, and lines that a terminal shows whole."""
+
+import ast
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn
+from fsdpx.__main__ import COMMANDS, main
+from fsdpx.errors import ConfigError
+from fsdpx.launch.show import lanes
+from fsdpx.observe import plots
+from fsdpx.plan import Machine, Plan, predict
+from fsdpx.plan.grounds import unmeasured
+from fsdpx.plan.kernels import KernelRates
+from fsdpx.plan.prediction import prepared
+from fsdpx.plan.printed import COLUMNS, call_text, grid
+
+X = ((16, 8), "int64")
+FIELD = ((8, 3, 16, 16), "float32")
+
+
+def gpt() -> nn.Layer:
+    return nn.GPT(64, 32, 4, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    """With long labels, long options and much that does not fit."""
+    field = (FIELD, ((8, 2, 16, 16), "float32"))
+    many: Any = {"machine": "a100-dgx-200g", "codecs": ("bf16", "int8"), "most": 60}
+    return [
+        fsdpx.plan(gpt(), batch=(X, X), ranks=8, memory="900KiB", **many),
+        fsdpx.plan(nn.UNet(3, 2, 2, 8, 2), batch=field, ranks=8, machine="ethernet-10g", space="any", most=40),
+        fsdpx.plan(gpt(), batch=(X, X), ranks=4, machine="ethernet-10g", memory="900KiB", most=60),
+    ]
+
+
+def test_no_line_is_longer_than_a_terminal(plans: list[Plan]) -> None:
+    assert COLUMNS == 80
+    for plan in plans:
+        for line in plan.text("gpt-tiny: a GPT of some blocks of a width, with some heads and a context").splitlines():
+            assert len(line) <= 80, line
+        for line in str(plan.best.prediction.peak).splitlines():
+            assert len(line) <= 80, line
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_terminal_breaks_no_cell(plans: list[Plan], columns: int) -> None:
+    """Rendered by a terminal of that width, rows of a table are one line each, and all numbers of a column end below
+    each other."""
+    rich = pytest.importorskip("rich.console", reason="rich is not installed")
+    for plan in plans:
+        shown = io.StringIO()
+        rich.Console(width=columns, file=shown).print(str(plan), markup=False, highlight=False)
+        assert [line.rstrip() for line in shown.getvalue().splitlines()] == str(plan).splitlines()
+        tables = re.findall(r"^(kind .*)\n-+\n((?:.+\n)+)", str(plan), re.MULTILINE)
+        assert len(tables) == 2
+        for head, rows in tables:
+            ends = [head.index(word) + len(word) for word in ("step", "memory", "fits", "sends")]
+            for row in (row for row in rows.splitlines() if not row.startswith(" ")):
+                assert all(len(row) == end or row[end : end + 2] in ("", "  ") for end in ends), row
+                assert all(row[end - 1] != " " for end in ends), row
+
+
+def test_the_answer_stands_first(plans: list[Plan]) -> None:
+    for plan in plans:
+        best = plan.best.prediction
+        first = " ".join(str(plan).split("\nnot measured: ")[0].split())
+        assert first.startswith(f"{plan.best.label} on {plan.ranks} ranks: {best.seconds:.3g} s a step, ")
+        assert first.endswith(" a rank: it fits")
+        assert plan.as_json()["answer"] == first
+    unknown = replace(plans[0], memory=None)
+    assert unknown.answer.endswith(" a rank, whose memory a100-dgx-200g does not say")
+
+
+def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
+    plan = plans[2]
+    assert plan.large
+    text = str(plan)
+    scaling = text[text.index("on other numbers of ranks") :].split("\n\n")[0].splitlines()[3:]
+    fits = {int(line.split()[0]): "NO" not in line for line in scaling}
+    assert fits == {one.mesh.size: one.memory <= 900 << 10 for one in plan.scaling}
+    assert set(fits.values()) == {True, False}
+    rows = text[text.index("the quickest of each kind") :].split("\n\n")[0].splitlines()
+    large = {one.label for one in plan.large} - {one.label for one in plan.found}
+    assert all(any(row.startswith(label) and " NO " in row for row in rows) for label in large)
+
+
+def test_the_line_of_python_is_the_same_in_several_lines(plans: list[Plan]) -> None:
+    for plan in plans:
+        assert ast.dump(ast.parse(call_text(plan.line))) == ast.dump(ast.parse(plan.line))
+        assert call_text(plan.line) in str(plan)
+
+
+def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
+    assert grid(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], words=True).splitlines() == [
+        "a    b  with", "------------", "x    1  few", "yy  10",
+    ]  # fmt: skip
+    long = " ".join(["words"] * 20)
+    found = grid(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], words=True).splitlines()
+    rows = [line.split() for line in found if not line.startswith("    ")]
+    assert rows == [["a", "b"], ["------"], ["x", "1"], ["yy", "10"]]
+    assert max(map(len, found)) <= COLUMNS
+    assert " ".join(" ".join(found).split()).count("words") == 20
+
+
+def grounds(machine: Machine | str, ranks: int = 2, **options: Any) -> str:
+    return " | ".join(unmeasured(predict(gpt(), (X, X), ranks=ranks, machine=machine, **options)))
+
+
+def test_what_nothing_measured_supports_is_said() -> None:
+    sharded = "zero1 to fsdp"
+    for strategy in ("zero1", "zero2", "fsdp"):
+        assert sharded in grounds("a100-dgx-200g", strategy=strategy)
+    assert sharded not in grounds("a100-dgx-200g", strategy="ddp")
+    assert sharded not in grounds("a100-dgx-200g", 1, strategy="fsdp")
+    assert sharded not in grounds("ethernet-10g", strategy="fsdp")
+    assert "links" in grounds("h200", 2)
+    assert "links" not in grounds("h200", 1)
+    for name in ("h100-dgx-400g", "xeon-200g", "laptop"):
+        assert f"{name} has published figures" in grounds(name)
+    assert "bf16 on h100-dgx-400g goes at a published rate" in grounds("h100-dgx-400g", precision="bf16")
+    assert "xeon-200g has no rate for bf16" in grounds("xeon-200g", precision="bf16")
+    assert "bf16" not in grounds("xeon-200g")
+
+
+def test_a_machine_file_from_before_kernels_were_measured_says_so() -> None:
+    laptop = Machine.load("laptop")
+    old = replace(laptop, name="old", measured=None)
+    assert "old does not say what of it was measured" in grounds(old)
+    assert "no kernel of old was measured" in grounds(old)
+    amx = replace(old, compute=replace(old.compute, flops={"float32": 1e12, "bf16": 5e13}))
+    assert "bf16 on old goes at a published rate, which is reached with oneDNN alone" in grounds(amx, precision="bf16")
+    rates = KernelRates({"float32": {"elements": [1e9, 1e9]}})
+    new = replace(laptop, name="new", measured=("compute", "links"), compute=replace(laptop.compute, kernels=rates))
+    assert grounds(new, precision="bf16") == ""
+    links = replace(new, measured=("compute",))
+    assert "links" in grounds(links)
+
+
+def test_a_plan_says_it_in_its_first_lines(plans: list[Plan]) -> None:
+    for plan in plans:
+        said = unmeasured(plan.best.prediction)
+        assert said
+        first = " ".join(str(plan).split("\n\n")[0].split())
+        assert all(f"not measured: {one}" in first for one in said)
+        assert plan.as_json()["not_measured"] == said
+    assert json.dumps(plans[0].as_json())
+
+
+def test_a_plan_without_a_machine_names_plan() -> None:
+    with pytest.raises(ConfigError, match=r"^fsdpx\.plan\(.*\): missing a required .*'machine'; machine= is a100-dgx"):
+        fsdpx.plan(gpt(), batch=(X, X), ranks=2)
+    with pytest.raises(ConfigError, match=r"^fsdpx\.plan\("):
+        fsdpx.plan()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ranks": np.array([2, 4])}, "^ranks=array"),
+        ({"ranks": True}, "^ranks=True"),
+        ({"hosts": np.array([1, 2])}, "^hosts=array"),
+        ({"ranks": 2, "most": np.array([1, 2])}, "^most=array"),
+        ({"ranks": 2, "memory": np.array([1, 2])}, "^memory=array"),
+        ({"ranks": 2, "space": np.array([1, 2])}, "^space=array"),
+        ({"ranks": 2, "machine": np.array([1, 2])}, "^machine=array"),
+        ({"ranks": 2, "microbatches": np.array([1, 2])}, "microbatches"),
+        ({"ranks": 2, "precision": np.array([1, 2])}, "precision"),
+        ({"ranks": 2, "strategy": np.array([1, 2])}, "strategy"),
+        ({"ranks": 2, "mesh": np.array([1, 2])}, "mesh"),
+        ({"ranks": 2, "schedule": np.array([1, 2])}, "schedule"),
+        ({"ranks": 2, "recompute": np.array([1, 2])}, "recompute"),
+        ({"ranks": 2, "codecs": np.array([1, 2])}, "^codecs=array"),
+        ({"ranks": 2, "batch": np.array([1, 2])}, "batch"),
+    ],
+)
+def test_odd_arguments_are_errors_in_words(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        fsdpx.plan(gpt(), **{"batch": (X, X), "machine": "laptop", **options})
+
+
+def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fsdpx.launch.plan.plan.search", interrupted)
+    assert main("plan gpt-tiny --ranks 2 --machine laptop".split()) == 130
+    assert capsys.readouterr() == ("", "")
+    assert "plan" in COMMANDS
+
+
+def test_pictures_are_asked_for_before_the_search(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fsdpx.launch.plan.plan.search", None)  # it is not asked
+    monkeypatch.setattr(plots, "missing", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'")
+    for option in ("--png", "--ranks-png"):
+        path = str(tmp_path / "step.png")
+        assert main(["plan", "gpt-tiny", "--ranks", "2", "--machine", "laptop", option, path]) == 2
+        assert capsys.readouterr().err == (
+            f"fsdpx plan: {option} {path}: matplotlib is not installed: pip install 'fsdpx[plot]'\n"
+        )
+
+
+def test_pictures_have_the_line_of_the_memory_that_there_is() -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    dry = prepared(gpt(), (X, X), 2, False, strategy="fsdp")
+    found = dry.on(Machine.load("laptop"))
+    for limit, lines in ((2 * found.memory, 1), (found.memory // 2, 1), (10**12, 0)):
+        (axes,) = plots.figure([lanes(dry, found, "fsdp: a GPT", limit)]).axes
+        assert [line.get_gid() for line in axes.lines].count(plots.LIMIT) == lines
+        assert [text.get_gid() for text in axes.texts].count(plots.LIMIT) == 1
+    (axes,) = plots.figure([lanes(dry, found, "fsdp: a GPT")]).axes  # what the machine says
+    assert plots.LIMIT in [text.get_gid() for text in axes.texts]
+    rows = [(1, 2.0, 3e9), (2, 1.0, 2e9)]
+    _, memory = plots.against_ranks("a GPT", rows, 2.0**31).axes
+    (line,) = (line for line in memory.lines if line.get_gid() == plots.LIMIT)
+    assert set(line.get_ydata()) == {2.0}
+    assert not [line for line in plots.against_ranks("a GPT", rows).axes[1].lines if line.get_gid() == plots.LIMIT]
+
+
