@@ -12,12 +12,14 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.plan.found import Candidate, Plan
+from fsdpx.plan.kernels import KernelRates
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import Prediction, RankClass, predict
 from fsdpx.plan.searching import search
 
 __all__ = [
-    "Candidate", "Compute", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage", "predict", "search",
+    "Candidate", "Compute", "KernelRates", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage",
+    "predict", "search",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ USUAL = "elements"
 
 @dataclass(frozen=True)
 class KernelRates:
-    """What was measured of kernels on a machine, by format and name (docs/planning.md).
+    """What was measured of kernels on a machine, by format and name.
 
     Parameters
     ----------

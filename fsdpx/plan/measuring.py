@@ -37,7 +37,7 @@ __all__ = ["machine_text", "measured"]
 TIMES, ROUND, BRIEF = 5, 0.1, 0.01
 """Rounds of what is timed, and seconds that one takes at least; of one kernel among many."""
 KERNELS = ("float32", "bf16")
-"""Formats in which kernels are timed by themselves; the others follow from these (docs/planning.md)."""
+"""Formats in which kernels are timed by themselves; the others follow from these, see `KernelRates`."""
 SIZES = (8, 1 << 20)
 """Elements of float32 of a short and of a long all-reduce."""
 LAYERS = (4, 16)
