@@ -42,7 +42,7 @@ help:
 	@echo "make test-site    a job beside the packages of Debian 12's own Python and MPI (root; they are gone afterwards)"
 	@echo "make test-processors  the tests on thread ranks as on other processors: Numba's, NumPy's, BLAS libraries, threads"
 	@echo "                  (two hours; ARGS='--only haswell' for one, ARGS=--list for their names)"
-	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
+	@echo "make thorough     thousands of random meshes, odd arguments, spoilt checkpoints and kills (an hour)"
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
 	@echo "make bench-gpu    GPT-2 on a GPU beside PyTorch, products and kernels"
@@ -114,6 +114,8 @@ test-processors: $(VENV)/.ready
 thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/engine/test_parity.py tests/elastic/test_every_kill.py tests/launch/test_start.py \
 		--hypothesis-profile=thorough --timeout=0
+	$(PY) tests/facade/odd_arguments.py
+	$(PY) tests/facade/odd_arguments.py --ranks
 	$(PY) tests/checkpoint/fuzz.py 10000
 	$(PY) tests/comm/window_kills.py 300
 	$(PY) tests/checkpoint/kills.py 300

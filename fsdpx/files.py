@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fsdpx.errors import warn
+from fsdpx.errors import ConfigError, warn
 
 __all__ = [
     "LARGEST_RECORD", "READABLE", "TEMPORARY", "Untrusted", "append", "believed", "belongs", "create",
@@ -57,7 +57,9 @@ class Untrusted(OSError):
 
 
 def home(path: str | os.PathLike[str]) -> Path:
-    """A path as a shell reads it: ~ is the home folder of the user."""
+    """A path as a shell reads it: ~ is the home folder of the user. ConfigError for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"{path!r} is no path: give a text or a pathlib.Path")
     return Path(os.path.expanduser(path))
 
 

@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from functools import wraps
 from inspect import Parameter, signature
 from opcode import opmap
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
+from fsdpx.arguments import check_arguments
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
@@ -214,9 +215,10 @@ def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> Non
 
 
 def knowing(kind: type[T]) -> type[T]:
-    """Let a dataclass answer an option that it does not have with ConfigError, which says what may be meant."""
+    """Let a dataclass answer an option that it does not have with ConfigError, which says what may be meant, and an
+    argument that does not fit its type hint."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    made = kind.__init__
+    made = check_arguments(kind.__init__, kind.__name__)
 
     @wraps(made)
     def begin(self: Any, *given: Any, **options: Any) -> None:
@@ -230,16 +232,17 @@ def knowing(kind: type[T]) -> type[T]:
 _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
-def refusing(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function or an `__init__` answer an option that it does not have with ConfigError, as `knowing` does."""
+def refusing(function: Callable[P, T], when: Literal["before", "after", "failed"] = "after") -> Callable[P, T]:
+    """The same for a function or an `__init__`. when: hints are looked at, see `check_arguments`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
     known = [one for one in taken if one not in ("self", "trainer")]
+    checked = check_arguments(function, name, when)
 
     @wraps(function)
     def call(*given: P.args, **options: P.kwargs) -> T:
         demand_known(name, (one for one in options if one not in taken), known)
-        return function(*given, **options)
+        return checked(*given, **options)
 
     return call
 

@@ -11,7 +11,16 @@ from fsdpx.cuda import devices
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = [
-    "DEVICES", "DTYPES", "dtype", "from_host", "joined", "namespace", "namespace_of", "to_host", "unmasked",
+    "DEVICES",
+    "DTYPES",
+    "dtype",
+    "from_host",
+    "joined",
+    "namespace",
+    "namespace_of",
+    "numpy_dtype",
+    "to_host",
+    "unmasked",
 ]  # fmt: skip
 
 DEVICES = ("cpu", "cuda", "shape")
@@ -89,6 +98,16 @@ def dtype(name: str | np.dtype) -> np.dtype:
         raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
     name = half_name(name)
     return _bfloat16() if name == "bf16" else np.dtype(name)
+
+
+def numpy_dtype(call: str, given: Any) -> np.dtype:
+    """The dtype that NumPy makes of an argument `dtype`; ConfigError where it makes none."""
+    try:
+        if (found := np.dtype(given)).itemsize:
+            return found
+        raise TypeError("of no bytes")
+    except TypeError as error:
+        raise ConfigError(f"{call}(dtype={given!r}): give a dtype of NumPy, such as 'float32'") from error
 
 
 def _bfloat16() -> np.dtype:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fsdpx.arguments import check_own_constructor
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.comm.communicator import Communicator
@@ -25,6 +26,9 @@ all ranks that sum together. "reset": zero again, and in no checkpoint."""
 
 class Codec(ABC):
     """Sums a flat gradient over a communicator; inherit it for a codec of your own."""
+
+    def __init_subclass__(cls) -> None:
+        check_own_constructor(cls)
 
     itemsize: int | None = None
     """Bytes of an element on its way; None: as many as in the gradient."""

@@ -14,13 +14,14 @@ from fsdpx.codecs.powersgd import PowerSGD
 from fsdpx.codecs.sparse import TopK
 from fsdpx.config import half_name
 from fsdpx.errors import ConfigError
-from fsdpx.words import meant
+from fsdpx.words import knowing, meant
 
 __all__ = ["Between", "Choice", "Codecs", "Route", "codec"]
 
 ANY = "*"
 
 
+@knowing
 @dataclass(frozen=True)
 class Between:
     """Another codec between replicas than inside each: where a replica is a host, as with `strategy="hybrid"`, what

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from fsdpx.arguments import check_arguments
 from fsdpx.comm.calls import (
     DONE,
     Array,
@@ -239,7 +240,7 @@ def _on_a_wire(comm: Ranks, call: Call, dtype: Any) -> None:
 
 def check_peer(comm: Ranks, call: Call, name: str, other: int) -> None:
     """`other` is a rank of this communicator."""
-    if not 0 <= other < comm.size:
+    if not isinstance(other, int | np.integer) or not 0 <= other < comm.size:
         complain(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
 
@@ -287,6 +288,7 @@ def _through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
 class FakeCommunicator(Backend):
     """Rank `rank` of `size` ranks that do not exist. Arguments are checked; arrays keep what they hold."""
 
+    @check_arguments
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of {size} does not exist: 0 <= rank < size")

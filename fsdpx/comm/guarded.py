@@ -142,6 +142,7 @@ def compare(comm: Communicator, settings: Mapping[str, str], arguments: Mapping[
     rows = {name: [one.get(name, "not given") for one in every_setting] for name in names}
     shared = set.intersection(*map(set, every_argument))
     rows |= {name: [one[name] for one in every_argument] for name in every_argument[0] if name in shared}
-    different = [f"{name} ({grouped(dict(enumerate(row)))})" for name, row in rows.items() if len({*row}) > 1]
+    different = {name: f"{name} ({grouped(dict(enumerate(row)))})" for name, row in rows.items() if len({*row}) > 1}
     if different:
-        raise ConfigError(f"ranks differ in {', in '.join(different)}. {REMEDY}")
+        remedy = REMEDY if any(name.startswith("FSDPX_") for name in different) else "Give all ranks the same"
+        raise ConfigError(f"ranks differ in {', in '.join(different.values())}. {remedy}")

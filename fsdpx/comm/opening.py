@@ -357,7 +357,7 @@ BACKENDS = {
 _GRACE = 2.0
 
 
-@refusing
+@partial(refusing, when="before")
 def spawn(
     fn: Callable[..., Any], size: int, *args: Any,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
@@ -388,7 +388,7 @@ def spawn(
     deaths: list[tuple[int, Died]] = []
 
     def run(rank: int) -> None:
-        jitter = None if delays is None else random.Random(delays * 1_000_003 + rank)
+        jitter = None if delays is None else random.Random(int(delays) * 1_000_003 + rank)
         comm: Communicator = LocalCommunicator(group, rank, delays=jitter)
         try:
             with default.use(comm):

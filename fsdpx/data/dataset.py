@@ -19,9 +19,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from fsdpx.array.namespace import unmasked
+from fsdpx.array.namespace import numpy_dtype, unmasked
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.files import home, open_file, unreadable
+from fsdpx.words import refusing
 
 __all__ = [
     "ArrayDataset", "Dataset", "OpenFiles", "TextDataset", "TokenDataset", "Windows", "collate", "digest_of_first",
@@ -101,12 +102,13 @@ class TokenDataset(Windows):
 
     dtype = np.dtype(np.int32)  # of samples
 
+    @refusing
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
         if not isinstance(seq_len, int) or seq_len < 1:
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
         self.path, self.seq_len = home(path), seq_len
         try:
-            self.tokens = mapped(self.path, np.dtype(dtype))
+            self.tokens = mapped(self.path, numpy_dtype("TokenDataset", dtype))
         except (OSError, ValueError) as error:
             raise DataError(f"TokenDataset: {unreadable(error, path)}") from error
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
@@ -279,6 +281,7 @@ class TextDataset(Windows):
 
     vocab = 256
 
+    @refusing
     def __init__(
         self,
         path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
@@ -295,7 +298,7 @@ class TextDataset(Windows):
             raise ConfigError(f"TextDataset(split={split!r}): choose one of train, validation, all")
         if not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError(f"TextDataset(fraction={fraction!r}): a number between 0 and 1 is needed")
-        self.seq_len, self.split, self.dtype = index(seq_len), split, np.dtype(dtype)
+        self.seq_len, self.split, self.dtype = index(seq_len), split, numpy_dtype("TextDataset", dtype)
         if self.dtype.kind not in "iu" or self.dtype == np.int8:
             raise ConfigError(f"TextDataset(dtype={self.dtype}): an integer format that holds 0 to 255 is needed")
         roots = [home(path)] if isinstance(path, str | os.PathLike) else [home(p) for p in path]

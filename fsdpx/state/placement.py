@@ -123,9 +123,9 @@ def recompute(choice: Any) -> Recompute:
     """From what a user says: None, "all", "attention", every k-th unit as a number, or a budget such as "512MiB"."""
     if choice is None:
         return Recompute()
-    if choice == "all":
+    if isinstance(choice, str) and choice == "all":
         return Recompute(every=1)
-    if choice == "attention":
+    if isinstance(choice, str) and choice == "attention":
         return Recompute(cores=frozenset({"attention"}))
     if isinstance(choice, int) and not isinstance(choice, bool) and choice > 0:
         return Recompute(every=choice)

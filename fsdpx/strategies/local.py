@@ -29,6 +29,7 @@ from fsdpx.state.ledger import KINDS, Key, Kind, LedgerRow, of_replica
 from fsdpx.state.pace import Pace, PaceChoice, put_for_now
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
+from fsdpx.words import knowing
 
 __all__ = ["Local", "Outer", "Rounds"]
 
@@ -133,6 +134,7 @@ class Rounds:
         return (step - self.half - self.first(self.fragment(page))) // self.every + 1
 
 
+@knowing
 @dataclass(frozen=True)
 class Local(PaceChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).

@@ -28,6 +28,7 @@ from fsdpx.state import ledger
 from fsdpx.state.ledger import Key, LedgerRow
 from fsdpx.state.pace import Pace, PaceChoice, put_for_now
 from fsdpx.state.placement import Placement, segments_of
+from fsdpx.words import knowing
 
 __all__ = ["Async", "CommonMemory", "Gossip", "Span"]
 
@@ -174,6 +175,7 @@ class OwnSpeed(PaceChoice):
         return OwnPace(placement, self)
 
 
+@knowing
 @dataclass(frozen=True)
 class Async(OwnSpeed):
     """Asynchronous SGD on parameters in shards, which every rank reads and updates by itself, at its own speed (Dean et
@@ -203,6 +205,7 @@ class Async(OwnSpeed):
         return Sharding(full_params="step", full_grads="step")
 
 
+@knowing
 @dataclass(frozen=True)
 class Gossip(OwnSpeed):
     """Each rank trains a model of its own and, every `every` steps, averages it with that of a rank drawn at random

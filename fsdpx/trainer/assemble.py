@@ -42,7 +42,7 @@ from fsdpx.state.ledger import memories
 from fsdpx.state.pace import TOGETHER, PaceChoice
 from fsdpx.state.placement import FieldParts, Formats, Options, Pipe, Placement, recompute, statistics_of
 from fsdpx.state.tuning import Tuning, kept, tune_for
-from fsdpx.trainer.batch import sum_of
+from fsdpx.trainer.batch import share_errors, sum_of
 from fsdpx.trainer.choices import (
     CHUNKS,
     SPACE,
@@ -155,11 +155,12 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     It is made in stages of which each needs those before it alone: ranks, formats, the model, how gradients are
     reduced, and pages. Then all ranks compare what they were asked for, before any data moves."""
     ranks = _ranks(recipe, world, tuning)
-    formats = _asked(recipe.training.precision, ranks.xp)
-    planned, model = _model(recipe, ranks, formats)
-    reducing = _reducing(recipe, ranks, formats)
-    pages = _pages(recipe, ranks, formats, planned, model, reducing)
-    options = _options(recipe, ranks, formats, pages)
+    with share_errors(world, "distribute", agree_at_end=True):
+        formats = _asked(recipe.training.precision, ranks.xp)
+        planned, model = _model(recipe, ranks, formats)
+        reducing = _reducing(recipe, ranks, formats)
+        pages = _pages(recipe, ranks, formats, planned, model, reducing)
+        options = _options(recipe, ranks, formats, pages)
     agree(world, _asked_for(recipe, ranks, formats, reducing, pages, options))
     optimizer = _optimizer(recipe.training, formats)
     placed = Placement(
@@ -427,16 +428,17 @@ def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Dis
 
 def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
     distribution, ahead = recipe.distribution, recipe.machinery.ahead
-    strategy = distribution.within(world.size)
-    mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
-    named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
-    if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
-        raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
-    width = mesh.width("replica") * mesh.width("shard")
-    lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
-    ahead = lifetimes.ahead if ahead is None else ahead
-    if distribution.space is not None:
-        demand_together(SPACE, Beside(recipe, mesh=mesh), "space: ")
+    with share_errors(world, "distribute", agree_at_end=True):
+        strategy = distribution.within(world.size)
+        mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
+        named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
+        if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
+            raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
+        width = mesh.width("replica") * mesh.width("shard")
+        lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
+        ahead = lifetimes.ahead if ahead is None else ahead
+        if distribution.space is not None:
+            demand_together(SPACE, Beside(recipe, mesh=mesh), "space: ")
     field = _field_ranks(distribution, mesh, world)
     axes = connect(mesh, world, check=check, local=distribution.pace.replicas, field=field)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)

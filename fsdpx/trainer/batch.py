@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.array.namespace import from_host, to_host, unmasked
+from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.guarded import compare, grouped
 from fsdpx.comm.mesh import REPLICA, Axes
@@ -26,7 +28,7 @@ from fsdpx.state.placement import Placement
 __all__ = [
     "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "as_given", "begin", "call_records",
     "check_places", "cut", "different", "exchange", "given_of", "inputs_of", "largest", "largest_microbatch", "number",
-    "sum_of", "target_of",
+    "share_errors", "sum_of", "target_of",
 ]  # fmt: skip
 
 WIDTH, CALL = 4, 2
@@ -61,6 +63,25 @@ def begin(comm: Communicator, call: str, values: Mapping[str, str] | None = None
     table = _checked(comm, call, [own] * OWN_WIDTH)
     if values is not None and (table[:, 0] != own).any():
         compare(comm, values)
+
+
+@contextmanager
+def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
+    """Raise an error about arguments on all ranks, where only some have found it. Nothing communicates in the block.
+
+    The others meet it in the exchange that `call` begins with, so a call without an error sends nothing more.
+    agree_at_end: where no such exchange follows, one ends the block. Collective."""
+    if comm.size == 1 or isinstance(comm, FakeCommunicator):
+        yield
+        return
+    try:
+        yield
+    except FsdpxError as error:
+        exchange(comm, [0, 0, number(f"{call}: an error"), 0], call)
+        call_records(comm, CallRecord(call, "", type(error), str(error)))
+    else:
+        if agree_at_end:
+            begin(comm, call)
 
 
 def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:

@@ -294,7 +294,8 @@ class Limits:
     def demand(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
         """ConfigError for numbers that are too small, and for options that need validation where there is none."""
         for name in ("epochs", "steps", "every", "patience"):
-            if (number := getattr(self, name)) is not None and not (isinstance(number, int) and number >= 1):
+            number = getattr(self, name)
+            if (number is not None or name == "every") and not (isinstance(number, int) and number >= 1):
                 remedy = ", or None for whole epochs" if name == "steps" else ""
                 raise ConfigError(f"fit({name}={number!r}): a whole number, at least 1{remedy}")
         if not (self.stop is None or callable(self.stop)):

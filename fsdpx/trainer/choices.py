@@ -4,6 +4,7 @@ other, why, and what to do: one table, of which errors and a page of the docs ar
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -234,8 +235,12 @@ def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequenc
             raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(least: int, most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+MOST_MICROBATCHES = 1 << 16
+"""The text of a step grows with their number."""
 
 
 def _flag(value: Any) -> bool:
@@ -243,7 +248,7 @@ def _flag(value: Any) -> bool:
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "microbatches": (_whole(1), "a whole number, 1 or more"),
+    "microbatches": (_whole(1, MOST_MICROBATCHES), f"a whole number from 1 to {MOST_MICROBATCHES:,}"),
     "clip_norm": (positive, "a positive number, or None"),
     "seed": (_whole(0), "a whole number, 0 or more"),
     "ahead": (_whole(0), "a number of pages, 0 or more"),

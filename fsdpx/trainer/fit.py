@@ -15,6 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
+from fsdpx.arguments import demand_arguments
 from fsdpx.array.arena import give_back
 from fsdpx.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.comm.communicator import Communicator
@@ -34,13 +35,12 @@ from fsdpx.state.state import TrainState
 from fsdpx.state.tuning import Tuning, bytes_text, table
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.callbacks import EPOCHS, Events, Limits, Log, Metric, Metrics, ProgressBar
-from fsdpx.trainer.host import TrainerHost
+from fsdpx.trainer.host import TrainerHost, checked_together
 from fsdpx.trainer.recipe import NoOptimizer, Recipe, demand
 from fsdpx.trainer.report import METRICS, Watched, routes
 from fsdpx.trainer.saves import Checkpoints, History, Saves
 from fsdpx.trainer.session import Session
 from fsdpx.watch.preempt import Preemption
-from fsdpx.words import refusing
 
 __all__ = ["ENOUGH", "cheaper", "fit", "made", "passing", "remedies"]
 
@@ -177,7 +177,14 @@ def _shapes(feed: Feed | None) -> tuple[Any, Any] | None:
 _END = object()  # a loader may give None, which is an error and no end
 
 
-@refusing
+NUMBERS = ("epochs", "steps", "every", "patience")
+KINDS_ALONE = (
+    "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit", "preempt",
+)  # fmt: skip
+"""Arguments of `fit` of which nothing but the kind is checked."""
+
+
+@partial(checked_together, hints=False)
 def fit(
     trainer: Any,
     loader: Iterable[Any],
@@ -190,7 +197,7 @@ def fit(
     patience: int | None = None,
     restore_best: bool | None = None,
     stop: Callable[[History], bool] | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Callable[..., Any] | Sequence[Any] = (),
     log: str | PathLike[str] | None = None,
     tensorboard: bool | None = None,
     progress: bool = True,
@@ -227,31 +234,46 @@ def fit(
     preempt : `fsdpx.Preemption(...)`: save and end when a signal asks; made where there are checkpoints, unless False
     """
     host = trainer.host
-    demand("fit", host.session.loss, host.place.optimizer)
-    epochs, steps, every, patience = map(python_number, (epochs, steps, every, patience))
+    limits, saved = _check_arguments(host, locals())
     asked = preempt or None
     if preempt is None and checkpoints is not None:
         asked = Preemption(signals=(*STOP_SIGNALS, "INT"))  # Ctrl-C loses nothing either
-    limits = Limits(epochs, steps, every, patience, stop)
-    limits.demand(validation, metrics, restore_best)
-    if not isinstance(loader, Iterable):
-        raise ConfigError(f"fit: a loader of (x, y) batches is needed, such as data.DataLoader, not {loader!r}")
     _demand_shares(host, loader, validation)
     history = History()
     best = patience is not None if restore_best is None else restore_best
-    saves = Saves(trainer, loader, None if checkpoints is None else Checkpoints.of(checkpoints), history, best)
+    saves = Saves(trainer, loader, saved, history, best)
     listeners = [
-        *([ProgressBar(unit, _total(loader, limits), epochs, history)] if progress else []),
+        *([ProgressBar(unit, _total(loader, limits), limits.epochs, history)] if progress else []),
         *([] if log is None else [Log(log, (*(metrics or ()), *(METRICS if routes(host.place) else ())), tensorboard)]),
     ]
+    with host.share_errors("fit"):
+        events = Events(trainer, history, listeners, callbacks)
     loop = _Loop(
         trainer, loader, limits, history, saves,
         _Validation(trainer, validation, loader, metrics or {}, history, Watched()),
-        Events(trainer, history, listeners, callbacks),
-        count or _samples, asked,
+        events, count or _samples, asked,
     )  # fmt: skip
     with asked or nullcontext():
         return loop.run()
+
+
+def _check_arguments(host: TrainerHost, given: Mapping[str, Any]) -> tuple[Limits, Checkpoints | None]:
+    """When a run ends and where it saves, from the arguments of `fit`; ConfigError, the same on all ranks, for those
+    that cannot be, or that differ between ranks. Collective."""
+    with host.share_errors("fit"):
+        demand_arguments(fit, (), {name: given[name] for name in KINDS_ALONE}, "fit")
+        demand("fit", host.session.loss, host.place.optimizer)
+        epochs, steps, every, patience = (python_number(given[name]) for name in NUMBERS)
+        limits = Limits(epochs, steps, every, patience, given["stop"])
+        limits.demand(given["validation"], given["metrics"], given["restore_best"])
+        loader, checkpoints = given["loader"], given["checkpoints"]
+        if not isinstance(loader, Iterable) or getattr(loader, "shape", None) == ():
+            raise ConfigError(f"fit: a loader of (x, y) batches is needed, such as data.DataLoader, not {loader!r}")
+        saved = None if checkpoints is None else Checkpoints.of(checkpoints)
+    said = {name: "None" if given[name] is None else "given" for name in ("validation", "log", "checkpoints")}
+    numbers = {name: getattr(limits, name) for name in NUMBERS}
+    host.agree_on_arguments("fit", said | numbers | {"metrics": sorted(given["metrics"] or ())})
+    return limits, saved
 
 
 @dataclass(frozen=True)
@@ -317,7 +339,9 @@ class _Loop:
             self.history.seconds += perf_counter() - begin
             if batch is _END:
                 return
-            yield _pair("", batch)
+            with self.trainer.host.share_errors("step"):
+                pair = _pair("", batch)
+            yield pair
 
     def _step(self, x: Any, y: Any) -> None:
         begin = perf_counter()
@@ -365,7 +389,9 @@ class _Validation:
         losses, weights = [], []
         same = self.batches is self.training and isinstance(self.batches, DataLoader)
         batches = self.batches.aside() if same else self.batches
-        for x, y in map(partial(_pair, "validation "), batches):
+        for batch in batches:
+            with self.trainer.host.share_errors("evaluate"):
+                x, y = _pair("validation ", batch)
             losses.append(self.trainer.evaluate(x, y))
             weights.append(self.trainer.inspect.weight)
             if self.metrics:

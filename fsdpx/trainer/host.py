@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import signature
 from os import PathLike
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from fsdpx.arguments import demand_arguments
 from fsdpx.checkpoint.commit import alone
 from fsdpx.checkpoint.load import load
 from fsdpx.checkpoint.save import Background, Choices, prepare, save
@@ -24,10 +26,12 @@ from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.whole import put_averages, remember
+from fsdpx.words import demand_known
 
 __all__ = [
-    "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "LastUpdate", "TrainerHost", "hosted",
-]  # fmt: skip
+    "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "LastUpdate", "TrainerHost",
+    "check_which", "checked_together", "hosted",
+]  # fmt: skip  # fmt: skip
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
 """What a call does: it makes the next step; it finds a result and changes nothing; it gives the trainer another state;
@@ -63,6 +67,32 @@ def hosted(how: str, name: str = "") -> Callable[[Callable[Concatenate[Any, P], 
         return call
 
     return declare
+
+
+def checked_together(
+    method: Callable[Concatenate[Any, P], T], hints: bool = True
+) -> Callable[Concatenate[Any, P], T]:
+    """Check the arguments of a call that all ranks make: an error of one is raised on all ranks.
+
+    hints: by their type hints, too; otherwise the call looks at them itself."""
+    name, named = method.__name__, signature(method).parameters
+    known = [one for one in named if one not in ("self", "trainer")]
+
+    @wraps(method)
+    def call(self: Any, *given: P.args, **options: P.kwargs) -> T:
+        with self.host.share_errors(name):
+            demand_known(name, options, known)
+            if hints:
+                demand_arguments(method, (self, *given), options, name)
+        return method(self, *given, **options)
+
+    return call
+
+
+def check_which(which: Any) -> None:
+    """ConfigError for another `with_` than those that there are."""
+    if not isinstance(which, str) or which not in ("parameters", "average"):
+        raise ConfigError(f"with_={which!r}: choose parameters or average")
 
 
 @dataclass(frozen=True)
@@ -178,6 +208,15 @@ class TrainerHost(ABC):
         if self.closed:
             raise ConfigError(f"{what}: this trainer is closed")
 
+    def share_errors(self, call: str) -> AbstractContextManager[None]:
+        """Inside, an error about the arguments of one rank is raised on all ranks; see `batch.share_errors`."""
+        return batches.share_errors(self.world, call) if self.fixed and not self.apart else nullcontext()
+
+    def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """ConfigError on all ranks if some give other arguments. Collective, where ranks make each call together."""
+        if self.fixed and not self.apart and not self.place.imaginary:
+            batches.begin(self.world, call, {name: str(value) for name, value in arguments.items()})
+
     def begin(self, call: str) -> None:
         """All ranks have come to this call."""
         self.demand_open(call)
@@ -201,7 +240,7 @@ class TrainerHost(ABC):
         """Write a checkpoint, see `Trainer.save`. fit: what `fit` needs to go on. Collective."""
 
         def mine() -> None:
-            self.begin("save")
+            self.begin("save" + ", in the background" * background)
             self.saved()
             # replicas that train by themselves go on from their own parameters, and save these
             state, plain = self.session.state, choices.with_ == "parameters" and not self.apart
@@ -254,8 +293,7 @@ class TrainerHost(ABC):
     def having(self, which: str) -> AbstractContextManager[None]:
         """Inside, the parameters are what was asked for, "parameters" that all have in common or their "average". After
         an error each rank puts them back by itself. Collective."""
-        if which not in ("parameters", "average"):
-            raise ConfigError(f"with_={which!r}: choose parameters or average")
+        check_which(which)
         if which == "parameters":
             return self.session.common("master")
         return self.session.having(partial(put_averages, self.session.state), which)

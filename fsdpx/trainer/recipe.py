@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from os import PathLike
 from typing import Any, NoReturn
 
 from fsdpx import environment
+from fsdpx.arguments import check_own_constructor
 from fsdpx.codecs import Choice
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, Precision, Sharding, byte_count, python_fields
@@ -27,6 +29,7 @@ from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.pace import PaceChoice
 from fsdpx.strategies import pace_of
 from fsdpx.trainer.choices import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
+from fsdpx.words import knowing, patterns_of
 
 __all__ = [
     "OPTIONS", "Distribution", "Machinery", "NoLoss", "NoOptimizer", "Recipe", "Training", "demand", "lacks", "native",
@@ -84,6 +87,7 @@ def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:
         )
 
 
+@partial(check_own_constructor, name="distribute")
 @dataclass(frozen=True)
 class Training:
     """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
@@ -102,12 +106,14 @@ class Training:
 
     def __post_init__(self) -> None:
         python_fields(self)
+        patterns_of("frozen", self.frozen)
         check_kinds(self)
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
         object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
         check_chunks(self.chunks, self.microbatches)
 
 
+@partial(check_own_constructor, name="distribute")
 @dataclass(frozen=True)
 class Distribution:
     """How the model and its state lie over the ranks, and what travels between them. planned: by strategy="auto", what
@@ -140,6 +146,7 @@ class Distribution:
         return self.pace.inner(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
+@knowing
 @dataclass(frozen=True)
 class Machinery:
     """What is rarely set: where a trainer computes, what it checks and records, and what is measured otherwise.

@@ -16,6 +16,7 @@ from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.files import home
 from fsdpx.messages import say
 from fsdpx.trainer.host import TrainerHost
+from fsdpx.words import knowing
 
 __all__ = ["Begun", "Checkpoints", "History", "Saves"]
 
@@ -90,6 +91,7 @@ class Begun:
         return cls(path, int(fit["first"]), str(fit.get("finished", "")), {**fit, "settings": settings})
 
 
+@knowing
 @dataclass(frozen=True)
 class Checkpoints:
     """For `fit(..., checkpoints=Checkpoints("run/checkpoints", every=500))`.

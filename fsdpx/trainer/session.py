@@ -57,7 +57,8 @@ class Session:
         self, engine: Engine, model: Sorted, loss: Any, microbatches: int, commit: Commit | None = None
     ) -> None:
         self.engine = engine
-        self.microbatches, self.commit = microbatches, commit
+        self.commit = commit
+        self._counts = microbatches, microbatches  # that were asked for, and of the last batch that was cut
         self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
         field, world = self.place.field, self.place.axes.world
@@ -219,12 +220,25 @@ class Session:
         row = sum(place.others(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
-        made = batches.cut(place, part, 1 if whole else self.microbatches, evenly)
+        count = self._count_microbatches(rows)
+        made = batches.cut(place, part, 1 if whole else count, evenly)
         if trains:
             state.samples = before + sum(place.distinct(rows))
             if place.options.recompute.budget is not None:
-                self._largest = batches.largest_microbatch(place, inputs, rows, self.microbatches)
+                self._largest = batches.largest_microbatch(place, inputs, rows, count)
         return made
+
+    @property
+    def microbatches(self) -> int:
+        """How many a step was asked for."""
+        return self._counts[0]
+
+    def _count_microbatches(self, rows: Sequence[int]) -> int:
+        """As many as were asked for, but no more than the samples of the rank with most, rounded up to the ranks of a
+        pipe: others would be empty, and the step a longer list for nothing."""
+        width = self.place.axes.pipe.size
+        self._counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
+        return self._counts[1]
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
         """The checks that need no communication: shapes through the whole model, labels, finite inputs."""
@@ -387,7 +401,7 @@ class Session:
     @property
     def round(self) -> list[tuple[Program, int]]:
         """The step, or all different steps of a round of replicas that train by themselves, and how often each runs."""
-        request = self.request("step", self.place.accumulation.microbatches(self.microbatches), fresh=True)
+        request = self.request("step", self.place.accumulation.microbatches(self._counts[1]), fresh=True)
         return [(compile(replace(request, sync=sync)), times) for sync, times in self.place.pace.round()]
 
     def _recompute(self, microbatches: int) -> frozenset[int]:

@@ -26,7 +26,17 @@ from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import fit as fitting
 from fsdpx.trainer.generate import generate
-from fsdpx.trainer.host import KEEPS, LOOKS, REPLACES, STEP, LastUpdate, TrainerHost, hosted
+from fsdpx.trainer.host import (
+    KEEPS,
+    LOOKS,
+    REPLACES,
+    STEP,
+    LastUpdate,
+    TrainerHost,
+    check_which,
+    checked_together,
+    hosted,
+)
 from fsdpx.trainer.inspect import Inspection
 from fsdpx.trainer.recipe import demand, lacks
 from fsdpx.trainer.report import Report, report
@@ -127,6 +137,9 @@ class Trainer:
     def forward(self, x: Any, training: bool = True) -> Any:
         """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
         session = self._session
+        if not isinstance(training, bool):
+            with self._host.share_errors("forward"):
+                raise ConfigError(f"forward(training={training!r}): True or False is needed")
         session.place.accumulation.demand_pieces(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
@@ -185,6 +198,7 @@ class Trainer:
         self._session.state.zero_grad()
 
     @hosted(KEEPS)
+    @checked_together
     def freeze(self, *patterns: str, undo: bool = False) -> None:
         """From now on leave the parameters alone that name patterns (fnmatch) match: they get no gradient and no
         update, and keep their optimiser state. Between updates, not within an accumulation; checkpoints do not keep it.
@@ -199,6 +213,9 @@ class Trainer:
         """Mean loss of the global batch, without dropout; changes nothing. with_: "parameters", or their "average" over
         time (docs: optimisers)."""
         demand("evaluate", self._session.loss)
+        if not (isinstance(with_, str) and with_ == "parameters"):
+            with self._host.share_errors("evaluate"):
+                check_which(with_)
         feed = self._host.feed(x, y, "evaluate", training=False)
         with self._host.having(with_), self._session.aside():
             found = self._session.run("evaluate", feed)[MEAN]
@@ -209,13 +226,18 @@ class Trainer:
     def predict(self, x: Any, with_: str = "parameters") -> Any:
         """The model's output on this rank's samples, without dropout; keeps nothing. with_: as in `evaluate`."""
         session = self._session
-        if with_ == "parameters" and (found := session.direct(x)) is not None:
+        plain = isinstance(with_, str) and with_ == "parameters"
+        if plain and (found := session.direct(x)) is not None:
             return one_or_all(found)
+        if not plain:
+            with self._host.share_errors("predict"):
+                check_which(with_)
         feed = self._host.feed(x, None, "predict", training=False)
         with self._host.having(with_), session.aside():
             return self._host.joined(one_or_all(session.predict(x, feed)))
 
     @hosted(LOOKS)
+    @checked_together
     def generate(
         self,
         prompt: Any,
@@ -248,7 +270,8 @@ class Trainer:
         int64 array of new tokens, or a list of them if several prompts were given
         """
         self._host.demand_open("generate")
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+        with self._host.share_errors("generate"):
+            sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
         several = not is_one(prompt)
         with self._host.having("parameters"), self._session.aside():
             found = generate(
@@ -261,13 +284,16 @@ class Trainer:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     @hosted(LOOKS)
+    @checked_together
     def parameters(self, with_: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
         with_: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is sent."""
-        if names is not None:
-            names = patterns_of("names", names)
-            demand_match("parameters(names=)", names, self._place.layout.specs, fits=operator.eq)
         self._host.demand_open("parameters")
+        with self._host.share_errors("parameters"):
+            check_which(with_)
+            if names is not None:
+                names = patterns_of("names", names)
+                demand_match("parameters(names=)", names, self._place.layout.specs, fits=operator.eq)
         found = self._place.pace.parameters() if with_ == "parameters" else None
         if found is None:
             self._host.begin("parameters" if names is None else f"parameters(names={sorted(names)})")
@@ -276,6 +302,7 @@ class Trainer:
         return {n: found[n] for n in self._place.layout.specs if names is None or n in names}
 
     @hosted(REPLACES)
+    @checked_together
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
         self._host.begin("load_parameters")
@@ -298,6 +325,7 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    @checked_together
     def save(
         self,
         path: str | PathLike[str],
@@ -331,10 +359,14 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, if it cannot be written; the older one is then as it was
         """
-        if with_ != "parameters" and loader is not None:
-            raise ConfigError(f"save(with_={with_!r}): weights alone have no place in the data; leave loader out")
-        self._host.checkpoint(path, Choices(dtype, shard_bytes, keep, with_=with_), loader, None, background)
+        with self._host.share_errors("save"):
+            check_which(with_)
+            if with_ != "parameters" and loader is not None:
+                raise ConfigError(f"save(with_={with_!r}): weights alone have no place in the data; leave loader out")
+            choices = Choices(dtype, shard_bytes, keep, with_=with_)
+        self._host.checkpoint(path, choices, loader, None, background)
 
+    @checked_together
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
@@ -356,6 +388,7 @@ class Trainer:
         self._host.resume(path, loader, convert, verify)
 
     @hosted(REPLACES)
+    @checked_together
     def load_weights(
         self,
         source: str | PathLike[str] | Mapping[str, Any],

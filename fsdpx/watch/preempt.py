@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx import environment
+from fsdpx.arguments import check_arguments
 from fsdpx.errors import ConfigError
 from fsdpx.guest import STOP_SIGNALS, SignalHandler
 from fsdpx.messages import last_words
@@ -60,6 +61,7 @@ class Preemption:
     requeue : rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
+    @check_arguments
     def __init__(
         self,
         save: Callable[[], object] | None = None,

@@ -213,7 +213,6 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(use: 
     ("use", "given"),
     [
         (lambda: made(frozen=5), "frozen=5"),
-        (lambda: made().parameters(names=5), "names=5"),
         (lambda: made().freeze(5), "freeze=(5,)"),
         (lambda: nn.Chain(nn.Linear(2, 2), frozen={"0.*": True}), "frozen={'0.*': True}"),
     ],
@@ -221,6 +220,11 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(use: 
 def test_what_is_no_list_of_patterns_is_an_error(use: Any, given: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{given}: a list of name patterns is needed")):
         use()
+
+
+def test_names_of_parameters_are_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"parameters\(names=5\): a list of texts, or None is needed"):
+        made().parameters(names=5)
 
 
 def test_names_of_files_that_nothing_has_are_an_error_with_the_nearest() -> None:

@@ -217,7 +217,7 @@ def test_metrics_that_differ_between_ranks_are_told() -> None:
             )
         return str(caught.value)
 
-    assert ranks(2, run) == ["fit(metrics=...): rank 0 has ['a'], rank 1 has ['b']"] * 2
+    assert ranks(2, run) == ["ranks differ in metrics (rank 0: ['a']; rank 1: ['b']). Give all ranks the same"] * 2
 
 
 def test_callbacks_that_would_never_be_called() -> None:
