@@ -161,7 +161,7 @@ def test_what_is_no_field_is_named() -> None:
 def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan unet2d --ranks 2 --machine laptop --field 64,64 --strategy fsdp --microbatches 1 --most 4".split()
     assert main(words) == 0
-    assert "strategy='fsdp', space=(2, 1), microbatches=1" in capsys.readouterr().out
+    assert re.search(r"^fsdp \+ space 2x1 .* yes ", capsys.readouterr().out, re.MULTILINE)
     assert main([*words, "--space", "1,2"]) == 0
     text = capsys.readouterr().out
     assert "space=(1, 2)" in text
