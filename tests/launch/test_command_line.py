@@ -78,7 +78,7 @@ def test_show_any_example_and_strategy(example: str, strategy: str, capsys: pyte
     assert "activations at their peak" in text
     assert "LOSS.1" in text or "lines ..." in text
     assert not re.search(r"activations at their peak +0 B", text)
-    assert re.search(r"^what alone would lower it +by +to$", text, re.M)
+    assert re.search(r"^lowered to +by this alone$", text, re.M)
 
 
 def test_show_of_a_field_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
