@@ -159,8 +159,9 @@ def test_convolutions_in_16_bits_are_not_priced_as_products_in_16_bits() -> None
 def test_published_processors_price_16_bits_without_a_library_that_may_not_be_there() -> None:
     """Nothing says that oneDNN is installed on them; without it 16-bit operands are widened."""
     for name in ("xeon-200g", "epyc-100g", "ethernet-10g", "laptop"):
-        batch: Any = (((64, 256), "float32"),) * 2
-        plain, half = (predict(nn.Linear(256, 256), batch, ranks=1, machine=name, precision=p) for p in (None, "bf16"))
+        batch: Any = (((4096, 2048), "float32"),) * 2
+        options: Any = {"ranks": 1, "machine": name}
+        plain, half = (predict(nn.Linear(2048, 2048), batch, precision=p, **options) for p in (None, "bf16"))
         assert half.seconds > 0.8 * plain.seconds, name
 
 
