@@ -24,6 +24,7 @@ from fsdpx.array import blas
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests", "-m", "not world and not jobs", "-q", "-n", "2", "--dist", "worksteal"]
+QUICK = ["tests/optim", "tests/codecs", "tests/array/test_numerics.py", "-m", "not world and not jobs", "-q", "-n", "2"]
 AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 PROCESSORS = {
     "haswell": ("avx2", "bmi2", "fma"),
@@ -83,6 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--list", action="store_true", help="print the variants and what this machine lacks")
     parser.add_argument("--only", action="append", metavar="NAME", help="one variant; may be given several times")
+    parser.add_argument("--quick", action="store_true", help="kernels of wide and of narrow vectors, norms and updates")
     parser.add_argument("tests", nargs="*", help="arguments of pytest after --; else all tests on thread ranks")
     options = parser.parse_args()
     variants = {variant.name: variant for variant in list_variants()}
@@ -94,12 +96,14 @@ def main() -> int:
             print(f"{one.name:28} {'lacks ' + one.lacking if one.lacking else ''}")
         return 0
     status: dict[str, str] = {}
-    for name in options.only or variants:
+    arguments = options.tests or (QUICK if options.quick else TESTS)
+    narrow = next((name for name in variants if name.startswith("numpy-without-")), "threads-1")
+    for name in options.only or (["skylake-avx512", "haswell", narrow] if options.quick else variants):
         variant = variants[name]
         if variant.lacking:
             status[name] = f"not run: this processor lacks {variant.lacking}"
         else:
-            status[name] = "passed" if run_tests(variant, options.tests or TESTS) == 0 else "FAILED"
+            status[name] = "passed" if run_tests(variant, arguments) == 0 else "FAILED"
     print("\n" + "\n".join(f"{name:28} {found}" for name, found in status.items()))
     return int("FAILED" in status.values())
 
