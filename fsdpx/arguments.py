@@ -70,13 +70,10 @@ def demand_arguments(
     _demand_fit(function, label, given, options)
 
 
-def check_own_constructor(kind: type[T], name: str = "") -> type[T]:
-    """Let the constructor that a class of this library defines check its arguments. Those of users stay as they are.
-
-    name: of the call, in errors; "": that of the class."""
+def check_own_constructor(kind: type) -> None:
+    """Let the constructor that a class of this library defines check its arguments. Those of users stay as they are."""
     if "__init__" in vars(kind) and kind.__module__.startswith("fsdpx."):
-        kind.__init__ = check_arguments(kind.__init__, name or kind.__name__)  # type: ignore[method-assign]
-    return kind
+        kind.__init__ = check_arguments(kind.__init__, kind.__name__)  # type: ignore[misc]
 
 
 def _refuse_endless(
@@ -102,7 +99,7 @@ def _demand_fit(
     hints, positional = _hints_of(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)
-        if not fits_hint(value, hint, arrays=error is None):
+        if not fits_hint(value, hint, failed=error is not None):
             needed = f"{describe_hint(hint)} is needed"
             raise ConfigError(f"{label}({name}={_shorten(value)}): {needed}") from error
 
@@ -120,23 +117,26 @@ def _hints_of(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
     return {name: hints[name] for name in single if name in hints}, positional
 
 
-def fits_hint(value: Any, hint: Any, arrays: bool = True) -> bool:
+def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
     """Whether a value is of the kind that a type hint says, as far as users mean it: numbers of NumPy are numbers, a
-    list does where a tuple is named, and True is no number. arrays: an array of one number without dims is one."""
+    list does where a tuple is named, and True is no number.
+
+    failed: a call that was given it has failed, so an array of one number is no number, which not all code takes for
+    one, and an object of a user's class is none of ours, which it may stand for."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(fits_hint(value, one, arrays) for one in inner)
+        return any(fits_hint(value, one, failed) for one in inner)
     if origin is Literal:
         return any(type(value) is type(one) and value == one for one in inner)
     if origin in _PLAIN:
-        if arrays and isinstance(value, np.ndarray) and value.shape == ():
+        if not failed and isinstance(value, np.ndarray) and value.shape == ():
             value = value.item()
         return _PLAIN[origin](value)
     if origin in _SEQUENCES and isinstance(value, str):
         return origin not in (tuple, list) and inner == (str,)  # one text, as its own check may take or refuse
     if origin in _SEQUENCES:
         return _is_sequence(value, origin) and all(
-            fits_hint(one, kind, arrays) for one, kind in _pair_elements(value, inner)
+            fits_hint(one, kind, failed) for one, kind in _pair_elements(value, inner)
         )
     if origin in _MAPPINGS:
         return isinstance(value, Mapping) and all(fits_hint(key, inner[0] if inner else Any) for key in value)
@@ -145,7 +145,9 @@ def fits_hint(value: Any, hint: Any, arrays: bool = True) -> bool:
     if origin is Callable or origin is type:
         return callable(value)
     ours = isinstance(origin, type) and origin.__module__.startswith("fsdpx.")
-    return isinstance(value, origin) if ours and not getattr(origin, "_is_protocol", False) else True
+    if not ours or getattr(origin, "_is_protocol", False):
+        return True
+    return isinstance(value, origin) or (not failed and type(value).__module__ not in ("builtins", "numpy"))
 
 
 _PLAIN: dict[Any, Callable[[Any], bool]] = {

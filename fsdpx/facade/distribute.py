@@ -220,7 +220,7 @@ def _machinery(machinery: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
     """The choices of `Machinery`, and what else was given by name; ConfigError for values of another kind."""
     if not isinstance(machinery, Machinery | None):
         raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
-    own = {name: value for name, value in rarely.items() if name in MACHINERY}
+    own = {name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely}  # looked at before all
     demand_arguments(Machinery.__init__, (None,), own, "distribute")
     return vars(machinery or Machinery()) | {k: v for k, v in rarely.items() if k not in PLANNED}
 

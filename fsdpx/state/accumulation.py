@@ -32,11 +32,16 @@ from fsdpx.state.gradients import (
 __all__ = ["Accumulation", "ByChunk", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]
 
 
+MOST_PIECES = 1 << 16
+"""Of microbatches, or of chunks: the text of a step grows with their number."""
+
+
 def check_chunks(chunks: int | None, microbatches: int | None) -> None:
     if chunks is None:
         return
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch")
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= MOST_PIECES:
+        most = f", {MOST_PIECES:,} at most" if isinstance(chunks, int) and chunks > MOST_PIECES else ""
+        raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch{most}")
     if microbatches not in (None, 1):
         raise ConfigError(
             f"chunks={chunks} and microbatches={microbatches}: each chunk is a microbatch, give only one of them"

@@ -26,6 +26,7 @@ from fsdpx.nn import losses
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim.optimizer import needs_whole
+from fsdpx.state.accumulation import MOST_PIECES
 from fsdpx.state.placement import Options
 from fsdpx.strategies import Async, Local
 from fsdpx.words import patterns_of
@@ -239,8 +240,6 @@ def _whole(least: int, most: float = math.inf) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-MOST_MICROBATCHES = 1 << 16
-"""The text of a step grows with their number."""
 
 
 def _flag(value: Any) -> bool:
@@ -248,7 +247,7 @@ def _flag(value: Any) -> bool:
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "microbatches": (_whole(1, MOST_MICROBATCHES), f"a whole number from 1 to {MOST_MICROBATCHES:,}"),
+    "microbatches": (_whole(1, MOST_PIECES), f"a whole number, 1 or more, {MOST_PIECES:,} at most"),
     "clip_norm": (positive, "a positive number, or None"),
     "seed": (_whole(0), "a whole number, 0 or more"),
     "ahead": (_whole(0), "a number of pages, 0 or more"),

@@ -179,7 +179,7 @@ _END = object()  # a loader may give None, which is an error and no end
 
 NUMBERS = ("epochs", "steps", "every", "patience")
 KINDS_ALONE = (
-    "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit", "preempt",
+    "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit",
 )  # fmt: skip
 """Arguments of `fit` of which nothing but the kind is checked."""
 
@@ -269,7 +269,9 @@ def _check_arguments(host: TrainerHost, given: Mapping[str, Any]) -> tuple[Limit
         loader, checkpoints = given["loader"], given["checkpoints"]
         if not isinstance(loader, Iterable) or getattr(loader, "shape", None) == ():
             raise ConfigError(f"fit: a loader of (x, y) batches is needed, such as data.DataLoader, not {loader!r}")
-        saved = None if checkpoints is None else Checkpoints.of(checkpoints)
+        saved, preempt = None if checkpoints is None else Checkpoints.of(checkpoints), given["preempt"]
+        if not (preempt is None or preempt is False or isinstance(preempt, Preemption)):
+            raise ConfigError(f"fit(preempt={preempt!r}): fsdpx.Preemption(...), or False, is needed")
     said = {name: "None" if given[name] is None else "given" for name in ("validation", "log", "checkpoints")}
     numbers = {name: getattr(limits, name) for name in NUMBERS}
     host.agree_on_arguments("fit", said | numbers | {"metrics": sorted(given["metrics"] or ())})

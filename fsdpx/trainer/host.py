@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from os import PathLike
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -70,20 +70,23 @@ def hosted(how: str, name: str = "") -> Callable[[Callable[Concatenate[Any, P], 
 
 
 def checked_together(
-    method: Callable[Concatenate[Any, P], T], hints: bool = True
+    method: Callable[Concatenate[Any, P], T], hints: bool = True, but: str = ""
 ) -> Callable[Concatenate[Any, P], T]:
     """Check the arguments of a call that all ranks make: an error of one is raised on all ranks.
 
-    hints: by their type hints, too; otherwise the call looks at them itself."""
-    name, named = method.__name__, signature(method).parameters
-    known = [one for one in named if one not in ("self", "trainer")]
+    hints: by their type hints, too; otherwise the call looks at them itself. but: at the argument of this name, too."""
+    name, parameters = method.__name__, signature(method).parameters
+    known = [one for one in parameters if one not in ("self", "trainer")]
+    positional = [one for one in known if parameters[one].kind is Parameter.POSITIONAL_OR_KEYWORD]
 
     @wraps(method)
     def call(self: Any, *given: P.args, **options: P.kwargs) -> T:
         with self.host.share_errors(name):
             demand_known(name, options, known)
             if hints:
-                demand_arguments(method, (self, *given), options, name)
+                named = {**dict(zip(positional, given, strict=False)), **options}
+                named.pop(but, None)
+                demand_arguments(method, (), named, name)
         return method(self, *given, **options)
 
     return call

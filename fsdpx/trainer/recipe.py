@@ -8,12 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from os import PathLike
 from typing import Any, NoReturn
 
 from fsdpx import environment
-from fsdpx.arguments import check_own_constructor
 from fsdpx.codecs import Choice
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, Precision, Sharding, byte_count, python_fields
@@ -87,7 +85,6 @@ def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:
         )
 
 
-@partial(check_own_constructor, name="distribute")
 @dataclass(frozen=True)
 class Training:
     """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
@@ -113,7 +110,6 @@ class Training:
         check_chunks(self.chunks, self.microbatches)
 
 
-@partial(check_own_constructor, name="distribute")
 @dataclass(frozen=True)
 class Distribution:
     """How the model and its state lie over the ranks, and what travels between them. planned: by strategy="auto", what
@@ -132,6 +128,8 @@ class Distribution:
 
     def __post_init__(self) -> None:
         python_fields(self)
+        if not (isinstance(self.schedule, str) or callable(self.schedule)):
+            raise ConfigError(f"schedule={self.schedule!r}: a name, a function or a text file is needed")
         Offload.of(self.offload)
         if self.space is not None and not isinstance(self.space, Grid):
             raise ConfigError(f"space={self.space!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -302,7 +303,7 @@ class Trainer:
         return {n: found[n] for n in self._place.layout.specs if names is None or n in names}
 
     @hosted(REPLACES)
-    @checked_together
+    @partial(checked_together, hints=False)
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
         self._host.begin("load_parameters")
@@ -325,7 +326,7 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    @checked_together
+    @partial(checked_together, hints=False)
     def save(
         self,
         path: str | PathLike[str],
@@ -361,12 +362,14 @@ class Trainer:
         """
         with self._host.share_errors("save"):
             check_which(with_)
+            if not isinstance(background, bool):
+                raise ConfigError(f"save(background={background!r}): True or False is needed")
             if with_ != "parameters" and loader is not None:
                 raise ConfigError(f"save(with_={with_!r}): weights alone have no place in the data; leave loader out")
             choices = Choices(dtype, shard_bytes, keep, with_=with_)
         self._host.checkpoint(path, choices, loader, None, background)
 
-    @checked_together
+    @partial(checked_together, but="path")
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
@@ -388,7 +391,7 @@ class Trainer:
         self._host.resume(path, loader, convert, verify)
 
     @hosted(REPLACES)
-    @checked_together
+    @partial(checked_together, but="source")
     def load_weights(
         self,
         source: str | PathLike[str] | Mapping[str, Any],

@@ -450,8 +450,8 @@ ITEM = 8  # float64
 def moved(comm: Communicator, strategy: Any, m: int = 1, **options: Any) -> Any:
     """Counts of one step, the second one: the first may differ in what is resident."""
     trainer = make(comm, "mlp", strategy, microbatches=m, group_bytes=0, clip_norm=0.5, **options)
-    x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
-    mine = part(comm, 8)
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
+    mine = part(comm, 12)
     trainer.step(x[mine], y[mine])
     trainer.inspect.reset()
     trainer.step(x[mine], y[mine])
