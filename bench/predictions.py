@@ -159,7 +159,9 @@ def chosen(seed: int, count: int, ranks: int) -> list[Configuration]:
     numbers, some = random.Random(f"{seed} {ranks}"), list[Configuration]()
     while len(some) < count:
         one = drawn(numbers, ranks)
-        if WORK[0] <= flops_of(one) <= WORK[1] and (one.space is None or one.cells[0] % 2 ** (one.depth + 1) == 0):
+        pooled = one.kind != "unet" and one.depth > 2  # a plan cuts targets as it cuts inputs
+        cut = one.space is None or (one.cells[0] % 2 ** (one.depth + 1) == 0 and not pooled)
+        if cut and WORK[0] <= flops_of(one) <= WORK[1]:
             some.append(one)
     return some
 
