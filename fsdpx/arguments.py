@@ -139,7 +139,7 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
             fits_hint(one, kind, failed) for one, kind in _pair_elements(value, inner)
         )
     if origin in _MAPPINGS:
-        return isinstance(value, Mapping) and all(fits_hint(key, inner[0] if inner else Any) for key in value)
+        return isinstance(value, Mapping)
     if origin is PathLike or origin is Path:
         return isinstance(value, PathLike) or (origin is Path and isinstance(value, str))
     if origin is Callable or origin is type:

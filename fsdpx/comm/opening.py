@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdpx import environment, guest
+from fsdpx.arguments import demand_arguments
 from fsdpx.comm import default
 from fsdpx.comm.backend import FakeCommunicator
 from fsdpx.comm.calls import PATIENT, frames_of
@@ -357,7 +358,7 @@ BACKENDS = {
 _GRACE = 2.0
 
 
-@partial(refusing, when="before")
+@partial(refusing, when="failed")
 def spawn(
     fn: Callable[..., Any], size: int, *args: Any,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
@@ -379,6 +380,7 @@ def spawn(
     """
     if not callable(fn):
         raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
+    demand_arguments(spawn, (len, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
     world = ThreadWorld(environment.read().timeout or TIMEOUT if timeout is None else timeout, survive)

@@ -78,7 +78,11 @@ def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> I
         yield
     except FsdpxError as error:
         exchange(comm, [0, 0, number(f"{call}: an error"), 0], call)
-        call_records(comm, CallRecord(call, "", type(error), str(error)))
+        mine = CallRecord(call, "", type(error), str(error))
+        everyone = comm.all_gather_plain(mine)
+        if all(one == mine for one in everyone):
+            raise  # all ranks have found it
+        raise_first(everyone)
     else:
         if agree_at_end:
             begin(comm, call)
@@ -109,12 +113,17 @@ def call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
     """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
     met one, or where the calls differ. Collective, after an exchange that did not agree."""
     everyone: list[CallRecord] = comm.all_gather_plain(mine)
-    for rank, one in enumerate(everyone):
-        if one.kind is not None:
-            raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")
+    raise_first(everyone)
     if any(one.call != mine.call for one in everyone):
         raise DesyncError(different({rank: one.call for rank, one in enumerate(everyone)}))
     return everyone
+
+
+def raise_first(everyone: Sequence[CallRecord]) -> None:
+    """Raise the error of the lowest rank that has met one, with its number."""
+    for rank, one in enumerate(everyone):
+        if one.kind is not None:
+            raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")
 
 
 def different(calls: dict[int, str]) -> str:

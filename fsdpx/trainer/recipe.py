@@ -129,7 +129,7 @@ class Distribution:
     def __post_init__(self) -> None:
         python_fields(self)
         if not (isinstance(self.schedule, str) or callable(self.schedule)):
-            raise ConfigError(f"schedule={self.schedule!r}: a name, a function or a text file is needed")
+            raise ConfigError(f"schedule={self.schedule!r}: a name, a function or the path of a text file is needed")
         Offload.of(self.offload)
         if self.space is not None and not isinstance(self.space, Grid):
             raise ConfigError(f"space={self.space!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")

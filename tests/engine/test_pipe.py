@@ -148,7 +148,7 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "costs": {"2": -1.0}}, "costs: '2' is -1.0, a number of at least 0"),
         ("mlp", {"mesh": PIPE, "costs": {"2": float("inf")}}, "costs: '2' is inf, a number of at least 0"),
         ("mlp", {"mesh": PIPE, "costs": {"x": 1.0}}, "costs: 'x' matches no layer; there are '0', '1'"),
-        ("mlp", {"mesh": PIPE, "costs": [1, 2]}, r"costs=\[1, 2\]: a dict is needed"),
+        ("mlp", {"mesh": PIPE, "costs": [1, 2]}, r"costs=\[1, 2\]\): a dict"),
         ("mlp", {"mesh": PIPE, "stages": 2}, "stages=2: a list is needed"),
         ("mlp", {"mesh": PIPE, "stages": ["0", 2]}, "name the first layers of all stages, or give numbers"),
         ("mlp", {"mesh": PIPE, "schedule": 3}, "schedule=3: a name, a function or the path"),

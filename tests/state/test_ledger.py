@@ -180,7 +180,7 @@ def test_averages_survive_the_death_of_a_rank() -> None:
         )  # fmt: skip
 
         def die(action: Any) -> None:
-            if dies and comm.rank == 1 and trainer.steps == 3 and getattr(action, "op", "") == "SCALE":
+            if dies and comm.rank == 1 and trainer.steps == 3 and getattr(action, "op", "") == "NORM":
                 raise Died
 
         trainer.inspect.engine.observers.append(die)
