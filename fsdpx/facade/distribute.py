@@ -121,6 +121,7 @@ def distribute(
     """
     if comm is None and isinstance(space, Grid):
         comm = space.comm
+    defaults.demand_member(comm)
     before = _before(comm)
     with nullcontext() if before is None else share_errors(before, "distribute"):
         choice, chosen = Elastic.of(elastic), _machinery(machinery, rarely)

@@ -84,11 +84,18 @@ def test_what_all_ranks_raise_is_printed_once(tmp_path, what):
 
 
 def test_an_error_of_ours_on_one_rank_alone_is_printed_too(tmp_path):
-    program = TRAIN + "trainer(microbatches=int(fsdpx.rank() != 1))\nfsdpx.barrier()\n"
+    program = TRAIN + "one = trainer()\nif fsdpx.rank() == 1:\n    raise fsdpx.errors.ConfigError('mine')\nfsdpx.barrier()\n"
     status, err, _ = job(tmp_path, program)
     assert status != 0
     assert err.count("Traceback (most recent call last)") == err.count("[rank 1/") == 1, err
-    assert "ConfigError: microbatches=0" in err
+    assert "ConfigError: mine" in err
+
+
+def test_a_wrong_argument_on_one_rank_alone_is_printed_once(tmp_path):
+    status, err, _ = job(tmp_path, TRAIN + "trainer(microbatches=int(fsdpx.rank() != 1))\nfsdpx.barrier()\n")
+    assert status != 0
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert "ConfigError: rank 1: microbatches=0" in err
 
 
 def test_a_job_without_exceptions_ends_well(tmp_path):
