@@ -84,7 +84,8 @@ def test_what_all_ranks_raise_is_printed_once(tmp_path, what):
 
 
 def test_an_error_of_ours_on_one_rank_alone_is_printed_too(tmp_path):
-    program = TRAIN + "one = trainer()\nif fsdpx.rank() == 1:\n    raise fsdpx.errors.ConfigError('mine')\nfsdpx.barrier()\n"
+    fails = "if fsdpx.rank() == 1:\n    raise fsdpx.errors.ConfigError('mine')\n"
+    program = TRAIN + "one = trainer()\n" + fails + "fsdpx.barrier()\n"
     status, err, _ = job(tmp_path, program)
     assert status != 0
     assert err.count("Traceback (most recent call last)") == err.count("[rank 1/") == 1, err
