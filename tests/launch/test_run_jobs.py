@@ -105,7 +105,7 @@ trainer = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).as_distributed
     elastic=len(sys.argv) > 1,
 )
 def slowly(action):  # until the others come
-    if os.environ.get("FSDPX_RESTART") == "0" and str(action) == "SCALE" and trainer.steps > 4:
+    if os.environ.get("FSDPX_RESTART") == "0" and str(action) in ("SCALE", "NORM") and trainer.steps > 4:
         open("slow", "w").close()
         time.sleep(0.2)
 trainer.inspect.engine.observers.append(slowly)
