@@ -5,6 +5,7 @@ program multiplies on as many threads as it has chosen."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -102,8 +103,9 @@ def _may_be_numpys(path: Path) -> bool:
 def _functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
     """OpenBLAS's own: looking their names up at each call, as threadpoolctl does, takes five times as long."""
     if library.internal_api == "openblas":
+        loaded = ctypes.CDLL(library.filepath)  # it is loaded already
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
-            get, set = (getattr(library.dynlib, name.format(what), None) for what in ("get", "set"))
+            get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
             if get is not None and set is not None:
                 return get, set
     return library.get_num_threads, library.set_num_threads
