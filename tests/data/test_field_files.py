@@ -183,6 +183,7 @@ def sums(dataset: FieldDataset, first: int) -> list[float]:
     return [float(dataset[i][0].sum()) for i in range(first, len(dataset), 2)]
 
 
+@pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # of JAX, if a test has loaded it
 @pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
 def test_datasets_in_other_processes(how: str, tmp_path: Path) -> None:
     """Workers read at the same time, each by itself, though the file was open before."""
