@@ -27,7 +27,7 @@ LARGEST = 2**64
 
 
 def check_arguments(
-    function: Callable[P, T], name: str = "", when: Literal["before", "after", "failed"] = "after"
+    function: Callable[P, T], name: str = "", when: Literal["after", "failed"] = "after"
 ) -> Callable[P, T]:
     """Let a function, or an `__init__`, answer an argument that does not fit its type hint with ConfigError.
 
@@ -36,16 +36,14 @@ def check_arguments(
     function : what is called
     name : of the call in errors (default: the function's own)
     when : hints are looked at. "after": when the function has returned, or failed with an error that is not one for
-        users, for constructors, whose own checks say more; "before" it is called, where a call leaves something behind;
-        "failed": only where it has failed
+        users, for constructors, whose own checks say more; "failed": only where it has failed, where a call leaves
+        something behind
     """
     label = name or function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def call(*given: P.args, **options: P.kwargs) -> T:
-        if when == "before":
-            demand_arguments(function, given, options, label)
-        elif when == "after":
+        if when == "after":
             _refuse_endless(function, label, given, options)
         try:
             found = function(*given, **options)
@@ -80,11 +78,9 @@ def _refuse_endless(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
     """ConfigError for a whole number that fits into no array: a loop over it would not end."""
-    for value in (*given, *options.values()):
+    for name, value in [*zip(_hints_of(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= LARGEST:
-            pairs = [*zip(_hints_of(function)[1], given, strict=False), *options.items()]
-            named = next(name for name, one in pairs if one is value)
-            raise ConfigError(f"{label}({named}={value}): the number is too large")
+            raise ConfigError(f"{label}({name}={value}): the number is too large")
 
 
 def _demand_fit(

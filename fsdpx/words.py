@@ -232,7 +232,7 @@ def knowing(kind: type[T]) -> type[T]:
 _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
-def refusing(function: Callable[P, T], when: Literal["before", "after", "failed"] = "after") -> Callable[P, T]:
+def refusing(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
     """The same for a function or an `__init__`. when: hints are looked at, see `check_arguments`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]

@@ -380,7 +380,7 @@ def spawn(
     """
     if not callable(fn):
         raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
-    demand_arguments(spawn, (len, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
+    demand_arguments(spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
     world = ThreadWorld(environment.read().timeout or TIMEOUT if timeout is None else timeout, survive)

@@ -144,8 +144,7 @@ def distribute(
 
 
 PLANNED = ("batch", "memory", "machine")
-MACHINERY = [field.name for field in fields(Machinery)]
-OPTIONS = [*signature(distribute).parameters][:-1] + MACHINERY + [*PLANNED]
+OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)] + [*PLANNED]
 """All that `distribute` takes by name. The first three are of strategy="auto" alone."""
 
 

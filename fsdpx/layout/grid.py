@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.comm.default import demand_member, taken
+from fsdpx.comm.default import demand_member, gather_plain, taken
 from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.layout.tiling import tile
@@ -99,7 +99,7 @@ class Grid:
             given = {"shape": shape, "dims": dims, "offsets": offsets, "ghosts": ghosts, "periods": periods}
             wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
             mine = GridFacts((), "", (), (), (), None, None, f"{wrong}: {error}")
-        facts = [GridFacts(*fact) for fact in _gathered(comm, tuple(mine))]
+        facts = [GridFacts(*fact) for fact in gather_plain(comm, tuple(mine))]
         _demand_alike(facts)
         width = prod(mine.dims) if mine.dims else size
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
@@ -256,7 +256,7 @@ class Grid:
 
     def everyone(self, value: Any) -> list[Any]:
         """The plain values of all ranks, by rank, on every rank. Collective."""
-        return _gathered(self.comm, value)
+        return gather_plain(self.comm, value)
 
     def gather(self, array: Any) -> Any:
         """The whole field, or a mask, without ghost cells, from the parts of its ranks, on every rank: for small
@@ -556,9 +556,3 @@ def _tiled(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Seq
             )
     return dims, range(len(facts))
 
-
-def _gathered(comm: Any, value: Any) -> list[Any]:
-    """The values of all ranks."""
-    if hasattr(comm, "all_gather_plain"):
-        return list(comm.all_gather_plain(value))
-    return list(comm.allgather(value))
