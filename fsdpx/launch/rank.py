@@ -7,10 +7,10 @@ import platform
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,7 +22,7 @@ from fsdpx.comm.default import have_met
 from fsdpx.comm.mpi.start import together
 from fsdpx.launch.notes import Note, asked, hold_lifeline, redirect
 
-__all__ = ["end_with_parent", "handed_over"]
+__all__ = ["OwnNote", "end_with_parent", "handed_over"]
 
 _PDEATHSIG = 1
 
@@ -47,19 +47,18 @@ def main() -> None:
     logs = asked(settings.run)
     if logs is not None:
         redirect(logs, begun.rank)
-    _note_exits(begun, settings.run)
-    told: list[int] = []
-    guest.on_end(partial(_note_end, begun, settings.run, told))
+    note = OwnNote(begun, settings.run)
+    _note_exits(note)
+    guest.on_end(note.end)
+    _note_handlers(note)
     error: BaseException | None = None
-    _note_handlers(begun, settings.run)
     try:
         run()
     except BaseException as raised:
         error = raised
         raise
     finally:
-        if os.getpid() == begun.process and not told:  # not in a child that was forked
-            _ended(begun, error).write(settings.run)
+        note.update(**_outcome(error))
 
 
 def handed_over(program: Sequence[str]) -> list[str]:
@@ -83,42 +82,58 @@ def _run() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _ended(begun: Note, error: BaseException | None) -> Note:
+class OwnNote:
+    """The note of this rank, which its threads write. When this rank ends all others, that is the last word: they may
+    be seen to end before it does, or while its script still comes to its end in another thread."""
+
+    def __init__(self, begun: Note, folder: Path) -> None:
+        self._note, self._folder = begun, folder
+        self._final = False
+        self._lock = threading.RLock()  # of its own thread as well: a handler may interrupt a change
+
+    def update(self, final: bool = False, **changes: Any) -> None:
+        """Write the note with these changes, unless its last word is written. A child that was forked is no rank."""
+        if os.getpid() == self._note.process:
+            with self._lock:
+                if not self._final:
+                    self._final = final
+                    self._note = replace(self._note, **changes)
+                    self._note.write(self._folder)
+
+    def end(self, status: int, error: str) -> None:
+        """Write that this rank ends all others."""
+        self.update(final=True, status=status, error=error)
+
+
+def _outcome(error: BaseException | None) -> dict[str, Any]:
+    """What the note of a script says that has ended with this exception, or with none."""
     if error is None:
-        return replace(begun, status=0)
+        return {"status": 0}
     if not isinstance(error, SystemExit):
-        return replace(begun, status=1, error=type(error).__name__)
-    return replace(begun, status=error.code if isinstance(error.code, int) else int(error.code is not None))
+        return {"status": 1, "error": type(error).__name__}
+    return {"status": error.code if isinstance(error.code, int) else int(error.code is not None)}
 
 
-def _note_exits(begun: Note, folder: Path) -> None:
+def _note_exits(note: OwnNote) -> None:
     """Before ranks have met, a launcher may not report the status with which `os._exit` ended one."""
     leave = os._exit
 
     def noted(status: int) -> NoReturn:
-        if os.getpid() == begun.process and not have_met():
-            replace(begun, status=status).write(folder)
+        if not have_met():
+            note.update(status=status)
         leave(status)
 
     os._exit = noted
 
 
-def _note_end(begun: Note, folder: Path, told: list[int], status: int, error: str) -> None:
-    """This rank ends all others, which may be seen to end before it does, or while its script still comes to its end.
-    told: the status, from now on."""
-    if os.getpid() == begun.process and not told:
-        told.append(status)
-        replace(begun, status=status, error=error).write(folder)
-
-
-def _note_handlers(begun: Note, folder: Path) -> None:
+def _note_handlers(note: OwnNote) -> None:
     """MPI libraries catch USR1 themselves, so only Python knows whether the script reacts to it."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
     def noted(number: int, handler: Any, /) -> Any:
         before = set_handler(number, handler)
-        if number == heard and os.getpid() == begun.process:
-            replace(begun, listens=callable(handler)).write(folder)
+        if number == heard:
+            note.update(listens=callable(handler))
         return before
 
     signal.signal = noted  # type: ignore[assignment]

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from fsdpx.__main__ import main
 from fsdpx.launch.endings import Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.join import _listener
 from fsdpx.launch.notes import Note, read_notes
-from fsdpx.launch.rank import _note_handlers
+from fsdpx.launch.rank import OwnNote, _note_handlers
 from fsdpx.watch.preempt import PREEMPTED, Preemption
 
 KINDS = st.sampled_from(["died", "hung", "error"])
@@ -191,12 +193,33 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
 def test_a_note_says_whether_the_script_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, before = Note(0, os.getpid(), platform.node()), signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(signal, "signal", signal.signal)  # put back at the end
-    _note_handlers(begun, tmp_path)
+    _note_handlers(OwnNote(begun, tmp_path))
     with Preemption():
         assert _listener(tmp_path) == os.getpid()
     assert read_notes(tmp_path) == {0: begun}
     assert _listener(tmp_path) is None
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_an_error_of_a_thread_is_the_last_word_of_a_rank_whose_script_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, write = Note(0, os.getpid(), platform.node()), Note.write
+    note = OwnNote(begun, tmp_path)
+    thread = threading.Thread(target=note.end, args=(1, "ZeroDivisionError"))
+
+    def meet(self: Note, folder: Path) -> None:
+        if self.status == 0:  # the script has ended well, and is about to say so
+            thread.start()
+            thread.join(0.2)  # as long as the thread waits for us, this is in vain
+        write(self, folder)
+
+    monkeypatch.setattr(Note, "write", meet)
+    note.update(status=0)
+    thread.join()
+    note.update(listens=True)  # a handler that the script gives back at its end
+    note.update(status=0)
+    assert read_notes(tmp_path) == {0: replace(begun, status=1, error="ZeroDivisionError")}
 
 
 LAUNCHER = """#!/bin/bash
@@ -210,6 +233,7 @@ exit ${STATUS[FSDPX_RESTART]}
 """
 LONE = """
 import os, signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 from fsdpx.errors import StateLost
 rank, start = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["FSDPX_RESTART"])
