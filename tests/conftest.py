@@ -15,7 +15,7 @@ from ranks import OVER_GLOO
 from ranks_of_mpi import TRANSPORTS, Ranks
 
 from fsdpx import environment
-from fsdpx.array import blas
+from fsdpx.array import blas, parallel
 from fsdpx.comm import Communicator
 from fsdpx.comm.opening import world as open_world
 
@@ -46,12 +46,21 @@ WANTING = f"fsdpx/wanting/{Path(sys.prefix).name}"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wanting", action="store_true", help="only what the last run skipped for want of a library")
     parser.addoption("--blas", help="the library of matrix products in the processes of pytest")
+    parser.addoption("--threads", type=int, default=1, help="on how many threads kernels run when a test begins")
 
 
 @pytest.hookimpl
 def pytest_configure(config: pytest.Config) -> None:
     if name := config.getoption("blas", None):
         blas.choose(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A trainer sets the threads of its process: without this a test would run on those of the test before it."""
+    threads = item.config.getoption("threads")
+    parallel.set_threads(threads)
+    blas.threads(threads)
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def list_variants() -> Iterator[Variant]:
         yield Variant(f"blas-{library}", {}, ("--blas", library))
     for threads in ("1", "2"):
         names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
-        yield Variant(f"threads-{threads}", dict.fromkeys(names, threads))
+        yield Variant(f"threads-{threads}", dict.fromkeys(names, threads), ("--threads", threads))
 
 
 def read_processor_flags() -> set[str]:
@@ -84,7 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--list", action="store_true", help="print the variants and what this machine lacks")
     parser.add_argument("--only", action="append", metavar="NAME", help="one variant; may be given several times")
-    parser.add_argument("--quick", action="store_true", help="norms and updates, wide vectors and none")
+    parser.add_argument("--quick", action="store_true", help="norms and updates, on wide and on narrow vectors")
     parser.add_argument("tests", nargs="*", help="arguments of pytest after --; else all tests on thread ranks")
     options = parser.parse_args()
     variants = {variant.name: variant for variant in list_variants()}
@@ -98,7 +98,7 @@ def main() -> int:
     status: dict[str, str] = {}
     arguments = options.tests or (QUICK if options.quick else TESTS)
     narrow = next((name for name in variants if name.startswith("numpy-without-")), "threads-1")
-    for name in options.only or (["skylake-avx512", narrow] if options.quick else variants):
+    for name in options.only or (["skylake-avx512", "haswell", narrow] if options.quick else variants):
         variant = variants[name]
         if variant.lacking:
             status[name] = f"not run: this processor lacks {variant.lacking}"

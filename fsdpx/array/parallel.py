@@ -1,9 +1,10 @@
 """The threads of this process for kernels: pieces of one call, run by the calling thread and a pool of workers; in each
 of them denormal numbers count as 0 while a step runs.
 
-Kernels cut their arrays by rows, columns or elements, so that no result depends on which thread computed it or on how
-many there are. Numba's own `prange` is not used: its default layer ("workqueue") ends the process when two threads call
-it at once, as thread ranks do, and it would tie the cut to the number of threads.
+Kernels cut their arrays by rows, columns or elements, and workers treat denormals as the calling thread does, so that
+no result depends on which thread computed it or on how many there are. Numba's own `prange` is not used: its default
+layer ("workqueue") ends the process when two threads call it at once, as thread ranks do, and it would tie the cut to
+the number of threads.
 
 Processors compute with denormals far slower. Vanishing gradients, their squares in an optimiser and the far tail of a
 softmax are full of them (below 1.2e-38 in float32, 2.2e-308 in float64). GPUs and TensorFlow flush them to 0 too. On
@@ -25,7 +26,7 @@ import numpy as np
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "GRAIN", "WORTH", "cuts", "flush_for_good", "flushed", "over", "over_columns", "run", "set_threads", "threads",
+    "GRAIN", "WORTH", "cuts", "flushed", "over", "over_columns", "run", "set_threads", "threads",
 ]  # fmt: skip
 
 
@@ -41,13 +42,6 @@ class flushed:  # noqa: N801
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             _control().restore(self._before)
-
-
-def flush_for_good() -> None:
-    """From now on denormals count as 0 in this thread: for threads that only run kernels."""
-    control = _control()
-    if control is not None:
-        control.flush()
 
 
 @functools.cache
@@ -145,13 +139,16 @@ def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None
 
 
 class _Job:
-    """One call of `run`. The deque gives each piece to one thread only; workers report each piece in `finished`."""
+    """One call of `run`. The deque gives each piece to one thread only; workers report each piece in `finished`.
 
-    __slots__ = ("finished", "function", "pieces")
+    control: of the caller's vector unit, which workers take over: denormals that count as 0 turn Inf into NaN."""
+
+    __slots__ = ("control", "finished", "function", "pieces")
 
     def __init__(self, function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
         self.function = function
         self.pieces = deque(pieces)
+        self.control = None if _control() is None else _control().read_control()
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def results(self) -> Iterator[BaseException | None]:
@@ -165,6 +162,8 @@ class _Job:
 
     def serve(self) -> None:
         """A worker's part."""
+        if self.control is not None:
+            _control().restore(self.control)
         for result in self.results():
             self.finished.put(result)
 
@@ -188,7 +187,6 @@ def _start(workers: int) -> None:
 
 
 def _serve(calls: SimpleQueue[_Job]) -> None:
-    flush_for_good()  # as in the calling thread, inside a step
     while True:
         calls.get().serve()
 

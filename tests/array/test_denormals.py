@@ -1,11 +1,12 @@
 """Inside the block denormals count as 0, outside they are numbers like others; each thread for itself."""
 
 import platform
+import threading
 
 import numpy as np
 import pytest
 
-from fsdpx.array import kernels, parallel
+from fsdpx.array import parallel
 from fsdpx.array.parallel import flushed
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
@@ -32,13 +33,27 @@ def test_after_an_error_too() -> None:
     assert survive()
 
 
-def test_threads_of_kernels_do_as_the_step_does() -> None:
-    """Whichever thread works on a piece, the bits are the same."""
-    x = np.full(1 << 20, 1e-40, np.float32)
+def on_each_of_two_threads() -> set[bool]:
+    """Whether denormals survive in the calling thread and in a worker, which meet so that each has one piece."""
+    meeting, survived = threading.Barrier(2, timeout=60), dict[str, bool]()
+
+    def look() -> None:
+        meeting.wait()
+        survived[threading.current_thread().name] = survive()
+
     before = parallel.threads()
     try:
         parallel.set_threads(2)
-        with flushed():
-            assert not kernels.add(np, x, x).any()
+        parallel.run(look, [(), ()])
     finally:
         parallel.set_threads(before)
+    assert len(survived) == 2
+    return set(survived.values())
+
+
+def test_workers_do_as_the_calling_thread_does() -> None:
+    """Whichever thread works on a piece, the bits are the same, in a step and outside of one."""
+    assert on_each_of_two_threads() == {True}
+    with flushed():
+        assert on_each_of_two_threads() == {False}
+    assert on_each_of_two_threads() == {True}

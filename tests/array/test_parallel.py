@@ -126,7 +126,8 @@ def test_several_threads_take_part(many):
     assert len(names) == 2
 
 
-def test_one_thread_cuts_nothing():
+def test_one_thread_cuts_nothing(many):
+    many(1)
     calls = []
     parallel.over(lambda *a: calls.append(a), (np.zeros((1000, 1000)),), 7)
     assert [(a.shape, n) for a, n in calls] == [((1000, 1000), 7)]

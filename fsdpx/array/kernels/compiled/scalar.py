@@ -14,7 +14,10 @@ from fsdpx.array.kernels.activation import SHIFT, TAIL32, TAIL64
 from fsdpx.native.compiled import jit
 from fsdpx.native.late import cgutils, intrinsic, ir, register_jitable, types
 
-__all__ = ["density", "exp", "flush", "fma", "like", "order", "product_high", "restore", "tail", "unorder", "widest"]
+__all__ = [
+    "density", "exp", "flush", "fma", "like", "order", "product_high", "read_control", "restore", "tail", "unorder",
+    "widest",
+]  # fmt: skip
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
@@ -214,6 +217,14 @@ def _flush(typingctx: Any) -> Any:
 
 
 @intrinsic
+def _read(typingctx: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _control(builder, "st")[0] if X86 else ir.IntType(32)(0)
+
+    return types.int32(), code
+
+
+@intrinsic
 def _restore(typingctx: Any, before: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if X86:
@@ -237,6 +248,12 @@ def _control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
 def flush():
     """From now on denormals count as 0 in this thread; returns what `restore` needs."""
     return _flush()
+
+
+@jit
+def read_control():
+    """How this thread computes, for `restore` in another one."""
+    return _read()
 
 
 @jit
