@@ -107,18 +107,4 @@ class _Package(ModuleType):
             value.Layer._distribute = staticmethod(lambda model, **options: self.distribute(model, **options))
 
 
-class _Absent:
-    """The last to be asked for a module: of `import fsdpx.nn.functional` it says what to write here."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        parent, _, child = name.rpartition(".")
-        if parent.split(".")[0] == __name__ and not child.startswith("_"):
-            from fsdpx.words import meant
-
-            if hint := meant(child, getattr(sys.modules[parent], "__all__", ())):
-                raise ModuleNotFoundError(f"No module named {name!r}{hint}", name=name)
-
-
 sys.modules[__name__].__class__ = _Package
-sys.meta_path.append(_Absent)

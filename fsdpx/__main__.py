@@ -63,10 +63,8 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        from fsdpx.words import left
-
         found = [word.partition("=")[0].rstrip(":") for word in message.split()]
-        words = [word for word in found if (word.startswith("-") and "/" not in word) or left(word)]
+        words = [word for word in found if word.startswith("-") and "/" not in word]
         message += next(filter(None, map(self._meant, words)), "")
         self.exit(_say(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"))
 

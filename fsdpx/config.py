@@ -16,7 +16,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
-from fsdpx.words import knowing, left, meant
+from fsdpx.words import knowing, meant
 
 __all__ = [
     "PRESETS", "Elastic", "Lifetime", "Offload", "Precision", "Sharding", "byte_count", "half_name", "positive",
@@ -219,14 +219,6 @@ class Precision:
     initial_scale: float = 256.0
     growth_interval: int = 2000
 
-    def __new__(cls, *choices: object, **named: object) -> Precision:
-        if gone := {"frozen", "block"} & named.keys():
-            raise ConfigError(
-                f"Precision({min(gone)}=): matrices in 8 and 4 bits are no longer in fsdpx: use Precision('bf16'), and "
-                "strategy='fsdp', which divides frozen matrices among the ranks"
-            )
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         python_fields(self)
         for name in ("compute", "param", "reduce", "buffers", "master"):
@@ -249,8 +241,7 @@ class Precision:
             beside = f", compute={self.compute!r}" * (role != "compute")
             beside += f", master={self.master!r}" * (role == "rounding")
             names = " or ".join(str(choice) for choice in dict.fromkeys(choices))
-            gone = f"; {text}" if (text := left(f"{role}={value}")) else ""
-            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}{gone}")
+            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
 
     def __repr__(self) -> str:
         """The choices that differ from the defaults."""

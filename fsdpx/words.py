@@ -1,22 +1,18 @@
-"""Words of other libraries, and of earlier versions of this one, and what to write instead: one table for all errors
-about names that are unknown."""
+"""Words of other libraries, and what to write here instead: one table for all errors about names that are unknown."""
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import wraps
 from inspect import Parameter, signature
-from opcode import opmap
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from fsdpx.arguments import check_arguments
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "CALLS", "GONE", "LEFT", "MOVED", "OTHERS", "absent", "demand_known", "demand_match", "knowing", "left", "meant",
-    "moved", "patterns_of",
+    "CALLS", "OTHERS", "absent", "demand_known", "demand_match", "knowing", "meant", "patterns_of", "refusing",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -119,44 +115,6 @@ _MEANT = {
 """What to write here -> words of other libraries for it."""
 OTHERS: dict[str, str] = {word: ours for ours, words in _MEANT.items() for word in words.split()}
 """Word -> what to write here. Capitals, dashes and underscores do not count."""
-LEFT: dict[str, str] = {
-    "SOAP": "optim.Muon(...)",
-    "Prodigy": "optim.AdamW(lr=optim.schedules.WarmUp(...))",
-    "AdamWScheduleFree": "optim.AdamW(lr=optim.schedules.WarmUp(...)) and average=fsdpx.EMA()",
-    "OneBitAdam": 'optim.AdamW(...) and codec="int8"',
-    "OneBit": 'codec="int8"',
-    "AdamW8bit": 'optim.AdamW(...) and strategy="zero1", which divides its state',
-    "Adafactor": 'optim.AdamW(...) and strategy="zero1", which divides its state',
-    "sign": 'codec="int8"',
-    "RandomK": 'codec="topk"',
-    "param=int8": 'param="bf16", half the bytes',
-    "EASGD": 'strategy="gossip", or "diloco"',
-    "ParquetDataset": "datasets.load_dataset of Hugging Face, which goes into DataLoader as it is",
-    "TarDataset": "any dataset with len() and [i], which goes into DataLoader as it is",
-    "Mixture": "datasets.interleave_datasets of Hugging Face, or a dataset of your own with len() and [i]",
-    "augment": "transform=, or the dataset's own [i]",
-    "cuda_graphs": "nothing; leave it out",
-    "layer_costs": "trainer.report().layers of a trainer with trace=",
-    "ImageFolder": "torchvision.datasets.ImageFolder, or a dataset of your own with len() and [i]",
-    "ElasticTrainer": "Trainer: what an elastic one has more is in trainer.host",
-    "--plot": "bench comm --json FILE, whose rows any program draws",
-}
-"""Name of an earlier version -> what to use instead."""
-MOVED: dict[str, str] = dict.fromkeys((
-    "engine", "placement", "last", "weight", "lr", "settings", "fingerprint", "summary", "routing", "measure",
-    "save_trace", "reset",
-), "inspect") | dict.fromkeys((
-    "world", "rank", "alone", "most", "no_batch", "met", "apart", "finish", "remember", "checkpoint", "resume",
-    "wait_saved", "trains", "training_ranks", "recoveries", "resize",
-), "host")  # fmt: skip
-"""What an earlier version's trainer had by itself -> the part of a trainer that has it now. The old name still works,
-with a warning."""
-GONE: dict[str, str] = {
-    "unfreeze": "trainer.freeze(..., undo=True)",
-    "save_pretrained": "fsdpx.models.save_pretrained(trainer, folder)",
-    "routes": "nothing: trainer.inspect.routing() is empty without experts",
-}
-"""What an earlier version's trainer had -> what to use instead. The old name is an error."""
 CALLS: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_weights(values), or trainer.load(folder)",
@@ -178,14 +136,11 @@ _OPTIONS: dict[str, str] = {
 }  # fmt: skip
 """Option of another library's optimisers, schedules and launchers, or of a call of ours -> its option here."""
 _PLAIN = str.maketrans("", "", "-_ ")
-_LEFT = {word.lower().translate(_PLAIN): instead for word, instead in LEFT.items()}
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
 
 
 def meant(word: str, known: Iterable[str]) -> str:
     """What an unknown word may mean, as the end of a sentence: its name here, the nearest of `known`, or nothing."""
-    if gone := left(word):
-        return f"; {gone}"
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"
@@ -193,15 +148,10 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
-    """The error for a name that a module does not have, with what may be meant. Call it from `__getattr__`.
-
-    Python answers "from fsdpx import FSDP" with a text of its own for an AttributeError, which would hide this one."""
+def absent(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error for a name that a module does not have, with what may be meant."""
     hint = "" if name.startswith("_") else meant(name, known)
-    by = sys._getframe(2)
-    if by.f_code.co_code[by.f_lasti] == opmap["IMPORT_FROM"]:
-        return ImportError(f"cannot import name {name!r} from {module!r}{hint}", name=module)
-    return AttributeError(left(name) or f"module {module!r} has no attribute {name!r}{hint}")
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
 def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
@@ -278,17 +228,3 @@ def demand_match(
             shown = ", ".join(map(repr, near[:6])) + (" ..." if len(near) > 6 else "")
             there = f"{'there are' if near is known else 'the nearest are'} {shown}" if known else "there is none"
             raise kind(f"{argument}: {pattern!r} matches no {what}; {there}")
-
-
-def moved(name: str) -> str:
-    """What to say of a name that the trainer of an earlier version, or of another library, had; "" of any other."""
-    if name in CALLS:
-        return f"a trainer has no {name}: use {CALLS[name]}"
-    instead = f"trainer.{MOVED[name]}.{name}" if name in MOVED else GONE.get(name)
-    return "" if instead is None else f"a trainer has no {name} any more: use {instead}"
-
-
-def left(word: str) -> str:
-    """What to say of a name that an earlier version had; "" of any other."""
-    instead = _LEFT.get(word.rpartition(".")[2].lower().translate(_PLAIN))
-    return "" if instead is None else f"{word} is no longer in fsdpx: use {instead}"

@@ -103,10 +103,8 @@ except ImportError:  # Windows: two jobs there are not told apart
 PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
 """What a save needs beside a checkpoint for a while, and leaves if it is killed. `leaving` makes the names: they do not
 begin as the checkpoint's does, so that who looks for `step-*` finds checkpoints alone."""
+_RESERVED = ".fsdpx-"
 _LEAVING = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
-_OLD_LEAVING = re.compile(rf"(.+)\.({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})", re.DOTALL)
-"""As earlier versions named them."""
-_RESERVED = re.compile(rf"\.fsdpx-.*|.*\.({PREVIOUS}|{PARTIAL}.*|{LOCK}|{REMOVED})", re.DOTALL | re.IGNORECASE)
 LINKS = 40
 """That lead to one another, as many as Linux follows."""
 IN_PLACE = (
@@ -169,7 +167,6 @@ class Target:
             raise
         sync_folder(self.path.parent)
         remove(previous)
-        remove(_old_leaving(self.path, PREVIOUS))
         self.release()
 
     def abandon(self) -> None:
@@ -186,19 +183,13 @@ class Target:
 
 def leaving(path: Path, kind: str) -> Path:
     """What lies beside the checkpoint `path` while it is saved."""
-    return path.with_name(f".fsdpx-{kind}-{path.name}")
-
-
-def _old_leaving(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.name}.{kind}")
+    return path.with_name(f"{_RESERVED}{kind}-{path.name}")
 
 
 def _parse_leaving(name: str) -> tuple[str, str] | None:
     """Kind, and the name of the checkpoint, of what a save has left; None for any other name."""
-    if match := _LEAVING.fullmatch(name):
-        return match[1], match[2]
-    match = _OLD_LEAVING.fullmatch(name)
-    return match and (match[2], match[1])
+    match = _LEAVING.fullmatch(name)
+    return match and (match[1], match[2])
 
 
 def _leavings(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -250,7 +241,7 @@ def followed(path: Path) -> Path:
 def replaceable(path: Path) -> Path:
     """The folder that `path` names, if another one can take its place; CheckpointError if not."""
     folder = followed(path)
-    if _RESERVED.fullmatch(folder.name):
+    if folder.name.lower().startswith(_RESERVED):
         raise CheckpointError(
             f"{path}: fsdpx gives such names to what it has beside a checkpoint while it saves, and removes it: choose "
             "another name"
@@ -276,8 +267,8 @@ def moving(path: Path) -> Iterator[None]:
 def current(path: Path) -> Path:
     """Where the checkpoint of this name is: a job that was killed between two renames leaves it under another."""
     path = followed(path)
-    left = (leaving(path, PREVIOUS), _old_leaving(path, PREVIOUS))
-    return path if path.exists() else next(filter(is_checkpoint, left), path)
+    previous = leaving(path, PREVIOUS)
+    return previous if not path.exists() and is_checkpoint(previous) else path
 
 
 def remove(folder: Path) -> None:
@@ -354,18 +345,7 @@ def _some(names: list[str]) -> str:
 def _lock(path: Path) -> int:
     """Hold the lock of this name until `release` or the end of the process, however it ends; CheckpointError if another
     has it."""
-    busy, old = f"{path}: another job is saving there", _old_leaving(path, LOCK)
-    if _is_lock(old):  # of an earlier version, which may still run
-        os.close(hold(old, busy))
-        old.unlink(missing_ok=True)
-    return hold(leaving(path, LOCK), busy)
-
-
-def _is_lock(path: Path) -> bool:
-    """Whether `hold` has signed this file."""
-    with suppress(OSError, ValueError):
-        return bool(files.typed(files.read_json(path), {"host": str, "process": int, "since": str}))
-    return False
+    return hold(leaving(path, LOCK), f"{path}: another job is saving there")
 
 
 def hold(name: Path, busy: str) -> int:

@@ -28,7 +28,7 @@ from fsdpx.optim.optimizer import inside
 from fsdpx.state.ledger import saved_format, saved_tensors
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
-from fsdpx.words import demand_match, left
+from fsdpx.words import demand_match
 
 __all__ = [
     "WeightsReport", "damaged", "demand_data_here", "demand_fit", "demand_intact", "fill", "listed", "load",
@@ -128,7 +128,6 @@ def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: st
         raise CheckpointError(
             f"{where}: the optimiser does not fit: {scalars.optimizer} with {_slots(scalars.slots)} in the checkpoint, "
             f"{type(inside(place.optimizer)).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
-            + (f". {gone}" if (gone := left(scalars.optimizer)) else "")
         )
     known = saved_tensors(place, scalars.replicas).items()
     rest = {n: (saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}

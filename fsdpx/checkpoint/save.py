@@ -40,7 +40,7 @@ from fsdpx.version import __version__
 __all__ = ["Background", "Choices", "Prepared", "added", "note_of", "plan_of", "prepare", "read_note", "save", "words"]
 
 LARGEST = 1 << 20
-UNKNOWN = "unknown: an earlier version, or other software"
+UNKNOWN = "unknown software"
 
 
 def note_of(placement: Placement) -> bytes:

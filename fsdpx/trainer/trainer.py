@@ -49,7 +49,7 @@ from fsdpx.trainer.whole import (
     whole_parameters,
     whole_state,
 )
-from fsdpx.words import MOVED, demand_match, moved, patterns_of
+from fsdpx.words import CALLS, demand_match, patterns_of
 
 __all__ = ["Trainer"]
 
@@ -501,12 +501,8 @@ class Trainer:
     if not TYPE_CHECKING:  # a type checker would take any name for one of a trainer
 
         def __getattr__(self, name: str) -> Any:
-            """What an earlier version's trainer had by itself and now lies on `inspect` or `host`, with a warning."""
-            if name not in MOVED:
-                raise AttributeError(moved(name) or f"'Trainer' object has no attribute {name!r}")
-            found = getattr(getattr(self, MOVED[name]), name)
-            warn(moved(name), DeprecationWarning)
-            return found
+            hint = f"; use {CALLS[name]}" if name in CALLS else ""
+            raise AttributeError(f"'Trainer' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _updated(self, results: Mapping[Slot, Any]) -> float:
         loss = self._place.pace.loss(results)

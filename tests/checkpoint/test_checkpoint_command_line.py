@@ -83,7 +83,7 @@ def test_inspect_says_what_wrote_it(
 def test_the_note_is_never_needed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor trusted: whatever is in it, the checkpoint is loaded, verified and overwritten."""
     note = made / "a/written.json"
-    before = "written by: unknown: an earlier version, or other software"
+    before = "written by: unknown software"
 
     def load(comm: Communicator) -> None:
         trainer = make(comm, "wide", precision="float32", strategy="ddp")

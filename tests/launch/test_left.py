@@ -144,15 +144,14 @@ def test_the_next_start_removes_sessions_of_open_mpi_that_are_old_and_in_no_use(
 
 def test_names_of_windows_are_listed_and_the_next_start_removes_them(tmp_path: Path) -> None:
     killed, new = files.temporary_path(tmp_path), files.temporary_path(tmp_path)
-    old, cache = tmp_path / "fsdpx-a1b2c3_d", tmp_path / "fsdpx-acache00"
-    for path in (killed, new, old):
+    other = tmp_path / "fsdpx-acache00"
+    for path in (killed, new, other):
         path.touch()
-    cache.mkdir()
-    for path in (killed, old, cache):
+    for path in (killed, other):
         os.utime(path, (0, 0))
-    assert left(tmp_path) == sorted([killed, old])
+    assert left(tmp_path) == [killed]
     remove_left(tmp_path, tmp_path)
-    assert set(tmp_path.iterdir()) == {new, old, cache}
+    assert set(tmp_path.iterdir()) == {new, other}
 
 
 def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import inspect
 import pydoc
-import re
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,9 @@ from models import CASES, make, mlp, part, placed, train
 from fsdpx import Precision, Sharding, Trainer, data, nn, optim, spawn
 from fsdpx.comm import Communicator, Handle
 from fsdpx.comm.communicator import Call, Wrapper
-from fsdpx.elastic.host import ElasticRanks
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.testing import demand_close, difference
-from fsdpx.trainer.host import TrainerHost
-from fsdpx.trainer.inspect import Inspection
 from fsdpx.trainer.saves import History
-from fsdpx.words import GONE, MOVED
 
 
 def test_parameters_load_at_another_world_size_and_strategy() -> None:
@@ -292,20 +287,10 @@ def test_attributes_that_a_trainer_does_not_have_are_refused() -> None:
             setattr(trainer, name, 1)
 
 
-def test_a_trainer_has_few_names_and_says_where_others_have_gone() -> None:
+def test_a_trainer_has_few_names() -> None:
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     few = 27  # with the ranks that have parts of the same fields, and the grid of results
     assert len([name for name in dir(trainer) if not name.startswith("_")]) <= few
-    parts = {"inspect": (Inspection,), "host": (TrainerHost, ElasticRanks)}
-    for name, where in MOVED.items():
-        assert any(hasattr(kind, name) for kind in parts[where])
-        if hasattr(type(getattr(trainer, where)), name):  # the others are those of an elastic host
-            with pytest.warns(DeprecationWarning, match=f"no {name} any more: use trainer.{where}.{name}") as warned:
-                getattr(trainer, name)
-            assert warned[0].filename == __file__
-    for name, instead in GONE.items():
-        with pytest.raises(AttributeError, match=re.escape(f"no {name} any more: use {instead}")):
-            getattr(trainer, name)
     assert not hasattr(trainer, "learning_rate")
 
 

@@ -28,9 +28,8 @@ __all__ = ["PREFIX", "SHARED", "clear", "late", "left", "lives", "owner", "remov
 SHARED = Path("/dev/shm")
 NAMES = (
     "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*", f"{files.TEMPORARY}*",
-    "fsdpx-????????",
 )  # fmt: skip
-"""Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows; of fsdpx, now and in earlier versions."""
+"""Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows; of fsdpx."""
 _REMOVED = ("mpich_", files.TEMPORARY)
 """How the names begin of what the next start removes. What may be another program's is only listed."""
 SECONDS = 60.0
