@@ -5,6 +5,9 @@ import copy
 import inspect
 import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -66,9 +69,46 @@ def test_what_the_table_says_is_there(ours: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_a_type_checker_does_not_take_any_name(module: ModuleType) -> None:
+def test_a_type_checker_sees_the_imports_and_no_getattr(module: ModuleType) -> None:
     """`__getattr__` of a module would tell it that every name is there."""
-    found = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.FunctionDef | ast.If)]
-    guarded = [ast.unparse(node.test) for node in found if isinstance(node, ast.If) and "__getattr__" in ast.dump(node)]
-    assert guarded == ["not TYPE_CHECKING"]
-    assert "__getattr__" not in [node.name for node in found if isinstance(node, ast.FunctionDef)]
+    (choice,) = (node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.If))
+    assert ast.unparse(choice.test) == "TYPE_CHECKING"
+    assert "__getattr__" in ast.dump(choice.orelse[0])
+    assert "__getattr__" not in "".join(map(ast.dump, choice.body))
+
+
+def test_a_name_is_imported_when_it_is_used(tmp_path: Path) -> None:
+    """Whatever stands around it; a module does not take the place of a function with its name."""
+    package = tmp_path / "odd"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from typing import TYPE_CHECKING, Any\nfrom fsdpx.lazy_names import attach\n"
+        "if TYPE_CHECKING:\n    from json import dumps as dumps, loads as unseen\n"
+        "    from odd import part as part\n    from odd.called.inner import called as called\n    plan: Any\n"
+        "else:\n    __getattr__, __dir__, __all__ = attach(__name__)\n"
+    )
+    (package / "called").mkdir()
+    (package / "called/__init__.py").touch()
+    (package / "called/inner.py").write_text("called = 1")
+    (package / "part.py").write_text("x = 1")
+    (package / "plan.py").write_text("x = 2")
+    code = (
+        "import sys, odd; assert 'json' not in sys.modules and 'odd.part' not in sys.modules\n"
+        "assert dir(odd) == odd.__all__ == ['called', 'dumps', 'part', 'plan'], odd.__all__\n"
+        "import json; assert odd.dumps is json.dumps is vars(odd)['dumps'] and (odd.part.x, odd.plan.x) == (1, 2)\n"
+        "import odd.called.inner; assert odd.called.inner.called == 1 and not hasattr(odd, 'unseen')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_layers_that_nobody_asks_for_are_not_loaded() -> None:
+    code = "import sys; from fsdpx import nn, optim, data, models; nn.Linear, nn.sort, optim.SGD; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "fsdpx.nn.linear" in loaded
+    heavy = "nn.moe nn.lowrank nn.decoders nn.unet optim.muon data.loader models.reading".split()
+    assert [name for name in heavy if f"fsdpx.{name}" in loaded] == []
+
+
+def test_a_function_with_the_name_of_its_module_is_that_function() -> None:
+    code = "import fsdpx.nn.sort; from fsdpx import nn; assert callable(nn.sort), nn.sort"
+    subprocess.run([sys.executable, "-c", code], check=True)

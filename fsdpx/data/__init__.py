@@ -1,21 +1,20 @@
 """Data: datasets, the order in which ranks train on their samples, and reading them ahead."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdpx.data.dataset import ArrayDataset, Dataset, TextDataset, TokenDataset, stdlib_sources
-from fsdpx.data.fields import FieldDataset
-from fsdpx.data.loader import DataLoader, DistributedSampler, Share
-from fsdpx.data.statistics import ChannelStatistics, channel_statistics
-from fsdpx.data.supervised import SupervisedDataset
-from fsdpx.words import absent
+from fsdpx.lazy_names import attach
 
-__all__ = [
-    "ArrayDataset", "ChannelStatistics", "DataLoader", "Dataset", "DistributedSampler", "FieldDataset",
-    "Share", "SupervisedDataset", "TextDataset", "TokenDataset", "channel_statistics", "stdlib_sources",
-]  # fmt: skip
-
-
-if not TYPE_CHECKING:  # a type checker would take any name
-
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, name, __all__)
+if TYPE_CHECKING:
+    from fsdpx.data.dataset import (
+        ArrayDataset as ArrayDataset,
+        Dataset as Dataset,
+        TextDataset as TextDataset,
+        TokenDataset as TokenDataset,
+        stdlib_sources as stdlib_sources,
+    )
+    from fsdpx.data.fields import FieldDataset as FieldDataset
+    from fsdpx.data.loader import DataLoader as DataLoader, DistributedSampler as DistributedSampler, Share as Share
+    from fsdpx.data.statistics import ChannelStatistics as ChannelStatistics, channel_statistics as channel_statistics
+    from fsdpx.data.supervised import SupervisedDataset as SupervisedDataset
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

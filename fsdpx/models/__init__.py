@@ -1,8 +1,13 @@
 """Models that people have, from the folders in which they have them; docs: models."""
 
-from fsdpx.models.chat import chat_template
-from fsdpx.models.operators import from_state_dict, to_state_dict
-from fsdpx.models.reading import from_pretrained
-from fsdpx.models.writing import save_pretrained
+from typing import TYPE_CHECKING
 
-__all__ = ["chat_template", "from_pretrained", "from_state_dict", "save_pretrained", "to_state_dict"]
+from fsdpx.lazy_names import attach
+
+if TYPE_CHECKING:
+    from fsdpx.models.chat import chat_template as chat_template
+    from fsdpx.models.operators import from_state_dict as from_state_dict, to_state_dict as to_state_dict
+    from fsdpx.models.reading import from_pretrained as from_pretrained
+    from fsdpx.models.writing import save_pretrained as save_pretrained
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

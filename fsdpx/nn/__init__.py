@@ -1,80 +1,123 @@
 """What is computed: layers, containers, losses and models."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdpx.nn import init, models
-from fsdpx.nn.activation import GELU, CutDropout, Dropout, ReLU, Sigmoid, SiLU, Softmax, Tanh
-from fsdpx.nn.block import MLP, Gate, GatedMLP, TransformerBlock
-from fsdpx.nn.container import Chain, Composite, Container, Residual
-from fsdpx.nn.conv import Conv1d, Conv2d, Conv3d
-from fsdpx.nn.cut import Column, Cut, CutRequest, Features, Own, Positions, Row, Samples, Vocab, Whole
-from fsdpx.nn.decoders import GPT, Llama
-from fsdpx.nn.derivatives import Curl, Derivative, Divergence, Gradient, Laplacian
-from fsdpx.nn.embedding import (
-    Embedding,
-    PartTokenEmbedding,
-    TokenEmbedding,
-    VocabCrossEntropy,
-    VocabEmbedding,
-    VocabTokenEmbedding,
-)  # fmt: skip
-from fsdpx.nn.encoders import Bert, BertEmbedding, Patches, ViT
-from fsdpx.nn.fieldlosses import RMSE, VRMSE, BandRMSE, BoundaryRMSE, ConservedRMSE, MaxError, RelativeL2
-from fsdpx.nn.function import Lambda
-from fsdpx.nn.graph import Graph
-from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention, MultiHeadAttention
-from fsdpx.nn.heads import Attention, HeadNorm, Rotary
-from fsdpx.nn.layer import Env, Layer, Portion, Spec
-from fsdpx.nn.linear import ColumnLinear, Linear, RowLinear
-from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
-from fsdpx.nn.lowrank import LoRALinear, lora
-from fsdpx.nn.masks import FillNaN, Mask
-from fsdpx.nn.moe import CutMoE, MoE
-from fsdpx.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from fsdpx.nn.normalize import Denormalize, Normalize
-from fsdpx.nn.pad import Pad
-from fsdpx.nn.physics import Conserve, PhysicsLoss
-from fsdpx.nn.plan import Planned, parallelise
-from fsdpx.nn.pool import (
-    AdaptiveAvgPool1d,
-    AdaptiveAvgPool2d,
-    AdaptiveAvgPool3d,
-    AvgPool1d,
-    AvgPool2d,
-    AvgPool3d,
-    MaxPool1d,
-    MaxPool2d,
-    MaxPool3d,
-)
-from fsdpx.nn.resample import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Upsample
-from fsdpx.nn.rollout import Rollout
-from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
-from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
-from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
-from fsdpx.nn.spectral import FNO, ChannelLinear, ChannelScale, GridEmbedding, SpectralConv
-from fsdpx.nn.unet import UNet
-from fsdpx.words import absent
+from fsdpx.lazy_names import attach
+from fsdpx.nn.sort import sort as sort  # before anybody imports the module of this name
 
-__all__ = [
-    "FNO", "GELU", "GPT", "MLP", "MSE", "RMSE", "VRMSE", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d",
-    "AdaptiveAvgPool3d", "Add", "Attention", "AttentionBlock", "AvgPool1d", "AvgPool2d", "AvgPool3d",
-    "BCEWithLogits", "BandRMSE", "BatchNorm", "Bert", "BertEmbedding", "BoundaryRMSE", "Chain", "ChannelLinear",
-    "ChannelScale", "Column", "ColumnLinear", "Composite", "Concat", "Conserve", "ConservedRMSE", "Container",
-    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "CrossEntropy", "Curl",
-    "Cut", "CutDropout", "CutMoE", "CutRequest", "Denormalize", "Derivative", "Divergence", "Dropout", "Embedding",
-    "Enter", "Env", "Features", "FillNaN", "First", "Flatten", "Framed", "Gate", "GatedMLP", "Gradient", "Graph",
-    "GridEmbedding", "GroupNorm", "GroupedQueryAttention", "HeadNorm", "InstanceNorm", "Lambda", "Laplacian",
-    "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LoRALinear", "Loss", "Mask", "MaxError", "MaxPool1d",
-    "MaxPool2d", "MaxPool3d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Normalize", "Own", "Pad",
-    "PartTokenEmbedding", "Patches", "PhysicsLoss", "Planned", "Portion", "Positions", "RMSNorm", "ReLU",
-    "RelativeL2", "Residual", "Rollout", "Rotary", "Row", "RowLinear", "Samples", "Scale", "SequenceLoss", "SiLU",
-    "Sigmoid", "Softmax", "Sorted", "Spec", "SpectralConv", "Tanh", "TokenEmbedding", "TransformerBlock", "UNet",
-    "Upsample", "ViT", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "Whole", "infer",
-    "init", "lora", "models", "parallelise", "shapes", "sort", "specs_of",
-]  # fmt: skip
-
-
-if not TYPE_CHECKING:  # a type checker would take any name
-
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, name, __all__)
+if TYPE_CHECKING:
+    from fsdpx.nn import init as init, models as models
+    from fsdpx.nn.activation import (
+        GELU as GELU,
+        CutDropout as CutDropout,
+        Dropout as Dropout,
+        ReLU as ReLU,
+        Sigmoid as Sigmoid,
+        SiLU as SiLU,
+        Softmax as Softmax,
+        Tanh as Tanh,
+    )
+    from fsdpx.nn.block import MLP as MLP, Gate as Gate, GatedMLP as GatedMLP, TransformerBlock as TransformerBlock
+    from fsdpx.nn.container import Chain as Chain, Composite as Composite, Container as Container, Residual as Residual
+    from fsdpx.nn.conv import Conv1d as Conv1d, Conv2d as Conv2d, Conv3d as Conv3d
+    from fsdpx.nn.cut import (
+        Column as Column,
+        Cut as Cut,
+        CutRequest as CutRequest,
+        Features as Features,
+        Own as Own,
+        Positions as Positions,
+        Row as Row,
+        Samples as Samples,
+        Vocab as Vocab,
+        Whole as Whole,
+    )
+    from fsdpx.nn.decoders import GPT as GPT, Llama as Llama
+    from fsdpx.nn.derivatives import (
+        Curl as Curl,
+        Derivative as Derivative,
+        Divergence as Divergence,
+        Gradient as Gradient,
+        Laplacian as Laplacian,
+    )
+    from fsdpx.nn.embedding import (
+        Embedding as Embedding,
+        PartTokenEmbedding as PartTokenEmbedding,
+        TokenEmbedding as TokenEmbedding,
+        VocabCrossEntropy as VocabCrossEntropy,
+        VocabEmbedding as VocabEmbedding,
+        VocabTokenEmbedding as VocabTokenEmbedding,
+    )
+    from fsdpx.nn.encoders import Bert as Bert, BertEmbedding as BertEmbedding, Patches as Patches, ViT as ViT
+    from fsdpx.nn.fieldlosses import (
+        RMSE as RMSE,
+        VRMSE as VRMSE,
+        BandRMSE as BandRMSE,
+        BoundaryRMSE as BoundaryRMSE,
+        ConservedRMSE as ConservedRMSE,
+        MaxError as MaxError,
+        RelativeL2 as RelativeL2,
+    )
+    from fsdpx.nn.function import Lambda as Lambda
+    from fsdpx.nn.graph import Graph as Graph
+    from fsdpx.nn.grouped import (
+        AttentionBlock as AttentionBlock,
+        GroupedQueryAttention as GroupedQueryAttention,
+        MultiHeadAttention as MultiHeadAttention,
+    )
+    from fsdpx.nn.heads import Attention as Attention, HeadNorm as HeadNorm, Rotary as Rotary
+    from fsdpx.nn.layer import Env as Env, Layer as Layer, Portion as Portion, Spec as Spec
+    from fsdpx.nn.linear import ColumnLinear as ColumnLinear, Linear as Linear, RowLinear as RowLinear
+    from fsdpx.nn.losses import MSE as MSE, BCEWithLogits as BCEWithLogits, CrossEntropy as CrossEntropy, Loss as Loss
+    from fsdpx.nn.lowrank import LoRALinear as LoRALinear, lora as lora
+    from fsdpx.nn.masks import FillNaN as FillNaN, Mask as Mask
+    from fsdpx.nn.moe import CutMoE as CutMoE, MoE as MoE
+    from fsdpx.nn.norm import (
+        BatchNorm as BatchNorm,
+        GroupNorm as GroupNorm,
+        InstanceNorm as InstanceNorm,
+        LayerNorm as LayerNorm,
+        RMSNorm as RMSNorm,
+    )
+    from fsdpx.nn.normalize import Denormalize as Denormalize, Normalize as Normalize
+    from fsdpx.nn.pad import Pad as Pad
+    from fsdpx.nn.physics import Conserve as Conserve, PhysicsLoss as PhysicsLoss
+    from fsdpx.nn.plan import Planned as Planned, parallelise as parallelise
+    from fsdpx.nn.pool import (
+        AdaptiveAvgPool1d as AdaptiveAvgPool1d,
+        AdaptiveAvgPool2d as AdaptiveAvgPool2d,
+        AdaptiveAvgPool3d as AdaptiveAvgPool3d,
+        AvgPool1d as AvgPool1d,
+        AvgPool2d as AvgPool2d,
+        AvgPool3d as AvgPool3d,
+        MaxPool1d as MaxPool1d,
+        MaxPool2d as MaxPool2d,
+        MaxPool3d as MaxPool3d,
+    )
+    from fsdpx.nn.resample import (
+        ConvTranspose1d as ConvTranspose1d,
+        ConvTranspose2d as ConvTranspose2d,
+        ConvTranspose3d as ConvTranspose3d,
+        Upsample as Upsample,
+    )
+    from fsdpx.nn.rollout import Rollout as Rollout
+    from fsdpx.nn.sequence import Enter as Enter, Framed as Framed, Leave as Leave, SequenceLoss as SequenceLoss
+    from fsdpx.nn.shape import (
+        Add as Add,
+        Concat as Concat,
+        First as First,
+        Flatten as Flatten,
+        Multiply as Multiply,
+        Scale as Scale,
+    )
+    from fsdpx.nn.sort import Node as Node, Sorted as Sorted, infer as infer, shapes as shapes, specs_of as specs_of
+    from fsdpx.nn.spectral import (
+        FNO as FNO,
+        ChannelLinear as ChannelLinear,
+        ChannelScale as ChannelScale,
+        GridEmbedding as GridEmbedding,
+        SpectralConv as SpectralConv,
+    )
+    from fsdpx.nn.unet import UNet as UNet
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -6,8 +6,9 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.arguments import check_own_constructor
@@ -271,9 +272,6 @@ class Layer(ABC):
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""
 
-    _distribute: ClassVar[Callable[..., Any]]
-    """`fsdpx.distribute`, set by the package `fsdpx`: layers import nothing that uses them."""
-
     def __init_subclass__(cls) -> None:
         check_own_constructor(cls)
 
@@ -368,7 +366,7 @@ class Layer(ABC):
 
     def as_distributed(self, **options: Any) -> Any:
         """A `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
-        return self._distribute(self, **options)
+        return import_module("fsdpx").distribute(self, **options)  # by name: layers import nothing that uses them
 
     def __repr__(self) -> str:
         return describe(self)

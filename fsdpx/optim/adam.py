@@ -7,6 +7,7 @@ import numpy as np
 
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, square_toward, toward, update, with_decay
 from fsdpx.optim.segments import Groups
+from fsdpx.words import knowing
 
 __all__ = ["Adam", "AdamW", "adam"]
 
@@ -60,6 +61,7 @@ class _Adam(Elementwise):
         adam(xp, (p, g, slots["m"], slots["v"]), numbers)
 
 
+@knowing
 @dataclass(frozen=True)
 class Adam(_Adam):
     """p -= lr m / (sqrt(v) + eps) with bias-corrected means m of g and v of g^2 (Kingma & Ba 2015). Slots: m, v.
@@ -76,6 +78,7 @@ class Adam(_Adam):
     decoupled = False
 
 
+@knowing
 @dataclass(frozen=True)
 class AdamW(_Adam):
     """Adam with decoupled weight decay: p *= 1 - lr weight_decay before the step (Loshchilov & Hutter 2019).

@@ -10,6 +10,7 @@ from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import Kept, Optimizer, Slots, Wrapping, check_number, has_data, kept_of, update_parameters
 from fsdpx.optim.segments import Segments
+from fsdpx.words import knowing
 
 __all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged"]
 
@@ -24,6 +25,7 @@ class Average(Protocol):
         """Share of the old average in the new one after 1-based `step`: a number in [0, 1]."""
 
 
+@knowing
 @dataclass(frozen=True)
 class EMA:
     """Exponential moving average: after each step average = decay average + (1 - decay) parameters. It begins with the
@@ -44,6 +46,7 @@ class EMA:
         return self.decay if step > 1 else 0.0
 
 
+@knowing
 @dataclass(frozen=True)
 class SWA:
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start,

@@ -8,6 +8,7 @@ import numpy as np
 from fsdpx.array.sums import PARTS, block_squares
 from fsdpx.optim.optimizer import BLOCK, Rate, Slots, check_options, has_data, square_toward, toward, update
 from fsdpx.optim.segments import Groups, Segment, Segments
+from fsdpx.words import knowing
 
 __all__ = ["LAMB", "direction", "follow", "moments"]
 
@@ -68,6 +69,7 @@ def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
         p[i] = p[i] - a * rate
 
 
+@knowing
 @dataclass(frozen=True)
 class LAMB:
     """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.

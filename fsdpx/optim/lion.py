@@ -7,6 +7,7 @@ import numpy as np
 
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, toward, update
 from fsdpx.optim.segments import Groups
+from fsdpx.words import knowing
 
 __all__ = ["Lion", "lion"]
 
@@ -34,6 +35,7 @@ def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
         m[i] = m[i] + (a - m[i]) * share2
 
 
+@knowing
 @dataclass(frozen=True)
 class Lion(Elementwise):
     """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al. 2023).

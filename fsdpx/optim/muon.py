@@ -14,7 +14,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_options, has_data
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
-from fsdpx.words import patterns_of
+from fsdpx.words import knowing, patterns_of
 
 __all__ = ["BUT", "Muon", "orthogonal"]
 
@@ -26,6 +26,7 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Steps and coefficients of the iteration of Newton and Schulz, which brings singular values to between 0.7 and 1.2."""
 
 
+@knowing
 @dataclass(frozen=True)
 class Muon:
     """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), O the matrix with the singular

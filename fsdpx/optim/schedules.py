@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import check_number
+from fsdpx.words import knowing
 
 __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"]
 
@@ -27,6 +28,7 @@ class Schedule:
                 raise ConfigError(f"{given}: a whole number of steps, 1 or more, is needed")
 
 
+@knowing
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The same rate at every step.
@@ -42,6 +44,7 @@ class Constant(Schedule):
         return self.lr
 
 
+@knowing
 @dataclass(frozen=True)
 class Linear(Schedule):
     """A straight line from lr at step 1 to `final` at step `steps` + 1, and `final` after that.
@@ -62,6 +65,7 @@ class Linear(Schedule):
         return self.lr + (self.final - self.lr) * done
 
 
+@knowing
 @dataclass(frozen=True)
 class Cosine(Schedule):
     """Half a cosine from lr at step 1 to `final` at step `steps` + 1, and `final` after that (Loshchilov & Hutter 2017,
@@ -81,6 +85,7 @@ class Cosine(Schedule):
         return self.final + (self.lr - self.final) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+@knowing
 @dataclass(frozen=True)
 class InverseSquareRoot(Schedule):
     """lr sqrt(steps / (steps + step - 1)). After `WarmUp(steps, ...)`: lr min(t / steps, sqrt(steps / (t - 1))), the
@@ -99,6 +104,7 @@ class InverseSquareRoot(Schedule):
         return self.lr * math.sqrt(self.steps / (self.steps + step - 1))
 
 
+@knowing
 @dataclass(frozen=True)
 class Step(Schedule):
     """lr, multiplied by `factor` after every `every` steps.
@@ -118,6 +124,7 @@ class Step(Schedule):
         return self.lr * self.factor ** ((step - 1) // self.every)
 
 
+@knowing
 @dataclass(frozen=True)
 class WarmUp(Schedule):
     """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as

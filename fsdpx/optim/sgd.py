@@ -6,6 +6,7 @@ from typing import Any
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, update, with_decay
 from fsdpx.optim.segments import Groups
+from fsdpx.words import knowing
 
 __all__ = ["SGD", "momentum", "sgd"]
 
@@ -55,6 +56,7 @@ def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
         p[i] = p[i] - a * lr
 
 
+@knowing
 @dataclass(frozen=True)
 class SGD(Elementwise):
     """d = g + weight_decay p; m = momentum m + d; p -= lr m, or lr (d + momentum m) with Nesterov

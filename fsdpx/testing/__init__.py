@@ -1,28 +1,17 @@
 """Contract test classes that users inherit for their own communicators, layers, losses, optimisers and schedules; the
 comparison of arrays that names the worst element; a clock for thread ranks that step at their own speed."""
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "CodecContract": "fsdpx.testing.codec",
-    "CommunicatorContract": "fsdpx.testing.communicator",
-    "LayerContract": "fsdpx.testing.layer",
-    "LossContract": "fsdpx.testing.layer",
-    "OptimizerContract": "fsdpx.testing.optimizer",
-    "ScheduleContract": "fsdpx.testing.schedule",
-    "demand_close": "fsdpx.testing.compare",
-    "difference": "fsdpx.testing.compare",
-    "VirtualTime": "fsdpx.testing.virtual_time",
-}
+from fsdpx.lazy_names import attach
 
-__all__ = [
-    "CodecContract", "CommunicatorContract", "LayerContract", "LossContract", "OptimizerContract", "ScheduleContract",
-    "VirtualTime", "demand_close", "difference",
-]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from fsdpx.testing.codec import CodecContract as CodecContract
+    from fsdpx.testing.communicator import CommunicatorContract as CommunicatorContract
+    from fsdpx.testing.compare import demand_close as demand_close, difference as difference
+    from fsdpx.testing.layer import LayerContract as LayerContract, LossContract as LossContract
+    from fsdpx.testing.optimizer import OptimizerContract as OptimizerContract
+    from fsdpx.testing.schedule import ScheduleContract as ScheduleContract
+    from fsdpx.testing.virtual_time import VirtualTime as VirtualTime
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

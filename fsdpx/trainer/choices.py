@@ -293,13 +293,17 @@ def _hint(value: Any) -> str:
         return f", {value.__name__}(...)"
     if isinstance(value, str):
         plain = value.lower().replace("_", "").replace("-", "")
-        found = [f", optim.{name}(lr=...)" for name in _OPTIMIZERS if name.lower() == plain]
+        found = [f", optim.{name}(lr=...)" for name in _optimizers() if name.lower() == plain]
         found += [f", nn.{name}()" for name in losses.__all__ if name.lower() == plain]
         if found:
             return found[0]
     if isfunction(value):
         return f"; {page_hint('custom-loss')} makes one of a function"
     return ", one of fsdpx.nn or fsdpx.optim"
+
+
+def _optimizers() -> list[str]:
+    return [name for name in dir(optim) if hasattr(getattr(optim, name), "update")]
 
 
 def of_torch(value: Any) -> str:
@@ -314,15 +318,12 @@ def of_torch(value: Any) -> str:
         return f"torch.optim.lr_scheduler.{kind.__name__}: a schedule is the rate itself, fsdpx.optim.AdamW(lr={use})"
     ours_too = getattr(optim, kind.__name__, None)
     if ours_too is None:
-        return f"torch.optim.{kind.__name__} is not in fsdpx: choose one of {', '.join(_OPTIMIZERS)} of fsdpx.optim"
+        return f"torch.optim.{kind.__name__} is not in fsdpx: choose one of {', '.join(_optimizers())} of fsdpx.optim"
     names = [field.name for field in fields(ours_too)]
     defaults = {field.name: field.default for field in fields(ours_too)}
     given = {name: one for name, one in getattr(value, "defaults", {}).items() if name in names}
     words = [f"{name}={one!r}" for name, one in given.items() if name == "lr" or one != defaults[name]]
     return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
-
-
-_OPTIMIZERS = [name for name in optim.__all__ if hasattr(getattr(optim, name), "update")]
 
 
 def _short(value: Any) -> str:

@@ -401,7 +401,7 @@ def test_a_launcher_loads_nothing_that_trains() -> None:
         "print(*[name for name in sys.modules if name in ('numpy', 'mpi4py') or name.startswith('fsdpx.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["fsdpx.version", "fsdpx.errors", "fsdpx.__main__"]
+    assert done.stdout.split() == ["fsdpx.lazy_names", "fsdpx.version", "fsdpx.errors", "fsdpx.__main__"]
 
 
 def test_bytes_may_have_units(capsys: pytest.CaptureFixture[str]) -> None:
