@@ -39,7 +39,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
 def _homes(package: str, source: str) -> dict[str, str]:
     """Return the module of each name that the source of a package declares."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {alias.name: node.module for alias in node.names if alias.name == alias.asname}

@@ -1,7 +1,7 @@
 """The recipes of CONTRIBUTING, each done once: what is added is all that stands here, and whole trainings use it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator, Handle
 from fsdpx.errors import DataError, ProgramError
 from fsdpx.nn.layer import Env, Spec
+from fsdpx.optim.optimizer import Elementwise
 from fsdpx.program import VERBS, Action, Program, Verb, check, compiler
 from fsdpx.testing import LayerContract, LossContract, OptimizerContract
 
@@ -55,6 +56,37 @@ class TestSignDescent(OptimizerContract):
 
     def make(self, **options: Any) -> SignDescent:
         return SignDescent(**options)
+
+
+@dataclass(frozen=True)
+class Adan(Elementwise):
+    """Nesterov's momentum with three means (Xie et al. 2022), whose options are called as in other optimisers but are
+    more, and of other kinds: they are its own to check."""
+
+    lr: optim.Rate = 1e-3
+    betas: tuple[float, float, float] = (0.98, 0.92, 0.99)
+    eps: str = "inside"
+    weight_decay: float = 0.0
+    groups: optim.Groups = field(default_factory=dict)
+    momentum: None = None
+    slots: ClassVar[tuple[str, ...]] = ("m", "d", "v", "last")
+
+    def _apply(self, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], step: int, **rates: float) -> None:
+        (b1, b2, b3), (m, d, v, last) = self.betas, (slots[name] for name in self.slots)
+        g = rates["scale"] * g
+        change = g - last if step > 1 else 0 * g
+        m += (1 - b1) * (g - m)
+        d += (1 - b2) * (change - d)
+        v += (1 - b3) * ((g + b2 * change) ** 2 - v)
+        last[...] = g
+        steps = m / (1 - b1**step) + b2 * d / (1 - b2**step)
+        p -= rates["lr"] * steps / (xp.sqrt(v / (1 - b3**step)) + 1e-8)
+        p /= 1 + rates["lr"] * rates["weight_decay"]
+
+
+class TestAdan(OptimizerContract):
+    def make(self, **options: Any) -> Adan:
+        return Adan(**options)
 
 
 def test_an_optimiser_is_one_class(tmp_path: Path) -> None:

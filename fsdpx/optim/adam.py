@@ -5,7 +5,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, square_toward, toward, update, with_decay
+from fsdpx.optim.optimizer import (
+    Elementwise,
+    Rate,
+    Slots,
+    check_betas,
+    check_number,
+    square_toward,
+    toward,
+    update,
+    with_decay,
+)
 from fsdpx.optim.segments import Groups
 from fsdpx.words import knowing
 
@@ -52,6 +62,11 @@ class _Adam(Elementwise):
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
     decoupled: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_betas(self, self.betas)
+        check_number(self, "eps", self.eps)
 
     def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         lr, decay, (beta1, beta2) = rates["lr"], rates["weight_decay"], self.betas

@@ -6,7 +6,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.array.sums import PARTS, block_squares
-from fsdpx.optim.optimizer import BLOCK, Rate, Slots, check_options, has_data, square_toward, toward, update
+from fsdpx.optim.optimizer import (
+    BLOCK,
+    Rate,
+    Slots,
+    check_betas,
+    check_number,
+    check_options,
+    has_data,
+    square_toward,
+    toward,
+    update,
+)
 from fsdpx.optim.segments import Groups, Segment, Segments
 from fsdpx.words import knowing
 
@@ -97,6 +108,8 @@ class LAMB:
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_betas(self, self.betas)
+        check_number(self, "eps", self.eps)
 
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, toward, update
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_betas, toward, update
 from fsdpx.optim.segments import Groups
 from fsdpx.words import knowing
 
@@ -55,6 +55,10 @@ class Lion(Elementwise):
     weight_decay: float = 0.0
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_betas(self, self.betas)
 
     def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         lr, keep = rates["lr"], 1.0 - rates["lr"] * rates["weight_decay"]

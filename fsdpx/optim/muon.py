@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_options, has_data
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, check_options, has_data
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.words import knowing, patterns_of
 
@@ -61,6 +61,7 @@ class Muon:
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_number(self, "momentum", self.momentum, below=1.0)
         if isinstance(self.but, str):
             raise ConfigError(f"Muon(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
         patterns_of("Muon: but", self.but)

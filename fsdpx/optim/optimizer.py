@@ -218,19 +218,16 @@ def check_number(owner: object, name: str, value: object, below: float | None = 
 
 
 def check_options(owner: Any) -> None:
-    """ConfigError unless those of lr, betas, momentum, eps, weight_decay and groups that `owner` has are valid."""
+    """ConfigError unless lr, weight_decay and groups of `owner` are valid. Its other options are its own to check."""
     python_fields(owner)
     if not callable(owner.lr):
         check_number(owner, "lr", owner.lr)
-    if hasattr(owner, "betas"):
-        _check_betas(owner, owner.betas)
-    for name, below in (("momentum", 1.0), ("eps", None), ("weight_decay", None)):
-        if hasattr(owner, name):
-            check_number(owner, name, getattr(owner, name), below=below)
+    check_number(owner, "weight_decay", owner.weight_decay)
     _check_groups(owner, owner.groups)
 
 
-def _check_betas(owner: object, betas: object) -> None:
+def check_betas(owner: object, betas: object) -> None:
+    """ConfigError unless the `betas` of `owner` are a pair of numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)")
     for i, beta in enumerate(betas):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, update, with_decay
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, update, with_decay
 from fsdpx.optim.segments import Groups
 from fsdpx.words import knowing
 
@@ -81,6 +81,7 @@ class SGD(Elementwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_number(self, "momentum", self.momentum, below=1.0)
         if self.nesterov and self.momentum == 0:
             raise ConfigError("SGD(nesterov=True) needs a momentum above 0")
 
