@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from math import ceil, inf
 from os import PathLike
 from pathlib import Path
@@ -128,7 +127,7 @@ class Machine:
 
         Raises
         ------
-        ConfigError : no such machine; or what its file says is no machine: file, line, key, and what is wanted
+        ConfigError : no such machine; or what its file says is no machine: file, section, key, and what is wanted
         """
         if isinstance(name_or_path, Machine):
             return name_or_path
@@ -141,15 +140,14 @@ class Machine:
             names = ", ".join(cls.names())
             raise ConfigError(f"machine={str(name_or_path)!r} is none of {names}, and no file of that name exists")
         try:
-            text = read(path, ours=False).decode()
-            found = tomllib.loads(text)
+            found = tomllib.loads(read(path, ours=False).decode())
         except FileNotFoundError:
             raise ConfigError(f"machine file {path}: there is no such file") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"machine file {path}: {error}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"machine file {path} cannot be read: {unreadable(error, path)}") from error
-        return _File(path, text).machine(found)
+        return _parse(path, found)
 
     @property
     def host(self) -> float:
@@ -165,61 +163,49 @@ class Machine:
         return ceil(min(ranks, self.host) / cores) / ceil(self.host / cores)
 
 
-class _File:
-    """The text of a machine file, in which errors are found by line."""
+def _parse(path: Path, found: dict[str, Any]) -> Machine:
+    """Return the machine of a parsed machine file; ConfigError with section and key where it is none."""
 
-    def __init__(self, path: Path, text: str) -> None:
-        self.path, self.lines = path, text.splitlines()
+    def error(section: str, what: str, wanted: str) -> ConfigError:
+        return ConfigError(f"machine file {path}, {section}: {what}; {wanted}")
 
-    def machine(self, found: dict[str, Any]) -> Machine:
-        levels, compute, disk = (found.get(name) for name in ("levels", "compute", "disk"))
-        name = found.get("name", self.path.stem)
-        if wanted := _wanted("name", name):
-            raise self._error("the machine", f"name = {name!r}", wanted, "name")
-        if not isinstance(levels, list) or not levels:
-            raise self._error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
-        if compute is None:
-            raise self._error("[compute]", "missing", "say flops and memory")
-        keys = ["name", "about", "measured", "levels", "compute", "disk", "kernels"]
-        demand_known(f"machine file {self.path}", found, keys)
-        for key in ("measured", "kernels"):
-            if key in found and (wanted := _wanted(key, found[key])):
-                raise self._error(f"[{key}]" if key == "kernels" else "the machine", f"{key} is not right", wanted, key)
-        made = [self._record(Level, level, "[[levels]]", n) for n, level in enumerate(levels)]
-        for n, (one, two) in enumerate(pairwise(made)):
-            if one.ranks == inf:
-                raise self._error("[[levels]]", "ranks is missing", "only the last level holds all", number=n)
-            if one.ranks >= two.ranks:
-                wanted = f"more than the {one.ranks:g} of the level before"
-                raise self._error("[[levels]]", f"{two.name} holds {two.ranks:g} ranks", wanted, "ranks", n + 1)
-        there = None if disk is None else self._record(Storage, disk, "[disk]")
-        kernels, measured = KernelRates(**found.get("kernels", {})), found.get("measured")
-        computes = replace(self._record(Compute, compute, "[compute]"), kernels=kernels)
-        return Machine(name, tuple(made), computes, there, None if measured is None else tuple(measured))
-
-    def _record(self, kind: Any, given: Any, section: str, number: int = 0) -> Any:
+    def record(kind: Any, given: Any, section: str) -> Any:
         known = {one.name: one.default for one in fields(kind) if one.name != "kernels"}
         needed = [key for key, default in known.items() if default is MISSING]
         if not isinstance(given, dict):
-            wanted = f"a table is needed, with {' and '.join(needed)}"
-            raise self._error(section, f"{section.strip('[]')} = {given!r}", wanted)
+            raise error(section, f"{given!r} is no table", f"one with {' and '.join(needed)} is needed")
         for key, value in given.items():
             if key not in known:
-                raise self._error(section, f"{key} is not known", f"the keys here are {', '.join(known)}", key, number)
+                raise error(section, f"{key} is not known", f"the keys here are {', '.join(known)}")
             if wanted := _wanted(key, value):
-                raise self._error(section, f"{key} = {value!r}", wanted, key, number)
+                raise error(section, f"{key} = {value!r}", wanted)
         for key in needed:
             if key not in given:
-                raise self._error(section, f"{key} is missing", "say it", number=number)
+                raise error(section, f"{key} is missing", "say it")
         return kind(**given)
 
-    def _error(self, section: str, what: str, wanted: str, key: str = "", number: int = 0) -> ConfigError:
-        """The error of a key of the section of this number, with the line where it stands, or the section begins."""
-        starts = [n for n, line in enumerate(self.lines, 1) if re.sub(r"\s|#.*", "", line) == section]
-        at = starts[number] if number < len(starts) else 0
-        body = takewhile(lambda line: not line[1].lstrip().startswith("["), enumerate(self.lines[at:], at + 1))
-        found = [n for n, line in body if key and re.match(rf"\s*{re.escape(key)}\s*[.=]", line)]
-        return ConfigError(f"machine file {self.path}, line {[*found, at or 1][0]}, {section}: {what}; {wanted}")
+    levels, compute, disk = (found.get(name) for name in ("levels", "compute", "disk"))
+    if not isinstance(levels, list) or not levels:
+        raise error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
+    if compute is None:
+        raise error("[compute]", "missing", "say flops and memory")
+    keys = ["name", "about", "measured", "levels", "compute", "disk", "kernels"]
+    demand_known(f"machine file {path}", found, keys)
+    for key in ("name", "measured", "kernels"):
+        if key in found and (wanted := _wanted(key, found[key])):
+            raise error("[kernels]" if key == "kernels" else "the machine", f"{key} = {found[key]!r}", wanted)
+    made = [record(Level, level, f"[[levels]] {n}") for n, level in enumerate(levels, 1)]
+    for n, (one, two) in enumerate(pairwise(made), 1):
+        if one.ranks == inf:
+            raise error(f"[[levels]] {n}", "ranks is missing", "only the last level holds all")
+        if one.ranks >= two.ranks:
+            wanted = f"more than the {one.ranks:g} of the level before"
+            raise error(f"[[levels]] {n + 1}", f"{two.name} holds {two.ranks:g} ranks", wanted)
+    there = None if disk is None else record(Storage, disk, "[disk]")
+    kernels, measured = KernelRates(**found.get("kernels", {})), found.get("measured")
+    computes = replace(record(Compute, compute, "[compute]"), kernels=kernels)
+    name = found.get("name", path.stem)
+    return Machine(name, tuple(made), computes, there, None if measured is None else tuple(measured))
 
 
 def _wanted(key: str, value: Any) -> str:
