@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from bits import explained
+from contracts import is_contract, merge_checks
 from hypothesis import settings
 from ranks import OVER_GLOO
 from ranks_of_mpi import TRANSPORTS, Ranks
@@ -79,6 +80,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "world":
         return None
     return None if "mark.world" in collection_path.read_text(encoding="utf-8") else True
+
+
+@pytest.hookimpl
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> pytest.Class | None:
+    """A class that inherits a contract is few tests instead of one for each of its checks."""
+    if not (name.startswith("Test") and is_contract(obj)):
+        return None
+    found: pytest.Class = pytest.Class.from_parent(collector, name=name)
+    found.obj = merge_checks(found.obj)  # pytest takes the marks of the class when it is asked for
+    return found
 
 
 @pytest.hookimpl(wrapper=True)
