@@ -142,6 +142,22 @@ def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, c
     world.release(room)
 
 
+def test_messages_of_collectives_that_are_under_way_together_do_not_mix(world):
+    """A sum of halves is made by the carrier, a ring above it: on a new communicator both begin to count tags."""
+
+    def body(comm):
+        fresh = comm.split(0, comm.rank)
+        half, ring = np.ones(5, np.float16), np.ones(5)
+        handles = [fresh.all_reduce(half), fresh.all_reduce(ring, ReduceOp.SUM, "ring")]
+        for handle in handles if comm.rank == 0 else handles[::-1]:
+            handle.wait()
+        assert (half == comm.size).all()
+        assert (ring == comm.size).all()
+        fresh.close()
+
+    together(world, world, body)
+
+
 def test_a_buffer_can_be_written_as_soon_as_the_call_is_complete(world):
     room = world.share(ROOM)
 

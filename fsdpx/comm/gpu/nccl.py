@@ -95,6 +95,10 @@ class NcclCommunicator(Backend):
             return self._issued(call, partial(_BODIES[call.verb], self, call))
         return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
+    def _tag(self) -> int:
+        """Tags are the carrier's, which sends the messages of arrays of the host."""
+        return self.carrier._tag() if isinstance(self.carrier, Backend) else super()._tag()
+
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         def body() -> Iterable[Array]:
             self._exchange(outgoing, incoming)

@@ -174,6 +174,10 @@ class NodeCommunicator(Backend):
         handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
         return self.carrier.move(call) if handle is None else handle
 
+    def _tag(self) -> int:
+        """Tags of messages are the carrier's: it sends them all, and has collectives of its own under way."""
+        return self.carrier._tag()
+
     def move_rounded(self, call: Call) -> Handle:
         """The rank that reads the summands rounds them: nothing travels inside a machine."""
         handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
