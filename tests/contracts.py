@@ -1,4 +1,4 @@
-"""All checks of a contract of `fsdpx.testing` in one test per class, and one per dtype where they are tried with several.
+"""All checks of a contract of `fsdpx.testing` in one test per class, and one per dtype where several are tried.
 
 pytest takes some milliseconds for each test, as much as most of these checks take, of which there are thousands.
 """
