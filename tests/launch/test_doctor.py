@@ -190,13 +190,6 @@ def test_every_verb_has_its_time_and_what_it_moved() -> None:
     ]
 
 
-def test_pictures_are_drawn_by_others(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "comm", "--plot", "x.png"])
-    said = capsys.readouterr().err
-    assert "unrecognized arguments: --plot x.png; --plot is no longer in fsdpx: use bench comm --json FILE" in said
-
-
 def test_words_of_other_launchers_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--nnodes", "2", "x.py"])
