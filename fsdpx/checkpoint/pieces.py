@@ -119,15 +119,14 @@ def _of_row(placement: Placement, row: LedgerRow, array: Any, replicas: int | No
         yield Held(name, part, start, spec, layout.spread.rank, layout.spread.width)
 
 
-PATTERN = re.compile(r"codec\.(shard|replica|chunk)\.(\w+)\.(\d+)/(.+)")
-DIGITS = "0123456789"
+PATTERN = re.compile(r"codec\.(shard|replica)\.(\w+)\.(\d+)/(.+)")
 Arrival = tuple[Held, Any | None]
 
 
 class Name(NamedTuple):
-    """axis: over which the codec sums, or "chunk". memory: the codec's name for it. who: the number of the rank that
-    keeps it, among all that keep one, or of the chunk; of what is alike along the axis, the number of the line. of: a
-    parameter; or a page, where it is not by element."""
+    """axis: over which the codec sums. memory: the codec's name for it. who: the number of the rank that keeps it,
+    among all that keep one; of what is alike along the axis, the number of the line. of: a parameter; or a page, where
+    it is not by element."""
 
     axis: str
     memory: str
@@ -223,7 +222,7 @@ class CodecMemory:
             return
         for field, start, own in page.held(self.array, self.row.span):
             spec, (number, _) = layout.specs[field.source], self._number(axis, layout.specs[field.source])
-            name = Name(axis.rstrip(DIGITS), memory, number, field.name)
+            name = Name(axis, memory, number, field.name)
             part = Held(str(name), own, start, spec, layout.spread.rank, layout.spread.width)
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
@@ -232,24 +231,22 @@ class CodecMemory:
         if not self.adds:
             return [mine.name] if mine.name in known else list(known[:1])
         place, name = self.placement, mine.name
-        here = place.axes.summing if place.accumulation.apart is None else ("chunk",)
+        here = place.axes.summing
         wanted = [n for n in known if (n.axis if n.axis in here else here[0]) == name.axis]
         return [n for n in wanted if n.who % self._number(self._whose[0], mine.held.spec)[1] == name.who]
 
     @property
     def _whose(self) -> tuple[str, str]:
-        """An axis or a chunk, and the codec's name for what is kept."""
+        """An axis, and the codec's name for what is kept."""
         axis, _, memory = self.row.key.name.partition("/")
         return axis, memory
 
     def _number(self, axis: str, spec: Spec) -> tuple[int, int]:
-        """The number of this rank's tensor of a parameter, and how many tensors the parameter has, for an axis or a
-        chunk ("chunk5"). Ranks of the tensor axis share the tensor of a parameter that is not cut, unless each of them
+        """The number of this rank's tensor of a parameter, and how many tensors the parameter has, for an axis.
+        Ranks of the tensor axis share the tensor of a parameter that is not cut, unless each of them
         finds a part of its gradient."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
-        if axis.startswith("chunk"):
-            rank, size = int(axis.removeprefix("chunk")), self.placement.options.chunks or 1
         if spec.cut is None and self.page.partial:
             return rank * axes.tensor.size + axes.tensor.rank, size * axes.tensor.size
         return rank, size

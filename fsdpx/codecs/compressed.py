@@ -36,9 +36,6 @@ class Compressed(Codec):
 
     feedback = True
     """Whether what is lost is kept."""
-    block: int | None = None
-    """Elements after each other of which alone it depends what becomes of each of them, counted from the first that are
-    packed together; None: all of those. A divisor of 1,024 can be used with `chunks`."""
     random = False
     """Whether packing takes random numbers."""
     warmup: int = 0
@@ -122,14 +119,14 @@ class Compressed(Codec):
         pieces = pieces_of(wire, sizes)
         if _real(xp):
             lost = None if error is None else grad[mine]
-            self.pack(xp, total, pieces[comm.rank], lost, self.numbers(turn, comm.rank, "all", 0, own))
+            self.pack(xp, total, pieces[comm.rank], lost, self.numbers(turn, comm.rank, "all", own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
         def spread() -> None:
             for r, (piece, part) in enumerate(zip(pieces, pieces_of(grad, counts), strict=True)):
-                self.unpack(xp, piece, part, False, self.numbers(turn, r, "all", 0, part.size))
+                self.unpack(xp, piece, part, False, self.numbers(turn, r, "all", part.size))
 
         return Finish(handle, spread) if _real(xp) else handle
 
@@ -144,27 +141,25 @@ class Compressed(Codec):
         fits = sent + arriving <= scratch.size
         parts = scratch[sent : sent + arriving] if fits else xp.empty((arriving,), dtype="uint8")
         if _real(xp):
-            numbers = [self.numbers(turn, comm.rank, r, 0, n) for r, n in enumerate(counts)]
-            self.pack_all(grad, counts, pieces_of(wire, sizes), memory, turn, numbers)
+            self.pack_all(comm.rank, grad, counts, pieces_of(wire, sizes), memory, turn)
         handle = comm.all_to_all(wire, parts, sizes, [own] * width, what=what)
 
         def add() -> None:
             for r, piece in enumerate(pieces_of(parts, [own] * width)):
-                self.unpack(xp, piece, out, r > 0, self.numbers(turn, r, comm.rank, 0, out.size))
+                self.unpack(xp, piece, out, r > 0, self.numbers(turn, r, comm.rank, out.size))
 
         return Finish(handle, add) if _real(xp) else handle
 
     def pack_all(
-        self, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int,
-        numbers: Sequence[Stretch],
-    ) -> None:  # fmt: skip
-        """Pack a gradient in parts of `counts` elements, each into its own wire; its contents are lost. turn: number of
-        the reduce. numbers: of each part."""
+        self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int
+    ) -> None:
+        """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; its contents are lost.
+        turn: number of the reduce."""
         xp, error = namespace_of(grad), memory.get("error")
         whole = self.prepare(grad, memory, turn)
         kept = [None] * len(counts) if error is None else pieces_of(error, counts)
-        for x, wire, lost, stream in zip(pieces_of(whole, counts), wires, kept, numbers, strict=True):
-            self.pack(xp, x, wire, lost, stream)
+        for r, (x, wire, lost) in enumerate(zip(pieces_of(whole, counts), wires, kept, strict=True)):
+            self.pack(xp, x, wire, lost, self.numbers(turn, rank, r, x.size))
 
     def _foreign(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.nbytes(n) for r, n in enumerate(counts) if r != rank)
@@ -181,10 +176,9 @@ class Compressed(Codec):
     def _counts(self) -> bool:
         return self.random or self.warmup > 0
 
-    def numbers(self, turn: int, sender: int, owner: int | str, start: int, size: int) -> Stretch:
-        """The random stream of elements [start, start + size) of what `sender` packs for `owner`: a rank or "all"; or a
-        chunk, and the name of a parameter."""
-        return Stretch(turn, f"codec {sender} to {owner}", start, start + size)
+    def numbers(self, turn: int, sender: int, owner: int | str, size: int) -> Stretch:
+        """The random stream of what `sender` packs for `owner`, a rank or "all"."""
+        return Stretch(turn, f"codec {sender} to {owner}", 0, size)
 
 
 def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:

@@ -69,7 +69,6 @@ class Int8(Compressed):
     unbiased : numbers are rounded up or down by chance so that each is right in the mean (QSGD, Alistarh et al. 2017),
         and nothing is kept. Else they are rounded to nearest, and what is lost is added to the next gradient."""
 
-    block = BLOCK
 
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased

@@ -72,11 +72,6 @@ class Codecs:
         """The number of the first rule that fits a parameter with one of these names."""
         return next(i for i, (pattern, _) in enumerate(self.rules) if any(fnmatchcase(n, pattern) for n in names))
 
-    @property
-    def packs(self) -> bool:
-        """Whether gradients do not travel as they are over the shard axis."""
-        return not all(isinstance(route.shard, Plain) for _, route in self.rules)
-
     def __iter__(self) -> Iterator[Codec]:
         return (codec for _, route in self.rules for codec in dict.fromkeys(route))
 

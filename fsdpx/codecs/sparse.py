@@ -104,7 +104,7 @@ class TopK(Compressed):
     fraction : of the elements, in (0, 1]; 1 is exact
     warmup : reduces in which the share falls from 1/4 to `fraction`, by the same factor in each
     block : take ceil(fraction block) of each `block` elements, not of the whole part: a few more, with places of 2
-        bytes, found on all threads, and such that it does not matter how parts are cut (`chunks`)
+        bytes, and found on all threads
     """
 
     @refusing

@@ -246,8 +246,7 @@ def _reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: 
     p, place, work = number_of(action), run.place, run.workspace
     comm: Communicator = getattr(place.axes, axis)
     over_shards, kept = axis == "shard", memory[0] if memory else {}
-    if place.accumulation.apart is None:
-        kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
+    kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
     return Reduction(
         comm, getattr(place.route(p), axis), place.pages[p], work.part(p), first, kept,
         work.scratch("carry" if over_shards else "join", p),

@@ -193,11 +193,6 @@ class ShardedPage:
     def counts(self) -> list[int]:
         return [r.size for r in self.shards]
 
-    @cached_property
-    def pieces(self) -> list[list[Piece]]:
-        """What each shard has of each parameter (piece.have), in page coordinates."""
-        return [self.page.pieces(shard) for shard in self.shards]
-
     @property
     def size(self) -> int:
         return self.page.size

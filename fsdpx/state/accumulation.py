@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdpx.codecs import Compressed, Moves, Plain, Route
+from fsdpx.codecs import Moves, Route
 from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
@@ -17,7 +17,6 @@ from fsdpx.layout.pages import ShardedPage
 from fsdpx.state.gradients import (
     ChunkGradients,
     Gradient,
-    Parcels,
     Reduction,
     Subtrees,
     TreeNode,
@@ -25,11 +24,10 @@ from fsdpx.state.gradients import (
     chunks_of,
     depth,
     nodes_of,
-    parcel_nbytes,
     same_memory,
 )
 
-__all__ = ["Accumulation", "ByChunk", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]
+__all__ = ["Accumulation", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]
 
 
 MOST_PIECES = 1 << 16
@@ -55,8 +53,6 @@ class InOrder:
     """Whether results must not depend on how many ranks there are and how pages are cut."""
     times = 1
     """Partial gradients of a page that are alive at once."""
-    apart: range | None = None
-    """The chunks of this rank, where codecs keep what they lose of each by itself."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes, self.ranks = axes, axes.data.size
@@ -140,7 +136,6 @@ class ByTree:
     the same bits at any number of ranks. Partial sums cost less whole than cut, so reduces wait for all of them."""
 
     bitwise = True
-    apart: range | None = None
 
     def __init__(self, chunks: int, axes: Axes) -> None:
         self.total, self.ranks = chunks, axes.data.size
@@ -238,45 +233,11 @@ class ByTree:
         return nodes_of(self.total, range(first.start, last.stop))
 
 
-class ByChunk(ByTree):
-    """The same where codecs pack gradients: that of each chunk alone, with a memory of its own and parameter by
-    parameter, so that neither what is sent of it nor what is lost depends on how many ranks there are. Its parts go to
-    their owners, which add all chunks along the tree. The gradients of all chunks of a rank stay whole until then."""
-
-    def __init__(self, chunks: int, axes: Axes) -> None:
-        super().__init__(chunks, axes)
-        self.times, self.apart = max(len(self.mine), 1), self.mine
-        self.dealt = [chunks_of(chunks, r, self.shard[1]) for r in range(self.shard[1])]
-
-    def gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], at_home: bool) -> Gradient:
-        return Parcels(cut(buffer), self.mine, self.total, self.dealt)
-
-    def scratch_nbytes(self, kind: str, route: Route, page: ShardedPage, itemsize: int) -> int:
-        """What is sent and what arrives; sums on their way through the tree."""
-        if kind == "trade":
-            return page.mine.size * depth(self.total, range(self.total)) * itemsize
-        if kind != "carry":
-            return 0
-        assert isinstance(route.shard, Compressed)
-        sizes = [parcel_nbytes(route.shard, pieces, 0) for pieces in page.pieces]
-        return sum(sizes) * len(self.mine) + sizes[page.rank] * self.total * (self.shard[1] > 1)
-
-    def moves(self, route: Route, page: ShardedPage, own: int, itemsize: int) -> tuple[Moves, Moves]:
-        if isinstance(route.shard, Plain):  # a report compares with it
-            return super().moves(route, page, own, itemsize)
-        assert isinstance(route.shard, Compressed)
-        sizes = [parcel_nbytes(route.shard, pieces) for pieces in page.pieces]
-        return (("all_to_all", (sum(sizes) - sizes[page.rank]) * len(self.mine)),), ()
-
-
 Accumulation = InOrder | ByTree
 
 
-def accumulation(chunks: int | None, axes: Axes, pack: bool = False) -> Accumulation:
-    """pack: codecs make gradients smaller."""
-    if chunks is None:
-        return InOrder(axes)
-    return ByChunk(chunks, axes) if pack else ByTree(chunks, axes)
+def accumulation(chunks: int | None, axes: Axes) -> Accumulation:
+    return InOrder(axes) if chunks is None else ByTree(chunks, axes)
 
 
 def microbatches_of(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:

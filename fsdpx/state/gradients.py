@@ -1,11 +1,10 @@
-"""Gradients of pages: whole, of chunks, and packed by a codec; and the fixed binary tree along which chunks are summed.
+"""Gradients of pages: whole, and of chunks; and the fixed binary tree along which chunks are summed.
 
 Node (level, index) of the tree is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to their
 number. As all sums follow this tree, their bits do not depend on which rank computes which chunks, and when."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,17 +12,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from fsdpx.array.namespace import namespace_of
-from fsdpx.array.random import Stretch
-from fsdpx.codecs import Codec, Compressed
-from fsdpx.codecs.compressed import TURNS, pieces_of
+from fsdpx.codecs import Codec
 from fsdpx.comm.calls import Transfer
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
-from fsdpx.layout.pages import Piece, ShardedPage
+from fsdpx.layout.pages import ShardedPage
 
 __all__ = [
-    "ChunkGradients", "Gradient", "Parcels", "Reduction", "Stack", "Subtrees", "TreeNode", "WholeGradient", "chunks_of",
-    "depth", "nodes_of", "parcel_nbytes", "root", "rows_of", "same_memory",
+    "ChunkGradients", "Gradient", "Reduction", "Stack", "Subtrees", "TreeNode", "WholeGradient", "chunks_of", "depth",
+    "nodes_of", "root", "rows_of", "same_memory",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -104,9 +100,9 @@ def depth(chunks: int, run: range) -> int:
 
 class Reduction(NamedTuple):
     """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
-    is nothing in it yet. memory: of the codec; with chunks "chunk5/error" of number 5, "shard/turn" of all. carry,
-    scratch: short-lived memory of the codec, of a tree. sizes: of the last gradient with all that was owed, and of what
-    is owed after it; Euclidean, of a part of the elements, for reports."""
+    is nothing in it yet. memory: of the codec. carry, scratch: short-lived memory of the codec, of a tree. sizes: of
+    the last gradient with all that was owed, and of what is owed after it; Euclidean, of a part of the elements, for
+    reports."""
 
     comm: Communicator
     codec: Codec
@@ -119,21 +115,18 @@ class Reduction(NamedTuple):
     sizes: list[float]
     what: str
 
-    def measured(
-        self, grad: Any, memory: Mapping[str, Any], before: Sequence[float] = (0.0, 0.0)
-    ) -> AbstractContextManager[None]:
-        """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it. before: of what was
-        carried before it of the same gradient."""
+    def measured(self, grad: Any, memory: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it."""
         error = memory.get("error")
-        return self._owed(grad, error, before) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
+        return self._owed(grad, error) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
 
     @contextmanager
-    def _owed(self, grad: np.ndarray, error: Any, before: Sequence[float]) -> Iterator[None]:
+    def _owed(self, grad: np.ndarray, error: Any) -> Iterator[None]:
         with np.errstate(all="ignore"):
             whole = float(np.linalg.norm(_sample(grad) + _sample(error)))
         yield
         with np.errstate(all="ignore"):
-            self.sizes[:] = map(math.hypot, before, (whole, float(np.linalg.norm(_sample(error)))))
+            self.sizes[:] = whole, float(np.linalg.norm(_sample(error)))
 
 
 SAMPLED, SPAN = 1024, 1 << 14
@@ -223,10 +216,7 @@ class ChunkGradients:
         if self.current is not None:
             microbatch, leaf = self.current
             self.current = None
-            self._keep(self.chunks[microbatch], leaf)
-
-    def _keep(self, chunk: int, leaf: Any) -> None:
-        self.stack.push(TreeNode(0, chunk), leaf)
+            self.stack.push(TreeNode(0, self.chunks[microbatch]), leaf)
 
     def _add(self, left: Any, right: Any) -> Any:
         left += right
@@ -312,101 +302,3 @@ def same_memory(a: Any, b: Any) -> bool:
     return a is b or (
         hasattr(a, "__array_interface__") and a.__array_interface__["data"] == b.__array_interface__["data"]
     )
-
-
-def parcel_nbytes(codec: Compressed, pieces: Sequence[Piece], turn: int = TURNS) -> int:
-    """Bytes of a chunk's gradient on its way to the owner of these pieces of a page: each is packed by itself."""
-    return sum(_nbytes(codec, pieces, turn))
-
-
-class Parcels(ChunkGradients):
-    """Gradients of chunks that stay apart. leaves: a buffer for each. dealt: the chunks of each rank of the axis."""
-
-    def __init__(self, leaves: list[Any], chunks: range, total: int, dealt: Sequence[range]) -> None:
-        super().__init__(leaves, chunks, total, ())
-        self.total, self.dealt = total, dealt
-        self.whole: list[Any] = []
-
-    def reduce(self, reduction: Reduction) -> Transfer:
-        """Each chunk of this rank is packed with the memory of its own, and its parts go to their owners, which
-        unpack all chunks and add them along the tree: one message to each owner, chunk by chunk."""
-        self._close()
-        r, mine, real = reduction, len(self.chunks), not getattr(namespace_of(reduction.part), "holds_no_data", False)
-        assert isinstance(r.codec, Compressed)
-        turn = r.codec.next_turn(_of(r.memory, "shard"))
-        sizes = [parcel_nbytes(r.codec, pieces, turn) for pieces in r.page.pieces]
-        own, sent = sizes[r.page.rank], [n * mine for n in sizes]
-        counts = [own * len(chunks) for chunks in self.dealt]
-        wire = r.carry[: sum(sent)]
-        handle: Handle = DONE
-        if real:
-            owners = [pieces_of(part, [n] * mine) for part, n in zip(pieces_of(wire, sent), sizes, strict=True)]
-            for i, (chunk, leaf) in enumerate(zip(self.chunks, self.whole, strict=True)):
-                _pack(r, turn, chunk, leaf, [parcels[i] for parcels in owners], r.sizes if i else (0.0, 0.0))
-        arrived = wire
-        if r.comm.size > 1:
-            arrived = r.carry[sum(sent) : sum(sent) + sum(counts)]
-            handle = r.comm.all_to_all(wire, arrived, sent, counts, what=r.what)
-
-        def total() -> Subtrees:
-            found = _total(r, turn, pieces_of(arrived, [own] * self.total)) if real else r.part
-            return Subtrees([(root(self.total), found)], r.scratch[:0], self.total)
-
-        return Transfer(handle, total)
-
-    def _keep(self, chunk: int, leaf: Any) -> None:
-        self.whole.append(leaf)
-
-
-def _pack(r: Reduction, turn: int, chunk: int, leaf: Any, parcels: Sequence[Any], before: Sequence[float]) -> None:
-    """The gradient of a chunk, to its part for each owner. before: see `Reduction.measured`."""
-    assert isinstance(r.codec, Compressed)
-    memory = {**_of(r.memory, "shard"), **_of(r.memory, f"chunk{chunk}")}
-    pieces = [piece for some in r.page.pieces for piece in some]
-    wires = [
-        wire
-        for parcel, some in zip(parcels, r.page.pieces, strict=True)
-        for wire in pieces_of(parcel, _nbytes(r.codec, some, turn))
-    ]
-    numbers = [_numbers(r, turn, chunk, piece) for piece in pieces]
-    with r.measured(leaf, memory, before):
-        r.codec.pack_all(leaf, [piece.stop - piece.start for piece in pieces], wires, memory, turn, numbers)
-
-
-def _total(r: Reduction, turn: int, parcels: Sequence[Any]) -> Any:
-    """The sum of what all chunks have sent of this rank's part, in `r.scratch`."""
-    assert isinstance(r.codec, Compressed)
-    own, total, pieces = r.page.mine.size, len(parcels), r.page.pieces[r.page.rank]
-    free = pieces_of(r.scratch, [own] * depth(total, range(total)))
-
-    def add(left: Any, right: Any) -> Any:
-        left += right
-        free.append(right)
-        return left
-
-    stack: Stack[Any] = Stack(total, add)
-    xp, first, sizes = namespace_of(r.part), r.page.mine.start, _nbytes(r.codec, pieces, turn)
-    for chunk, parcel in enumerate(parcels):
-        part = free.pop()
-        for piece, wire in zip(pieces, pieces_of(parcel, sizes), strict=True):
-            out = part[piece.start - first : piece.stop - first]
-            r.codec.unpack(xp, wire, out, False, _numbers(r, turn, chunk, piece))
-        stack.push(TreeNode(0, chunk), part)
-    return stack.entries[0][1]
-
-
-def _numbers(r: Reduction, turn: int, chunk: int, piece: Piece) -> Stretch:
-    """The random numbers of a piece of a parameter: they depend on which piece it is, not on where it lies."""
-    field = r.page.page.fields[piece.have]
-    assert isinstance(r.codec, Compressed)
-    return r.codec.numbers(turn, chunk, field.name, piece.start - field.offset, piece.stop - piece.start)
-
-
-def _nbytes(codec: Compressed, pieces: Sequence[Piece], turn: int) -> list[int]:
-    return [codec.nbytes(piece.stop - piece.start, turn) for piece in pieces]
-
-
-def _of(memory: Mapping[str, Any], whose: str) -> dict[str, Any]:
-    """What is kept under "whose/name"."""
-    names = (key.partition("/") for key in memory)
-    return {name: memory[f"{who}/{name}"] for who, _, name in names if who == whose}

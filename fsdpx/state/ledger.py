@@ -245,9 +245,9 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
 
 
 def _memory(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
-    """What codecs keep, "axis/name"; of a chunk, "chunk5/name"."""
-    p, mine, apart = page.page.index, page.mine, placement.accumulation.apart
-    for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size, apart):
+    """What codecs keep, "axis/name"."""
+    p, mine = page.page.index, page.mine
+    for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size):
         span = mine if axis == "replica" else Range(0, page.size)
         key = Key("trace" if recut == "reset" else "memory", p, f"{axis}/{name}")
         held = span if recut == "sum" else Range(0, elements)
@@ -259,19 +259,14 @@ def _memory(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
         yield LedgerRow(key, placement.formats.gradients, held, "private")
 
 
-def memories(
-    route: Route, axes: Axes, size: int, own: int, apart: range | None
-) -> Iterator[tuple[str, str, int, Recut]]:
+def memories(route: Route, axes: Axes, size: int, own: int) -> Iterator[tuple[str, str, int, Recut]]:
     """Axis, name, elements and recut of all that codecs keep of a gradient of `size` elements, `own` of them in this
-    rank's shard. A rank by itself does not keep memory whose recut is "reset". apart: the chunks of this rank;
-    codecs then keep for each chunk what differs between chunks."""
+    rank's shard. A rank by itself does not keep memory whose recut is "reset"."""
     for axis in axes.summing:
         codec: Codec = getattr(route, axis)
         for name, elements in codec.memory(size if axis == "shard" else own).items():
             recut = _recut(codec, name)
-            if apart is not None and recut != "same":
-                yield from ((f"chunk{c}", name, elements, recut) for c in apart)
-            elif recut != "reset" or axes.data.size > 1:
+            if recut != "reset" or axes.data.size > 1:
                 yield axis, name, elements, recut
 
 

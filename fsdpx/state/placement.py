@@ -259,7 +259,7 @@ class Placement:
     @cached_property
     def accumulation(self) -> Accumulation:
         """How gradients add up."""
-        return accumulation(self.options.chunks, self.axes, self.codecs.packs)
+        return accumulation(self.options.chunks, self.axes)
 
     def offloads(self, what: str) -> bool:
         """Whether that lies on disk between uses."""

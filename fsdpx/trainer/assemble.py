@@ -49,7 +49,6 @@ from fsdpx.trainer.choices import (
     Beside,
     agree,
     check_offload,
-    check_packed,
     check_whole,
     demand_together,
 )  # fmt: skip
@@ -158,7 +157,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     with share_errors(world, "distribute", agree_at_end=True):
         formats = _asked(recipe.training.precision, ranks.xp)
         planned, model = _model(recipe, ranks, formats)
-        reducing = _reducing(recipe, ranks, formats)
+        reducing = _reducing(recipe, ranks, formats, model)
         pages = _pages(recipe, ranks, formats, planned, model, reducing)
         options = _options(recipe, ranks, formats, pages)
     agree(world, _asked_for(recipe, ranks, formats, reducing, pages, options))
@@ -210,18 +209,18 @@ def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Pl
     model = once(("sorted", planned.model), lambda: sort(planned.model))
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         check_whole(optimizer, axes.tensor.size)
-    if training.chunks is not None:
-        demand_together(CHUNKS, Beside(recipe, model, formats, axes.mesh, xp=ranks.xp), f"chunks={training.chunks}: ")
     return planned, model
 
 
-def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> Reducing:
+def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted) -> Reducing:
     """What carries gradients, and in which tree they add up."""
     training, axes = recipe.training, ranks.axes
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     codecs = _codecs(recipe.distribution.codec, formats, ranks.pace.carried)
-    check_packed(codecs, training.chunks, axes, formats)
-    sums = accumulation(training.chunks, axes, codecs.packs)
+    if training.chunks is not None:
+        chosen = Beside(recipe, model, formats, axes.mesh, xp=ranks.xp, codecs=codecs)
+        demand_together(CHUNKS, chosen, f"chunks={training.chunks}: ")
+    sums = accumulation(training.chunks, axes)
     return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
 
 
@@ -465,11 +464,11 @@ def _stages(
     layout: Layout, reducing: Reducing, axes: Axes, optimizer: Any, offload: Offload | None
 ) -> tuple[Stage, ...]:
     """The view of each rank of the pipe."""
-    rules, apart = reducing.codecs.rules, reducing.accumulation.apart
+    rules = reducing.codecs.rules
     what = () if offload is None else offload.what
     state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
     shards = [page.index for page in layout.pages if "parameters" in what]
-    coded = [p.index for p in layout.pages if p.trainable and any(memories(rules[p.codec][1], axes, 1, 1, apart))]
+    coded = [p.index for p in layout.pages if p.trainable and any(memories(rules[p.codec][1], axes, 1, 1))]
     spilled = range(len(layout.units) if "activations" in what else 0)
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import isfunction
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.array.sums import GRAIN
-from fsdpx.codecs import Cast, Codecs, Compressed, Plain
+from fsdpx.codecs import Codec, Plain
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.mesh import Axes, Mesh
-from fsdpx.config import Offload, Precision, positive
+from fsdpx.comm.mesh import Mesh
+from fsdpx.config import Offload, positive
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.layout.units import Layout
 from fsdpx.nn import losses
@@ -32,7 +31,7 @@ from fsdpx.words import patterns_of
 
 __all__ = [
     "CHUNKS", "ELASTIC", "LOCAL", "OWN", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
-    "check_offload", "check_options", "check_packed", "check_parts", "check_whole", "demand_together", "is_collective",
+    "check_offload", "check_options", "check_parts", "check_whole", "demand_together", "is_collective",
     "table",
 ]  # fmt: skip
 
@@ -49,6 +48,7 @@ class Beside:
     mesh : with all widths
     state : names of running statistics
     xp : the namespace of arrays
+    codecs : what carries gradients
     """
 
     recipe: Any
@@ -57,6 +57,7 @@ class Beside:
     mesh: Any = None
     state: Iterable[str] = ()
     xp: Any = np
+    codecs: Iterable[Codec] = ()
 
     @property
     def layer(self) -> Any:
@@ -136,6 +137,11 @@ def _layer(text: str) -> Callable[[Beside], str]:
     return lambda c: "" if c.layer is None else text.format(path=c.layer.path, layer=c.layer.layer)
 
 
+def _compressed(c: Beside) -> str:
+    found = next((codec for codec in c.codecs if not isinstance(codec, Plain)), None)
+    return "" if found is None else f"codec {type(found).__name__} "
+
+
 LOCAL, OWN, ELASTIC = Local.excluded, Async.excluded, "elastic ranks"
 CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", "`space`"
 TABLE: tuple[Excluded, ...] = (
@@ -188,6 +194,8 @@ TABLE: tuple[Excluded, ...] = (
     Excluded(CHUNKS, "a layer that takes statistics over the global batch", _layer("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave chunks out"),
+    Excluded(CHUNKS, "compression (`codec`, or `Precision(reduce=)` of fewer bits)", _compressed,
+        "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
     Excluded(SPACE, "`chunks`", _given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
         "leave chunks out"),
     Excluded(SPACE, LOCAL, _pace(LOCAL),
@@ -303,7 +311,8 @@ def _hint(value: Any) -> str:
 
 
 def _optimizers() -> list[str]:
-    return [name for name in dir(optim) if hasattr(getattr(optim, name), "update")]
+    kinds = {name: getattr(optim, name) for name in dir(optim)}
+    return [name for name, kind in kinds.items() if is_dataclass(kind) and hasattr(kind, "update")]
 
 
 def of_torch(value: Any) -> str:
@@ -369,33 +378,6 @@ def _text(choice: Any) -> str:
     except RecursionError:  # a layer that holds itself
         return type(choice).__name__
     return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)  # each rank has functions of its own
-
-
-def check_packed(codecs: Codecs, chunks: int | None, axes: Axes, formats: Precision) -> None:
-    """Gradients of chunks are packed independently of the number of ranks, or travel as they are."""
-    if chunks is None or all(isinstance(codec, Plain) for codec in codecs):
-        return
-    for codec in (route.shard for _, route in codecs.rules):
-        name = type(codec).__name__
-        if isinstance(codec, Cast):
-            raise ConfigError(
-                f"chunks={chunks}: chunks travel and are added in {formats.gradients}; leave codec out, or choose "
-                "int8; for 16-bit parameters say precision=fsdpx.Precision(param='bf16')"
-            )
-        if isinstance(codec, Plain):
-            raise ConfigError(
-                f"chunks={chunks}: [{codecs}] packs some gradients and not others; choose one codec for all"
-            )
-        if not isinstance(codec, Compressed) or codec.block is None or GRAIN % codec.block:
-            raise ConfigError(
-                f"chunks={chunks}: what {name} makes of an element depends on all that is carried with it, and so on "
-                "how many ranks there are; choose int8, or of each 1,024 elements fsdpx.TopK(block=1024)"
-            )
-    if axes.replica.size > 1:
-        raise ConfigError(
-            f"chunks={chunks}: {axes.replica.size} replicas would pack the sum of all chunks once more; with a codec "
-            "choose strategy zero1, zero2 or fsdp"
-        )
 
 
 def check_whole(optimizer: Any, tensor: int) -> None:

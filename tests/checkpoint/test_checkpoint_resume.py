@@ -327,26 +327,23 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(mesh: str, codec: Any, tmp_
 
 
 MOVES = [
-    ("hybrid 4", "fsdp 3", ()), ("fsdp 3", "ddp 2", ()), ("ddp 2", "fsdp 5", ()), ("fsdp 5", "one", ()),
-    ("pipe 4", "hybrid 4", ()), ("tensor 3 shard 2", "zero1 2", ()), ("zero1 2", "3D", ()),
-    ("fsdp 3", "ddp 2", (4, None)), ("fsdp 3", "zero1 2", (4, 2)),
+    ("hybrid 4", "fsdp 3"), ("fsdp 3", "ddp 2"), ("ddp 2", "fsdp 5"), ("fsdp 5", "one"),
+    ("pipe 4", "hybrid 4"), ("tensor 3 shard 2", "zero1 2"), ("zero1 2", "3D"),
 ]  # fmt: skip
-"""From where to where, and the chunks there."""
+"""From where to where."""
 
 
 @in_full
-@pytest.mark.parametrize(("first", "second", "chunks"), few(MOVES, 3))
-def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, chunks: Any, tmp_path: Path) -> None:
-    before_and_after = chunks or (None, None)
-
+@pytest.mark.parametrize(("first", "second"), few(MOVES, 2))
+def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path: Path) -> None:
     def begin(comm: Communicator) -> Any:
-        trainer = build(comm, first, chunks=before_and_after[0], **OPTIONS)
+        trainer = build(comm, first, **OPTIONS)
         steps(trainer, "wide", 0, 2)
         trainer.save(tmp_path / "a")
         return owed(trainer)
 
     def go_on(comm: Communicator) -> Any:
-        trainer = build(comm, second, chunks=before_and_after[1], **OPTIONS)
+        trainer = build(comm, second, **OPTIONS)
         trainer.load(tmp_path / "a")
         found = owed(trainer)
         steps(trainer, "wide", 2, 3)
@@ -381,22 +378,3 @@ def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
     assert begins
     assert not any(array.any() for array in begins.values())
     assert left == {}
-
-
-@in_full
-@pytest.mark.parametrize("codec", few(["int8", fsdpx.TopK(0.1, warmup=3, block=1024)], 2))
-def test_with_chunks_training_goes_on_elsewhere_with_the_same_bits(codec: Any, tmp_path: Path) -> None:
-    """Each chunk's memory goes to the rank that computes it now."""
-
-    def body(comm: Communicator, mesh: str, first: int, last: int) -> str:
-        trainer = build(comm, mesh, precision="float32", codec=codec, chunks=4)
-        if first:
-            trainer.load(tmp_path / "a")
-        steps(trainer, "wide", first, last)
-        trainer.save(tmp_path / "a")
-        return trainer.inspect.fingerprint()
-
-    whole = everywhere("one", body, "one", 0, 6)
-    for mesh, first, last in (("zero1 2", 0, 2), ("fsdp 3", 2, 4), ("zero2 4", 4, 6)):
-        found = everywhere(mesh, body, mesh, first, last)
-    assert set(found) == set(whole)

@@ -330,7 +330,7 @@ def test_shape_error_is_a_value_error() -> None:
         ({"mesh": 4}, "mesh=4: fsdpx.Mesh(...) is needed"),
         ({"frozen": "0.*"}, "a list of name patterns is needed, ['0.*']"),
         ({"precision": []}, "unknown precision []"),
-        ({"chunks": 2, "codec": "bf16"}, "chunks travel and are added in float64; leave codec out"),
+        ({"chunks": 2, "codec": "bf16"}, "chunks=2: codec Cast rounds what travels"),
     ],
 )
 def test_options_of_the_wrong_kind(options: dict[str, Any], text: str) -> None:
