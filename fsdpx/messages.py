@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, TextIO
 
-__all__ = ["LOGGER", "SILENCE", "TIMER", "Count", "Slow", "last_words", "line", "on_terminal", "say", "slow"]
+from fsdpx.errors import printable
+
+__all__ = [
+    "LOGGER", "SILENCE", "TIMER", "Count", "Slow", "bytes_text", "last_words", "line", "on_terminal", "say", "slow",
+    "table",
+]  # fmt: skip
 
 SILENCE = 1.0
 """Seconds that something may take before it is named."""
@@ -120,3 +125,23 @@ class Slow:
                 if on_terminal():
                     sys.stderr.write(ANEW)
                 line(f"fsdpx: {self.what} took {perf_counter() - self.begin:.0f} s{outcome()}")
+
+
+def bytes_text(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows under a line below the first one, the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [_row(row, widths) for row in rows]
+    return printable("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]))
+
+
+def _row(cells: tuple[str, ...], widths: list[int]) -> str:
+    right = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return "  ".join([cells[0].ljust(widths[0]), *right])

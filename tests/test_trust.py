@@ -34,6 +34,7 @@ from fsdpx.launch.join import Guests
 from fsdpx.launch.launchers import Found
 from fsdpx.launch.notes import Follower, Note, read_notes, redirect
 from fsdpx.launch.run import _private, _temporary
+from fsdpx.messages import table
 from fsdpx.models import writing
 from fsdpx.observe import chrome
 from fsdpx.observe.chrome import TraceHeader, merge
@@ -41,7 +42,6 @@ from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.measure import Reading
 from fsdpx.observe.page import write_page
 from fsdpx.state.disk import taken
-from fsdpx.state.tuning import table
 from fsdpx.trainer.callbacks import Log
 from fsdpx.trainer.saves import History
 from fsdpx.watch.flight import FlightRecorder, read, read_all

@@ -90,7 +90,7 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
     key |= {"code": image.able(), "fsdpx": __version__, "asked": crc32(CODE.encode())} | {
         name: version_of(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
-    known = tuning.read("process", key, lambda value: Baseline(**typed(value, _KINDS)), times=False)
+    known = tuning.read("process", key, lambda value: Baseline(**typed(value, _KINDS)))
     if known is not None:
         return known
     _ask(mpi, blas, ranks_here)  # compiles what is not compiled yet, which takes memory of its own

@@ -33,7 +33,7 @@ from fsdpx.files import home
 from fsdpx.launch import run
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.options import LaunchConfig
-from fsdpx.state.tuning import table
+from fsdpx.messages import table
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.version import __version__
 

@@ -26,8 +26,7 @@ from fsdpx.errors import ConfigError, install_hint
 from fsdpx.facade.functional import init
 from fsdpx.launch import info
 from fsdpx.launch.launchers import trial
-from fsdpx.state import tuning
-from fsdpx.state.tuning import bytes_text
+from fsdpx.messages import bytes_text
 from fsdpx.version import __version__
 
 __all__ = ["RankFacts", "diagnose", "doctor", "warnings_of"]
@@ -37,6 +36,8 @@ OPTIONAL = ("torch", "cupy")
 """Packages that are named only where they are installed: nothing is wrong where they are not."""
 SIZES = (8 << 10, 4 << 20)
 """Bytes of the all-reduces that are timed."""
+BUSY = 0.5
+"""Processes that want to run, per core: from there on times are not those of the machine."""
 LITTLE = 64 << 20
 """Bytes of free shared memory that windows for training soon exceed: Docker's default."""
 
@@ -121,7 +122,7 @@ def _rank_facts() -> RankFacts:
     return RankFacts(
         platform.node(), versions, affinity, parallel.threads(),
         info.free_shared(), str(settings.cache), os.access(folder, os.W_OK), gpus,
-        os.path.exists("/dev/nvidiactl"), tuning.load(),
+        os.path.exists("/dev/nvidiactl"), _load(),
     )  # fmt: skip
 
 
@@ -186,6 +187,11 @@ def _gpu_way(comm: Communicator) -> str:
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 
 
+def _load() -> float:
+    """How many processes of the machine want to run, per core, in the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+
+
 def warnings_of(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) -> list[str]:
     """Likely problems, each with its remedy."""
     notes = []
@@ -195,7 +201,7 @@ def warnings_of(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) ->
         if able and running > able:
             notes.append(f"{host}: {running} threads of {len(here)} ranks on {able} cores: set OMP_NUM_THREADS to "
                         f"{max(able // len(here), 1)}, or start at most {able} ranks")  # fmt: skip
-        if (busy := max(one.load for one in here)) >= tuning.BUSY:
+        if (busy := max(one.load for one in here)) >= BUSY:
             notes.append(f"{host}: {busy:.1f} processes per core want to run: what was timed here is not to be trusted")
         free = here[0].free
         if free is not None and free < LITTLE and len(here) > 1:

@@ -18,7 +18,8 @@ from fsdpx.comm.default import place
 from fsdpx.comm.mpi.start import left
 from fsdpx.comm.opening import backend_name, first_line
 from fsdpx.errors import install_hint
-from fsdpx.state.tuning import BUSY, bytes_text, stored
+from fsdpx.messages import bytes_text
+from fsdpx.state.tuning import stored
 from fsdpx.version import __version__
 
 __all__ = ["LEFT", "cupy", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version"]
@@ -73,15 +74,13 @@ def _products(kind: str) -> str:
 
 
 def _tuned() -> list[tuple[str, str]]:
-    """Measurements of earlier jobs on this machine."""
-    rows: list[tuple[str, str]] = []
-    for key, tuning, record in stored():
-        when = f"{record.date[:16].replace('T', ' ')} UTC" if record.date else "at an unknown time"
-        rows.append((f"tuned, {key['ranks']} ranks, {key['backend']}", f"{tuning}; measured {when}"))
-        rows += [(f"  {name}", text) for name, text in tuning.measured.items()]
-        if record.load >= BUSY:
-            rows.append(("  load", f"{record.load:.1f} per core: measured again when the machine is calm"))
-    return rows or [("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read().cache}")]
+    """What earlier jobs have measured on this machine."""
+    found = stored()
+    if found is None:
+        return [("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read().cache}")]
+    when = f"{found.date[:16].replace('T', ' ')} UTC"
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in found.value["rates"].items())
+    return [("tuned", f"BLAS {found.value['library']}; measured {when}"), ("  GFLOP/s per thread", rates)]
 
 
 def library() -> tuple[str, str]:

@@ -11,11 +11,11 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.builder import ModelBuilder
 from fsdpx.facade.functional import init
 from fsdpx.facade.outcome import keep, result
+from fsdpx.messages import table
 from fsdpx.observe.chrome import merge
 from fsdpx.observe.folder import RunFolder, as_written, choose
 from fsdpx.observe.page import write_page
 from fsdpx.observe.plots import missing
-from fsdpx.state.tuning import table
 from fsdpx.trainer.saves import Checkpoints
 
 __all__ = ["report", "runs", "trace", "train"]

@@ -22,6 +22,7 @@ from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.files import unreadable
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
 from fsdpx.layout.grid import Grid
+from fsdpx.messages import bytes_text, table
 from fsdpx.observe.chrome import TraceHeader, TracePlace, write_simulated
 from fsdpx.observe.plots import StepLanes, check_drawable, figure, save
 from fsdpx.plan.machine import Machine
@@ -29,7 +30,6 @@ from fsdpx.plan.peak import Change, lowered, lowered_text
 from fsdpx.plan.prediction import Dry, Prediction, prepared
 from fsdpx.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.state.gradients import rows_of
-from fsdpx.state.tuning import bytes_text, table
 from fsdpx.trainer.fit import remedies
 from fsdpx.trainer.recipe import Distribution
 from fsdpx.trainer.report import call_text

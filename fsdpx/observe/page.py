@@ -13,11 +13,11 @@ from typing import Any
 
 from fsdpx import files
 from fsdpx.errors import ConfigError, printable
+from fsdpx.messages import bytes_text, table
 from fsdpx.observe import plots
 from fsdpx.observe.chrome import LAYER, MICRO, RankTrace, read
 from fsdpx.observe.folder import LARGEST, RunFolder, as_written
 from fsdpx.program import VERBS, Event, idle, parse
-from fsdpx.state.tuning import bytes_text, table
 
 __all__ = ["Spans", "Waits", "sections", "waits", "write_page"]
 

@@ -13,13 +13,12 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.config import byte_count
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.messages import line
+from fsdpx.messages import bytes_text, line
 from fsdpx.plan.found import Plan
 from fsdpx.plan.machine import Level, Machine
 from fsdpx.plan.prediction import batch_of
 from fsdpx.plan.searching import search
 from fsdpx.state.footprint import memory_limits
-from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.choices import agree
 from fsdpx.trainer.recipe import Recipe, demand
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from fsdpx.comm.mesh import Mesh
 from fsdpx.layout.grid import LETTERS
+from fsdpx.messages import bytes_text
 from fsdpx.plan.grounds import unmeasured
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import mesh_args, options_text, text_of
 from fsdpx.plan.prediction import Prediction
 from fsdpx.plan.printed import call_text, grid, prose
-from fsdpx.state.tuning import bytes_text
 
 __all__ = ["SHOWN", "Candidate", "Plan", "divides"]
 

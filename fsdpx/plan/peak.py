@@ -18,12 +18,12 @@ from fsdpx.engine.operations import about
 from fsdpx.engine.run import Activations, is_activation, lives, roots
 from fsdpx.errors import FsdpxError
 from fsdpx.layout.grid import Grid
+from fsdpx.messages import bytes_text
 from fsdpx.plan.printed import grid, prose
 from fsdpx.program import SLOTS, Action, Program, Slot
 from fsdpx.shapes.array import Meter
 from fsdpx.state.ledger import KINDS, LedgerRow
 from fsdpx.state.state import TrainState
-from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.fit import ENOUGH, cheaper, passing
 from fsdpx.trainer.trainer import Trainer
 

@@ -15,6 +15,7 @@ from fsdpx.codecs import Codecs, codec
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.messages import bytes_text
 from fsdpx.nn.sort import keeping, once, sort
 from fsdpx.plan.depth import deeper, depth, parameters
 from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
@@ -22,7 +23,6 @@ from fsdpx.plan.least import least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import options_text
 from fsdpx.plan.prediction import Batch, Prediction, WorldStep, batch_of, demand_words, dims_of, seldom, step_of, whole
-from fsdpx.state.tuning import bytes_text
 from fsdpx.trainer.recipe import Recipe, Training, native
 
 __all__ = ["search"]

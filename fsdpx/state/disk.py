@@ -51,17 +51,16 @@ def rates_of(folder: Path, direct: bool | None) -> Rates | None:
         return None
     settings = environment.read()
     key = {"machine": platform.node(), "device": folder.stat().st_dev, "direct": direct is not False}
-    known = tuning.read("disk", key, _of_record, times=settings.tune)
+    known = tuning.read("disk", key, _of_record)
     if known is not None and not settings.retune:
         return known
     if not settings.tune:
         return None
-    busy = tuning.load()
     try:
         found = _measured(folder, direct)
     except OffloadError:
         return None
-    tuning.write("disk", key, found._asdict(), busy)
+    tuning.write("disk", key, found._asdict())
     return found
 
 

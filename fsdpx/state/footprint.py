@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from fsdpx.comm.opening import node_of
 from fsdpx.config import byte_count
+from fsdpx.messages import bytes_text, table
 from fsdpx.state.state import TrainState
-from fsdpx.state.tuning import bytes_text, table
 
 __all__ = ["Footprint", "ProcessBytes", "held", "memory_limits", "peak_rss", "reading"]
 

@@ -26,13 +26,13 @@ from fsdpx.data.dataset import digest_of_first
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory, warn
 from fsdpx.guest import STOP_SIGNALS
-from fsdpx.messages import say
+from fsdpx.messages import bytes_text, say, table
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.feed import Feed
 from fsdpx.state.footprint import memory_limits
 from fsdpx.state.state import TrainState
-from fsdpx.state.tuning import Tuning, bytes_text, table
+from fsdpx.state.tuning import Tuning
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.callbacks import EPOCHS, Events, Limits, Log, Metric, Metrics, ProgressBar
 from fsdpx.trainer.host import TrainerHost, checked_together

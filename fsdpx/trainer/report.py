@@ -16,13 +16,13 @@ from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.operations import travelling
 from fsdpx.engine.recording import LayerTime
+from fsdpx.messages import bytes_text, table
 from fsdpx.nn.moe import CutMoE, MoE
 from fsdpx.nn.plan import paths
 from fsdpx.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.state.footprint import Footprint, peak_rss, reading
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import Spent, Tie
-from fsdpx.state.tuning import bytes_text, table
 
 __all__ = [
     "METRICS", "Report", "Routing", "Summary", "Watched", "call_text", "peak_rss", "report", "routes", "routing_of",

@@ -19,8 +19,8 @@ from fsdpx.checkpoint.pieces import held
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples.digits import draw
+from fsdpx.messages import bytes_text
 from fsdpx.nn.models import digits
-from fsdpx.state.tuning import bytes_text
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "int8": lambda: {"codec": "int8"},

@@ -17,6 +17,7 @@ from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.launch import plan as plan_command
+from fsdpx.messages import bytes_text
 from fsdpx.plan import Level, Machine, Plan, predict, searching
 from fsdpx.plan.depth import deeper
 from fsdpx.plan.found import SHOWN
@@ -26,7 +27,6 @@ from fsdpx.plan.measuring import machine_text
 from fsdpx.plan.prediction import step_of
 from fsdpx.plan.printed import call_text
 from fsdpx.plan.searching import CLOSE
-from fsdpx.state.tuning import bytes_text
 
 X = ((16, 8), "int64")
 SIX = ((12, 6), "int64")

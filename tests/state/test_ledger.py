@@ -20,12 +20,12 @@ from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import Baseline
 from fsdpx.layout.pages import Range
+from fsdpx.messages import bytes_text
 from fsdpx.shapes.array import ShapeArray, as_one, metered
 from fsdpx.state import footprint as module_of_footprint
 from fsdpx.state import ledger
 from fsdpx.state.footprint import Footprint, ProcessBytes
 from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
-from fsdpx.state.tuning import bytes_text
 
 F32 = np.dtype(np.float32)
 
@@ -350,7 +350,7 @@ def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatc
         module.baseline.cache_clear()
         assert module.baseline(True, "openblas", 2) == answer
     assert asked == [(True, "openblas", 2)] * 2, "once to compile, once to measure"
-    assert [file.name.startswith("process-") for file in Path(tmp_path).iterdir()] == [True]
+    assert [file.name.startswith("measured-process-") for file in Path(tmp_path).iterdir()] == [True]
     module.baseline.cache_clear()
 
 
