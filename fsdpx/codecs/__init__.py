@@ -1,6 +1,6 @@
 """Codecs: how the gradients of one page are carried when they are reduced."""
 
-from fsdpx.codecs.codec import Calls, Cast, Codec, Moves, Plain, Recut
+from fsdpx.codecs.codec import Cast, Codec, Moves, Plain, Recut
 from fsdpx.codecs.compressed import Compressed
 from fsdpx.codecs.int8 import Int8
 from fsdpx.codecs.powersgd import PowerSGD
@@ -9,7 +9,6 @@ from fsdpx.codecs.sparse import TopK
 
 __all__ = [
     "Between",
-    "Calls",
     "Cast",
     "Choice",
     "Codec",

@@ -12,9 +12,8 @@ from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 
-__all__ = ["Calls", "Cast", "Codec", "Memory", "Moves", "Plain", "Recut"]
+__all__ = ["Cast", "Codec", "Memory", "Moves", "Plain", "Recut"]
 
-Calls = tuple[tuple[str, int], ...]
 Moves = tuple[tuple[str, int], ...]
 """Collectives, and the bytes that each moves."""
 Memory = Mapping[str, Array]
@@ -29,13 +28,6 @@ class Codec(ABC):
 
     def __init_subclass__(cls) -> None:
         check_own_constructor(cls)
-
-    itemsize: int | None = None
-    """Bytes of an element on its way; None: as many as in the gradient."""
-    calls: Calls = (("reduce_scatter", 1),)
-    """The collectives that `reduce` makes, and how many times each moves n - own elements of `itemsize` bytes."""
-    calls_all: Calls = (("all_reduce", 2),)
-    """The collectives that `reduce_all` makes, in the form of `calls`."""
 
     elementwise: bool = False
     """Whether what becomes of an element does not depend on the others that are carried with it."""
@@ -75,8 +67,8 @@ class Codec(ABC):
         """Sum `grad` over the ranks, in place, for all of them; arguments as in `reduce`."""
 
     def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
-        """The collectives of a `reduce` and the bytes that `rank` sends in each, as reports predict them: what `calls`
-        says, unless a codec knows better.
+        """The collectives of a `reduce` and the bytes that `rank` sends in each, as reports predict them; here one
+        reduce-scatter of the gradient as it is.
 
         Parameters
         ----------
@@ -84,14 +76,11 @@ class Codec(ABC):
         rank : whose bytes are asked for.
         itemsize : bytes of an element of the gradient.
         """
-        return self._times(self.calls, sum(counts) - counts[rank], itemsize)
+        return (("reduce_scatter", (sum(counts) - counts[rank]) * itemsize),)
 
     def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
-        """The collectives and bytes of a `reduce_all` of `size` elements over `width` ranks, by `calls_all`."""
-        return self._times(self.calls_all, size - split_evenly(size, width)[rank], itemsize)
-
-    def _times(self, calls: Calls, elements: int, itemsize: int) -> Moves:
-        return tuple((verb, times * elements * (self.itemsize or itemsize)) for verb, times in calls)
+        """The collectives and bytes of a `reduce_all` of `size` elements over `width` ranks; here one all-reduce."""
+        return (("all_reduce", 2 * (size - split_evenly(size, width)[rank]) * itemsize),)
 
     def check(self, dtype: Any) -> None:
         """ConfigError where gradients of `dtype` cannot be carried; here that is not known."""
@@ -150,12 +139,17 @@ class Cast(Codec):
     Where all parts are equal, what is sent and what arrives take the place of the gradient, and no more memory."""
 
     elementwise = True
-    itemsize: int | None = 2
 
     def __init__(self, name: str) -> None:
         self.dtype = dtype_of(name)
         if self.dtype.itemsize != 2:
             raise ConfigError(f"Cast({name!r}): a 16-bit format is needed, float16 or bf16")
+
+    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
+        return super().moves(counts, rank, self.dtype.itemsize)
+
+    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
+        return super().moves_all(size, width, rank, self.dtype.itemsize)
 
     def reduce(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,

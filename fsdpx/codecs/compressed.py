@@ -48,7 +48,7 @@ class Compressed(Codec):
         never more than in the first one."""
 
     @abstractmethod
-    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: Stretch) -> None:
         """Pack the elements of `x`.
 
         Parameters
@@ -56,11 +56,12 @@ class Compressed(Codec):
         x : of float32 or float64, flat; it may be changed if it is not `lost`.
         wire : `nbytes(x.size)` bytes.
         lost : becomes what of `x` does not arrive, if that is kept; it may be `x` itself.
-        numbers : a random stream of this part, whose seed is the number of the reduce; `unpack` gets the same.
+        turn : number of the reduce, never above `TURNS`; `unpack` gets the same.
+        numbers : a random stream of this part and this reduce.
         """
 
     @abstractmethod
-    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
+    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
         """Unpack what `pack` made: write it to `out`, or add it to `out` if `add`."""
 
     def prepare(self, grad: Array, memory: Memory, turn: int) -> Array:
@@ -82,9 +83,9 @@ class Compressed(Codec):
         check_floats(self, dtype)
 
     def warm(self, dtype: Any) -> None:
-        x, wire, numbers = np.zeros(3, dtype), np.zeros(self.nbytes(3), np.uint8), Stretch(self.warmup, "", 0, 3)
-        self.pack(np, x, wire, x.copy() if self.feedback else None, numbers)
-        self.unpack(np, wire, x, True, numbers)
+        x, wire, turn = np.zeros(3, dtype), np.zeros(self.nbytes(3), np.uint8), self.warmup
+        self.pack(np, x, wire, x.copy() if self.feedback else None, turn, _numbers(turn, 0, 0, 3))
+        self.unpack(np, wire, x, True, turn)
 
     def memory(self, size: int) -> Mapping[str, int]:
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._counts else {})
@@ -119,14 +120,14 @@ class Compressed(Codec):
         pieces = pieces_of(wire, sizes)
         if _real(xp):
             lost = None if error is None else grad[mine]
-            self.pack(xp, total, pieces[comm.rank], lost, self.numbers(turn, comm.rank, "all", own))
+            self.pack(xp, total, pieces[comm.rank], lost, turn, _numbers(turn, comm.rank, "all", own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
         def spread() -> None:
-            for r, (piece, part) in enumerate(zip(pieces, pieces_of(grad, counts), strict=True)):
-                self.unpack(xp, piece, part, False, self.numbers(turn, r, "all", part.size))
+            for piece, part in zip(pieces, pieces_of(grad, counts), strict=True):
+                self.unpack(xp, piece, part, False, turn)
 
         return Finish(handle, spread) if _real(xp) else handle
 
@@ -146,7 +147,7 @@ class Compressed(Codec):
 
         def add() -> None:
             for r, piece in enumerate(pieces_of(parts, [own] * width)):
-                self.unpack(xp, piece, out, r > 0, self.numbers(turn, r, comm.rank, out.size))
+                self.unpack(xp, piece, out, r > 0, turn)
 
         return Finish(handle, add) if _real(xp) else handle
 
@@ -159,7 +160,7 @@ class Compressed(Codec):
         whole = self.prepare(grad, memory, turn)
         kept = [None] * len(counts) if error is None else pieces_of(error, counts)
         for r, (x, wire, lost) in enumerate(zip(pieces_of(whole, counts), wires, kept, strict=True)):
-            self.pack(xp, x, wire, lost, self.numbers(turn, rank, r, x.size))
+            self.pack(xp, x, wire, lost, turn, _numbers(turn, rank, r, x.size))
 
     def _foreign(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.nbytes(n) for r, n in enumerate(counts) if r != rank)
@@ -176,9 +177,10 @@ class Compressed(Codec):
     def _counts(self) -> bool:
         return self.random or self.warmup > 0
 
-    def numbers(self, turn: int, sender: int, owner: int | str, size: int) -> Stretch:
-        """The random stream of what `sender` packs for `owner`, a rank or "all"."""
-        return Stretch(turn, f"codec {sender} to {owner}", 0, size)
+
+def _numbers(turn: int, sender: int, owner: int | str, size: int) -> Stretch:
+    """Return the random stream of what `sender` packs for `owner`, a rank or "all", in reduce number `turn`."""
+    return Stretch(turn, f"codec {sender} to {owner}", 0, size)
 
 
 def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:

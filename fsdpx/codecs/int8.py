@@ -69,17 +69,16 @@ class Int8(Compressed):
     unbiased : numbers are rounded up or down by chance so that each is right in the mean (QSGD, Alistarh et al. 2017),
         and nothing is kept. Else they are rounded to nearest, and what is lost is added to the next gradient."""
 
-
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased
 
     def nbytes(self, size: int, turn: int = TURNS) -> int:
         return -(-(size + 4 * -(-size // BLOCK)) // GRAIN) * GRAIN
 
-    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: Stretch) -> None:
         quantise(xp, x, *self._fields(wire, x.size), lost, numbers if self.random else None)
 
-    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
+    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
         add_quantised(xp, *self._fields(wire, out.size), out, add)
 
     def _fields(self, wire: Array, size: int) -> tuple[Array, Array]:

@@ -123,14 +123,14 @@ class TopK(Compressed):
             return 8 * math.ceil(share * size)
         return -(-6 * sum(chosen(size, self.block, share)) // GRAIN) * GRAIN
 
-    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: Stretch) -> None:
         if x.size:
-            share = self.share(numbers.seed)
+            share = self.share(turn)
             take_largest(xp, x, self.block or x.size, share, *self._fields(wire, x.size, share), lost)
 
-    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
+    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
         if out.size:
-            share = self.share(numbers.seed)
+            share = self.share(turn)
             add_largest(xp, *self._fields(wire, out.size, share), self.block or out.size, share, out, add)
 
     def _fields(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:

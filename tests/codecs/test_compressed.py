@@ -164,8 +164,8 @@ def test_the_largest_of_each_block_travel() -> None:
     codec, x = TopK(0.01, block=100), np.arange(250, dtype=np.float32)
     wire, lost, out = np.zeros(codec.nbytes(250), np.uint8), np.empty_like(x), np.empty_like(x)
     assert wire.size == 24  # of three, 6 bytes each, made up to a multiple of 8
-    codec.pack(np, x, wire, lost, Stretch(0, "", 0, 250))
-    codec.unpack(np, wire, out, False, Stretch(0, "", 0, 250))
+    codec.pack(np, x, wire, lost, 0, Stretch(0, "", 0, 250))
+    codec.unpack(np, wire, out, False, 0)
     assert np.flatnonzero(out).tolist() == [99, 199, 249]
     np.testing.assert_array_equal(out + lost, x)
 
