@@ -128,7 +128,7 @@ chaos: $(VENV)/.ready
 # Only Open MPI lets a job outlive its ranks.
 ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
-	$(PY) -m pytest -n 3 --dist worksteal tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
+	$(PY) -m pytest -m jobs -n 3 --dist worksteal tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
 		tests/elastic/test_apart_processes.py tests/watch/test_leaving.py \
 		tests/launch/test_start.py tests/launch/test_left.py tests/launch/test_run_jobs.py tests/facade
 

@@ -39,13 +39,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.pluginmanager.register(Ranks(found.launcher.rank, size, found.launcher.mpi), "ranks")
 
 
-WANTING = f"fsdpx/wanting/{Path(sys.prefix).name}"
-"""In pytest's cache: the tests, and files of them, that the last run skipped because this environment lacked a library.
-"""
+WANTING = "fsdpx/wanting/{}"
+"""In pytest's cache: the tests, and files of them, that the last run skipped for want of a library, by the name of the
+virtual environment."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--wanting", action="store_true", help="only what the last run skipped for want of a library")
+    parser.addoption(
+        "--wanting", nargs="?", const=Path(sys.prefix).name, metavar="ENVIRONMENT",
+        help="only what the last run skipped for want of a library, in this virtual environment or another one",
+    )  # fmt: skip
     parser.addoption("--blas", help="the library of matrix products in the processes of pytest")
     parser.addoption("--threads", type=int, default=1, help="on how many threads kernels run when a test begins")
 
@@ -66,7 +69,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @functools.cache
 def wanting(config: pytest.Config) -> set[str]:
-    return set(config.cache.get(WANTING, [])) if config.getoption("wanting", False) else set()
+    lacking = config.getoption("wanting", None)
+    return set(config.cache.get(WANTING.format(lacking), [])) if lacking else set()
 
 
 @pytest.hookimpl
@@ -74,7 +78,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """`-m world` and `--wanting` are some files: importing all of them takes every process some seconds."""
     if collection_path.suffix != ".py":
         return None
-    if config.getoption("wanting", False):
+    if config.getoption("wanting", None):
         files = {config.rootpath / name.partition("::")[0] for name in wanting(config)}
         return None if collection_path in files else True
     if config.option.markexpr != "world":
@@ -157,8 +161,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     where it is not installed, the last lines say so."""
     lacking = re.compile("could not import|needs PyTorch")
     skipped = [one for one in terminalreporter.getreports("skipped") if lacking.search(str(one.longrepr))]
-    if hasattr(config, "cache") and not config.getoption("wanting", False):
-        config.cache.set(WANTING, sorted({one.nodeid for one in skipped}))
+    if hasattr(config, "cache") and not config.getoption("wanting", None):
+        config.cache.set(WANTING.format(Path(sys.prefix).name), sorted({one.nodeid for one in skipped}))
     if without := [one for one in skipped if re.search("'torch'|PyTorch", str(one.longrepr))]:
         terminalreporter.write_line(
             f"PyTorch is not installed: {len(without)} tests or files of tests that compare with it were skipped; "

@@ -76,7 +76,7 @@ def read_processor_flags() -> set[str]:
 def run_tests(variant: Variant, arguments: list[str]) -> int:
     """Run pytest; the exit status."""
     print(f"\n== {variant.name}: {variant.variables or ' '.join(variant.options)}", flush=True)
-    command = [sys.executable, "-m", "pytest", *arguments, *variant.options]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, *variant.options]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **variant.variables}).returncode
 
 
