@@ -15,46 +15,26 @@ if TYPE_CHECKING:
     from fsdpx import data as data, errors as errors, models as models, nn as nn, optim as optim, testing as testing
     from fsdpx.checkpoint.load import WeightsReport as WeightsReport
     from fsdpx.codecs import (
-        Between as Between,
-        Cast as Cast,
-        Codec as Codec,
-        Int8 as Int8,
-        Plain as Plain,
-        PowerSGD as PowerSGD,
+        Between as Between, Cast as Cast, Codec as Codec, Int8 as Int8, Plain as Plain, PowerSGD as PowerSGD,
         TopK as TopK,
-    )
+    )  # fmt: skip
     from fsdpx.comm.backend import FakeCommunicator as FakeCommunicator
     from fsdpx.comm.communicator import Communicator as Communicator, Handle as Handle, ReduceOp as ReduceOp
     from fsdpx.comm.mesh import Mesh as Mesh
     from fsdpx.comm.opening import spawn as spawn
     from fsdpx.config import Elastic as Elastic, Offload as Offload, Precision as Precision, Sharding as Sharding
     from fsdpx.facade.adapters import (
-        load_adapter as load_adapter,
-        merged_parameters as merged_parameters,
-        save_adapter as save_adapter,
-    )
+        load_adapter as load_adapter, merged_parameters as merged_parameters, save_adapter as save_adapter,
+    )  # fmt: skip
     from fsdpx.facade.builder import ModelBuilder as ModelBuilder
     from fsdpx.facade.distribute import distribute as distribute
     from fsdpx.facade.dryrun import dry_run as dry_run
     from fsdpx.facade.functional import (
-        all_gather as all_gather,
-        all_reduce as all_reduce,
-        all_to_all as all_to_all,
-        barrier as barrier,
-        broadcast as broadcast,
-        finalize as finalize,
-        gather as gather,
-        init as init,
-        is_initialized as is_initialized,
-        local_rank as local_rank,
-        rank as rank,
-        recv as recv,
-        reduce as reduce,
-        reduce_scatter as reduce_scatter,
-        scatter as scatter,
-        send as send,
-        world_size as world_size,
-    )
+        all_gather as all_gather, all_reduce as all_reduce, all_to_all as all_to_all, barrier as barrier,
+        broadcast as broadcast, finalize as finalize, gather as gather, init as init, is_initialized as is_initialized,
+        local_rank as local_rank, rank as rank, recv as recv, reduce as reduce, reduce_scatter as reduce_scatter,
+        scatter as scatter, send as send, world_size as world_size,
+    )  # fmt: skip
     from fsdpx.facade.latest import latest as latest
     from fsdpx.launch.call import launch as launch
     from fsdpx.launch.info import info as info

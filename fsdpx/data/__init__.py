@@ -6,12 +6,9 @@ from fsdpx.lazy_names import attach
 
 if TYPE_CHECKING:
     from fsdpx.data.dataset import (
-        ArrayDataset as ArrayDataset,
-        Dataset as Dataset,
-        TextDataset as TextDataset,
-        TokenDataset as TokenDataset,
+        ArrayDataset as ArrayDataset, Dataset as Dataset, TextDataset as TextDataset, TokenDataset as TokenDataset,
         stdlib_sources as stdlib_sources,
-    )
+    )  # fmt: skip
     from fsdpx.data.fields import FieldDataset as FieldDataset
     from fsdpx.data.loader import DataLoader as DataLoader, DistributedSampler as DistributedSampler, Share as Share
     from fsdpx.data.statistics import ChannelStatistics as ChannelStatistics, channel_statistics as channel_statistics

@@ -12,12 +12,8 @@ if TYPE_CHECKING:
     from fsdpx.optim.lion import Lion as Lion
     from fsdpx.optim.muon import Muon as Muon
     from fsdpx.optim.optimizer import (
-        Kept as Kept,
-        Optimizer as Optimizer,
-        Rate as Rate,
-        no_decay as no_decay,
-        rate as rate,
-    )
+        Kept as Kept, Optimizer as Optimizer, Rate as Rate, no_decay as no_decay, rate as rate,
+    )  # fmt: skip
     from fsdpx.optim.segments import Groups as Groups, Run as Run, Segment as Segment, Segments as Segments
     from fsdpx.optim.sgd import SGD as SGD
 else:
