@@ -136,7 +136,7 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
 @needs_torch
 @pytest.mark.parametrize(
     ("ranks", "more", "least"),
-    [(2, "cuda/test_relay.py", 40), (3, "comm/test_node.py", 200), (4, "engine/test_world.py", 70)],
+    [(2, "cuda/test_relay.py", 11), (3, "comm/test_node.py", 50), (4, "engine/test_world.py", 44)],
     ids=["2", "3", "4"],
 )
 def test_contract_and_training_without_mpi(ranks: int, more: str, least: int, tmp_path: Path) -> None:
