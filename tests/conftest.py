@@ -61,10 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A trainer sets the threads of its process: without this a test would run on those of the test before it."""
+    """A trainer sets the threads of its process, and some tests the library of products: none begins with those of the
+    test before it."""
     threads = item.config.getoption("threads")
     parallel.set_threads(threads)
     blas.threads(threads)
+    if blas.libraries.asked != (name := item.config.getoption("blas")):
+        blas.choose(name)
 
 
 @functools.cache

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Protocol
 
 from fsdpx.array import kernels
+from fsdpx.array.kernels.attention import clear_hidden, compute_seen, multiply_seen
 from fsdpx.nn.activation import apply_mask, keep_mask
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.numeric import product
 
-__all__ = ["Core", "Heads", "scores_of", "split_heads"]
+__all__ = ["Core", "Heads", "scores_of", "seen_by", "split_heads"]
 
 
 class Core(Protocol):
@@ -64,7 +66,9 @@ class Heads:
         else:
             keep = self._keep(env, (*q.shape[:3], k.shape[2]))
             weights = self._weights(env.xp, q, k)
-            o, rest = product(env.xp, apply_mask(weights, keep, self.dropout), v), (weights, keep)
+            dropped, multiply = apply_mask(weights, keep, self.dropout), partial(product, env.xp)
+            form = partial(multiply_seen, dropped, v, multiply=multiply)
+            o, rest = compute_seen(env.xp, form, seen_by(env.xp, q, self.causal)), (weights, keep)
         samples, heads, time, d_head = q.shape
         return o.swapaxes(1, 2).reshape(samples, time, heads * d_head), rest
 
@@ -77,18 +81,23 @@ class Heads:
         if len(rest) == 1:
             form = self.causal, self.scale, self.window, segments
             return kernels.attention_backward(env.xp, q, k, v, o, rest[0], do, *form)
-        return self._dropped_backward(env.xp, q, k, v, do, *rest)
+        slopes = partial(self._dropped_backward, env.xp, q, k, v, do, *rest)
+        return compute_seen(env.xp, slopes, seen_by(env.xp, q, self.causal))
 
-    def _dropped_backward(self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array) -> Array:
+    def _dropped_backward(
+        self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
+    ) -> Array:
         """The gradients of q, k and v, (3, samples, heads, time, d_head)."""
-        dweights = apply_mask(product(xp, do, v.swapaxes(-1, -2)), keep, self.dropout)
+        multiply, seeing = partial(product, xp), None if seen is None else seen.T
+        dweights = clear_hidden(apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
         dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
         dscores *= self.scale
-        dscores = dscores.reshape(weights.shape)
-        dv = product(xp, apply_mask(weights, keep, self.dropout).swapaxes(-1, -2), do)
-        dq, dk = product(xp, dscores, k), product(xp, dscores.swapaxes(-1, -2), q)
-        return xp.stack((dq, dk, dv))
+        dscores = clear_hidden(dscores.reshape(weights.shape), seen)
+        dropped = clear_hidden(apply_mask(weights, keep, self.dropout), seen)
+        dv = multiply_seen(dropped.swapaxes(-1, -2), do, seeing, multiply)
+        dq = multiply_seen(dscores, k, seen, multiply)
+        return xp.stack((dq, multiply_seen(dscores.swapaxes(-1, -2), q, seeing, multiply), dv))
 
     def _weights(self, xp: Any, q: Array, k: Array) -> Array:
         scores = scores_of(xp, q, k, self.causal, self.scale)
@@ -113,7 +122,11 @@ def scores_of(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
     """scale q k^T; with `causal` -inf at later positions."""
     scores = product(xp, q, k.swapaxes(-1, -2))
     scores *= scale
-    if causal:
-        time = xp.arange(scores.shape[-1])
-        scores = xp.where(time[None, :] <= time[:, None], scores, xp.full_like(scores, -math.inf))
-    return scores
+    seen = seen_by(xp, q, causal)
+    return scores if seen is None else xp.where(seen, scores, xp.full_like(scores, -math.inf))
+
+
+def seen_by(xp: Any, q: Array, causal: bool) -> Array | None:
+    """Which positions (columns) each of them (rows) attends to, (time, time); None if not causal: to all."""
+    time = xp.arange(q.shape[-2])
+    return time[None, :] <= time[:, None] if causal else None

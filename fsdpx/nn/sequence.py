@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array import kernels
+from fsdpx.array.kernels.attention import clear_hidden, compute_seen, multiply_seen
 from fsdpx.errors import DataError
 from fsdpx.nn import moves
 from fsdpx.nn.activation import apply_mask, keep_mask
-from fsdpx.nn.attention import Heads, scores_of, split_heads
+from fsdpx.nn.attention import Heads, scores_of, seen_by, split_heads
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Array, Env, Layer, Params, want_time
 from fsdpx.nn.linear import named, want_known
@@ -265,7 +267,9 @@ class Ring:
         lse = (top + env.xp.log(total))[..., 0]
         weights /= total
         dropped = apply_mask(weights, self._keep(env, weights.shape, block), heads.dropout)
-        return product(env.xp, dropped.astype(q.dtype, copy=False), v), lse
+        dropped, multiply = dropped.astype(q.dtype, copy=False), partial(product, env.xp)
+        form = partial(multiply_seen, dropped, v, multiply=multiply)
+        return compute_seen(env.xp, form, seen_by(env.xp, q, causal)), lse
 
     def _attend_backward(
         self, env: Env, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
@@ -274,15 +278,25 @@ class Ring:
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
         if not self._drops(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
-        dtype = wide(q.dtype)
-        scores = scores_of(xp, q, k, causal, heads.scale).astype(dtype, copy=False)
-        weights = xp.exp(scores - lse[..., None])
-        keep = self._keep(env, weights.shape, block)
-        dv = product(xp, apply_mask(weights, keep, heads.dropout).astype(q.dtype, copy=False).swapaxes(-1, -2), do)
-        dweights = apply_mask(product(xp, do, v.swapaxes(-1, -2)), keep, heads.dropout)
-        along = xp.sum((do * o).astype(dtype, copy=False), axis=-1, keepdims=True)
-        dscores = (weights * (dweights - along) * heads.scale).astype(q.dtype, copy=False)
-        return product(xp, dscores, k), product(xp, dscores.swapaxes(-1, -2), q), dv
+        scores = scores_of(xp, q, k, causal, heads.scale).astype(wide(q.dtype), copy=False)
+        form = partial(self._slopes, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block)
+        return compute_seen(xp, form, seen_by(xp, q, causal))
+
+    def _slopes(
+        self, env: Env, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
+    ) -> tuple[Array, ...]:
+        """What one block adds to the gradients of q, k and v where attention weights are dropped."""
+        (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
+        multiply, seeing = partial(product, xp), None if seen is None else seen.T
+        weights, keep = clear_hidden(weights, seen), self._keep(env, weights.shape, block)
+        dropped = apply_mask(weights, keep, drop).astype(q.dtype, copy=False)
+        dv = multiply_seen(dropped.swapaxes(-1, -2), do, seeing, multiply)
+        dweights = apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, drop)
+        along = xp.sum((do * o).astype(weights.dtype, copy=False), axis=-1, keepdims=True)
+        dscores = (weights * (dweights - along) * self.heads.scale).astype(q.dtype, copy=False)
+        dscores = clear_hidden(dscores, seen)
+        dq = multiply_seen(dscores, k, seen, multiply)
+        return dq, multiply_seen(dscores.swapaxes(-1, -2), q, seeing, multiply), dv
 
     def _drops(self, env: Env) -> bool:
         return env.training and self.heads.dropout > 0.0

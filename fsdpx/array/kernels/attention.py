@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import matmul
 from typing import Any
 
 import numpy as np
@@ -53,13 +55,14 @@ def attention(
     backward needs (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak:
     one head's T x S; compiled, 64 rows of it."""
     o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
-    mask, group = _mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    earlier, group = _earlier(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _heads(xp, q):
-        scores = _scores(xp, q[b, h], k[b, h // group], _within(xp, mask, segments, b, q), scale)
+        seen = _within(earlier, segments, b)
+        scores = _scores(xp, q[b, h], k[b, h // group], seen, scale)
         top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
         scores = xp.exp(scores - top)
         total = xp.sum(scores, axis=-1, keepdims=True)
-        o[b, h] = (scores @ v[b, h // group]) / total
+        o[b, h] = compute_seen(xp, partial(multiply_seen, scores, v[b, h // group]), seen) / total
         lse[b, h] = (top + xp.log(total))[:, 0]
     return o, lse
 
@@ -77,15 +80,15 @@ def attention_backward(
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q."""
     d = merged(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]
-    mask, group = _mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    earlier, group = _earlier(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _heads(xp, q):
         at, first = (b, h // group), h % group == 0
-        p = xp.exp(_scores(xp, q[b, h], k[at], _within(xp, mask, segments, b, q), scale) - lse[b, h][:, None])
-        along = xp.sum(do[b, h] * o[b, h], axis=-1, keepdims=True)
-        ds = p * (do[b, h] @ v[at].T - along) * scale
-        dq[b, h] = ds @ k[at]
-        dv[at] = p.T @ do[b, h] if first else dv[at] + p.T @ do[b, h]
-        dk[at] = ds.T @ q[b, h] if first else dk[at] + ds.T @ q[b, h]
+        seen = _within(earlier, segments, b)
+        p = xp.exp(_scores(xp, q[b, h], k[at], seen, scale) - lse[b, h][:, None])
+        head = partial(_slopes, xp, p, q[b, h], k[at], v[at], o[b, h], do[b, h], scale)
+        dq[b, h], more_k, more_v = compute_seen(xp, head, seen)
+        dv[at] = more_v if first else dv[at] + more_v
+        dk[at] = more_k if first else dk[at] + more_k
     return d
 
 
@@ -96,27 +99,59 @@ def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
     return np.ndindex(*q.shape[:2])
 
 
-def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:
+def _slopes(xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any) -> tuple[Any, ...]:
+    """The gradients of q, k and v of a head with probabilities p."""
+    seeing = None if seen is None else seen.T
+    along = xp.sum(do * o, axis=-1, keepdims=True)
+    ds = clear_hidden(p * (do @ v.T - along) * scale, seen)
+    dv = multiply_seen(clear_hidden(p, seen).T, do, seeing)
+    return multiply_seen(ds, k, seen), multiply_seen(ds.T, q, seeing), dv
+
+
+def compute_seen(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
+    """Compute products whose weights are 0 for rows that are hidden. compute(None) is as good as compute(seen) unless
+    there is NaN or Inf, which 0 does not take away. Arrays other than NumPy's are computed once.
+
+    seen: (T, S), false where the weight of a row is 0; None: all count."""
+    found = compute(None)
+    if xp is not np or seen is None:
+        return found
+    parts = found if isinstance(found, tuple) else (found,)
+    return found if all(np.isfinite(one).all() for one in parts) else compute(seen)
+
+
+def multiply_seen(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
+    """Multiply weights (..., T, S) by rows (..., S, D), where NaN and Inf in rows that are not seen add nothing."""
+    if seen is None:
+        return multiply(weights, rows)
+    finite, nothing = np.isfinite(rows), rows.dtype.type(0)
+    total = multiply(weights, np.where(finite, rows, nothing))
+    for s in np.flatnonzero(~finite.all(axis=-1).reshape(-1, rows.shape[-2]).all(axis=0)):
+        odd = seen[:, s, None] & ~finite[..., s, None, :]
+        total = total + np.where(odd, weights[..., s, None] * rows[..., s, None, :], nothing)
+    return total
+
+
+def clear_hidden(x: Any, seen: Any) -> Any:
+    """Set weights (..., T, S) of rows that are not seen to 0, which are NaN if others of theirs are."""
+    return x if seen is None else np.where(seen, x, x.dtype.type(0))
+
+
+def _scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
     scores = (q @ k.T) * scale
-    return scores if mask is None else scores + mask
+    return scores if seen is None else xp.where(seen, scores, xp.full((), -np.inf, dtype=q.dtype))
 
 
-def _mask(xp: Any, q: Any, window: int) -> Any:
-    """0 at positions that are attended to, -inf at later ones and at those before the window, (T, T)."""
+def _earlier(xp: Any, q: Any, window: int) -> Any:
+    """Whether a position is the one that attends or before it, and in its window, (T, T)."""
     time = xp.arange(q.shape[2])
-    hidden = time[None, :] > time[:, None]
-    if window:
-        hidden = hidden | (time[None, :] <= time[:, None] - window)
-    return _infinite(xp, hidden, q)
+    seen = time[None, :] <= time[:, None]
+    return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
-def _within(xp: Any, mask: Any, segments: Any, b: int, q: Any) -> Any:
-    """The mask of sample b: also -inf at positions of other segments."""
+def _within(earlier: Any, segments: Any, b: int) -> Any:
+    """Which positions are seen in sample b: of those, the ones in the same segment; None: all."""
     if segments is None:
-        return mask
-    apart = _infinite(xp, segments[b][None, :] != segments[b][:, None], q)
-    return apart if mask is None else mask + apart
-
-
-def _infinite(xp: Any, hidden: Any, q: Any) -> Any:
-    return xp.where(hidden, xp.full((), -np.inf, dtype=q.dtype), xp.zeros((), dtype=q.dtype))
+        return earlier
+    same = segments[b][None, :] == segments[b][:, None]
+    return same if earlier is None else earlier & same
