@@ -10,6 +10,7 @@ from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.kernels import use
 from fsdpx.array.kernels.compiled import convolution
 from fsdpx.array.kernels.correlation import Strides
+from fsdpx.array.namespace import dtype as dtype_of
 
 WINDOWS = [
     ((3, 3), (1, 1), (1, 1)),  # Winograd's way where channels allow it
@@ -183,3 +184,28 @@ def test_sums_of_images_stay_in_their_order_in_memory() -> None:
     assert y.strides == x.strides
     mixed = kernels.add(np, x, np.ascontiguousarray(x))
     np.testing.assert_array_equal(mixed, x + x)
+
+
+@pytest.mark.parametrize("shape", [(2, 35, 9, 15), (3, 70, 4, 5), (1, 3, 16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_a_sum_of_fields_in_several_orders_has_the_channels_last(shape: tuple[int, ...], dtype: str) -> None:
+    x = np.random.default_rng(4).integers(-9, 9, (shape[0], 2 * shape[1], *shape[2:])).astype(dtype_of(dtype))
+    want = x[:, : shape[1]] + x[:, shape[1] :]
+    for a, b in ((x, turned(x)), (turned(x), x), (turned(x), turned(x))):
+        y = kernels.add(np, a[:, : shape[1]], b[:, shape[1] :])
+        np.testing.assert_array_equal(y, want)
+        assert y.strides == turned(want).strides
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bf16"])
+def test_fields_in_16_bits_lie_as_those_in_32_do(dtype: str) -> None:
+    """Rounded in one pass, and read by the next layer without a copy in another order."""
+    kind, x = dtype_of(dtype), np.random.default_rng(5).normal(size=(2, 6, 4, 5)).astype(np.float32)
+    for wide in (turned(x), turned(x)[:, 1:4], x[..., 0], x):
+        half = kernels.narrowed(np, wide, kind)
+        np.testing.assert_array_equal(half, wide.astype(kind))
+        assert [2 * n for n in half.strides] == [*np.empty_like(wide).strides]
+        assert kernels.widened(np, half).strides == np.empty_like(wide).strides
+    weight = np.ones((16, 6, 3, 3), kind)
+    y = kernels.correlate(np, x.astype(kind), weight, None, sliding((3, 3), (1, 1), (1, 1)), (4, 5))
+    assert y.strides == turned(y).strides

@@ -65,9 +65,15 @@ def widened(xp: Any, x: Any) -> Any:
 
 
 def narrowed(xp: Any, x: Any, dtype: Any) -> Any:
-    """x rounded to `dtype`, of 16 bits or float32; x itself where it has that dtype."""
+    """x rounded to `dtype`, of 16 bits or float32, in the order in which it lies in memory; x itself where it has that
+    dtype."""
     if x.dtype == dtype:
         return x
+    if xp is np and not x.flags.c_contiguous:
+        out = np.empty_like(x, dtype)
+        order = sorted(range(x.ndim), key=out.strides.__getitem__, reverse=True)
+        store(xp, x.transpose(order), out.transpose(order))
+        return out
     out = xp.empty(x.shape, dtype=dtype)
     store(xp, x, out)
     return out

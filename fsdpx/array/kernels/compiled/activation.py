@@ -13,7 +13,8 @@ import numpy as np
 from fsdpx.array.kernels import activation as plain
 from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
 from fsdpx.array.kernels.choice import form
-from fsdpx.array.kernels.compiled.half import alike, fallback, number, owned, put, real, wide
+from fsdpx.array.kernels.compiled.half import fallback, number, owned, put, real, wide
+from fsdpx.array.kernels.compiled.images import alike
 from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over, over_columns
 from fsdpx.native.compiled import jit
