@@ -6,17 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from math import exp, log, prod
+from math import exp, inf, log, prod
 from typing import Any
 
 from fsdpx.shapes.work import Pass, Product
 
-__all__ = ["LONG", "SHORT", "KernelRates", "point_of", "rates_wanted"]
+__all__ = ["LONG", "SHORT", "WEIGHTS", "KernelRates", "point_of", "rates_wanted", "weights_of"]
 
-SHORT, LONG = 1 << 18, 1 << 25
+SHORT, LONG = 1 << 18, 1 << 26
 """Bytes that a call reads and writes in and beyond the caches: at these a pass is measured."""
-USUAL = "elements"
-"""Array code, at whose rate passes go that were not measured."""
+WEIGHTS = "weights of "
+"""Before the name of a kernel."""
+USUAL, COPY, CAST = "elements", "copy", "store"
+"""Array code, at whose rate passes go that were not measured; what only moves numbers, and what rounds or widens them.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,11 @@ class KernelRates:
 
     Parameters
     ----------
-    passes : bytes per second of calls that read and write `SHORT` and `LONG` bytes
+    passes : bytes per second of calls that read and write `SHORT` and `LONG` bytes; under the name of a kernel and
+        `WEIGHTS` those of weights, which convolutions bring into another order
     products : of kernels that consist of matrix products, rows of (channels given, channels made, places of the window,
-        cells, FLOP per second): a full grid, between whose points rates are interpolated in logarithms
+        windows in a row of results, FLOP per second), in the caches: a full grid, between whose points rates are
+        interpolated in logarithms
     """
 
     passes: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
@@ -45,14 +50,35 @@ class KernelRates:
         return exp((1 - share) * log(rates[0]) + share * log(rates[1]))
 
     def flops_per_second(self, one: Product, name: str) -> float | None:
-        """Of a product in a kernel, in a format, with all that the kernel does beside it; None where it was not
-        measured."""
+        """Of a product in a kernel, in a format, with all that the kernel does beside it in the caches; None where it
+        was not measured. Formats of 16 bits that were not measured are computed in float32."""
         grid = self._grids.get((name, one.kernel))
+        if grid is None and one.itemsize == 2:
+            grid = self._grids.get(("float32", one.kernel))
         return None if grid is None else grid.at(point_of(one))
 
-    def holds(self, kernel: str, name: str) -> bool:
-        """Whether products of this kernel were measured in a format: its pass is then a part of them."""
-        return (name, kernel) in self._grids
+    def seconds_of(self, one: Product, name: str) -> float | None:
+        """Of such a product, and of its weights, which count where they meet few cells."""
+        rate, weights = self.flops_per_second(one, name), WEIGHTS + one.kernel
+        if rate is None:
+            return None
+        known = next((rates[weights] for rates in self.passes.values() if weights in rates), (inf, inf))
+        return one.flops / rate + weights_of(one) / known[0]
+
+    def seconds_beside(self, one: Pass, name: str) -> float | None:
+        """Of the pass of a kernel whose products were measured, in a format: what it takes longer to reach beyond the
+        caches, and to widen and round 16 bits that are computed in float32. None for other kernels."""
+        if (name, one.kernel) in self._grids:
+            return self._beyond_caches(one.nbytes, name)
+        if one.itemsize != 2 or ("float32", one.kernel) not in self._grids:
+            return None
+        cast = Pass(CAST, 2, one.nbytes + 2 * one.nbytes)
+        rate = self.bytes_per_second(cast, name)
+        return self._beyond_caches(2 * one.nbytes, "float32") + (0.0 if rate is None else cast.nbytes / rate)
+
+    def _beyond_caches(self, nbytes: int, name: str) -> float:
+        far, near = (self.bytes_per_second(Pass(COPY, 4, n), name) for n in (nbytes, SHORT))
+        return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
 
     @cached_property
     def _grids(self) -> Mapping[tuple[str, str], _Grid]:
@@ -60,11 +86,16 @@ class KernelRates:
         return {(name, kernel): _Grid.of(rows) for name, kernel, rows in grids}
 
 
-def point_of(one: Product) -> tuple[int, int, int, int]:
+def point_of(one: Product) -> tuple[int, int, int, float]:
     """Where a product lies in the grid of its kernel: channels that are given and made, the places of its window, and
-    cells. In gradients of parameters the cells are summed."""
-    channels, cells = (one.columns, one.inner) if "params" in one.kernel else (one.inner, one.columns)
-    return channels, one.rows, one.places, cells
+    windows in a row. In gradients of parameters the cells are summed."""
+    channels = one.columns if "params" in one.kernel else one.inner
+    return channels, one.rows, one.places, one.windows
+
+
+def weights_of(one: Product) -> int:
+    """Bytes of the weights of a product of a convolution, of float32."""
+    return 4 * prod(point_of(one)[:2])
 
 
 @dataclass(frozen=True)

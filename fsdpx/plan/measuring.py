@@ -26,7 +26,7 @@ from fsdpx.comm.opening import node_of
 from fsdpx.cuda.devices import cupy, gpus
 from fsdpx.nn.numeric import product
 from fsdpx.plan import probes
-from fsdpx.plan.kernels import LONG, SHORT, KernelRates, point_of
+from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, point_of, weights_of
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import prepared
 from fsdpx.shapes.work import Work, counting
@@ -157,6 +157,12 @@ def _kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
             most = max(work.products, key=lambda one: one.flops)  # the place that lies inside for most results
             grids.setdefault(most.kernel, []).append((*point_of(most), work.flops / timed(call)))
         products[name] = grids
+    known, name = KernelRates({}, products), KERNELS[0]
+    for work, call in _counted(probes.weights(of.xp, name), probes.weights(shapes, name)):
+        (kernel,) = {one.kernel for one in work.products}
+        whole, nbytes = timed(call), sum(weights_of(one) * times for one, times in work.products.items())
+        rest = sum((known.seconds_of(one, name) or 0.0) * times for one, times in work.products.items())
+        passes[name][WEIGHTS + kernel] = [nbytes / max(whole - rest, whole / 4)] * 2
     return KernelRates(passes, products)
 
 

@@ -17,7 +17,7 @@ from fsdpx.nn.numeric import wide
 from fsdpx.optim import Segment, Segments
 from fsdpx.shapes.work import note
 
-__all__ = ["passes", "products"]
+__all__ = ["passes", "products", "weights"]
 
 Call = Callable[[], Any]
 
@@ -68,10 +68,7 @@ def _rows(xp: Any, a: Any, b: Any) -> list[Call]:
 
 
 def _field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, kind: Any) -> Any:
-    """(samples, channels, *cells): with the channels of a cell next to each other, as kernels of fields make them; what
-    is rounded to 16 bits comes in C order."""
-    if np.dtype(kind).itemsize == 2:
-        return xp.full((samples, channels, *cells), 0.5, dtype=kind)
+    """(samples, channels, *cells): with the channels of a cell next to each other, as kernels of fields make them."""
     return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=kind), -1, 1)
 
 
@@ -117,41 +114,58 @@ def _update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
     adam.update(xp, p, g, slots, lr=1e-3, step=1, segments=Segments((Segment("p", 0, p.size, 0, p.size),)))
 
 
-ENDS = (1, 8, 32)
+ENDS = (2, 8, 32)
 """Channels of convolutions."""
-LINE, CUBE, IMAGE = (3,), (3, 3, 3), (3, 3)
-"""Windows of convolutions: 3, 27 and 9 places."""
-FIELDS = {LINE: ((64,), (8000,)), CUBE: ((4, 4, 4), (20, 20, 20)), IMAGE: ((8, 8), (90, 90)), (1,): ((64,), (8000,))}
-"""Small fields, whose windows often reach beyond the ends, and large ones."""
+CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
+"""Windows of convolutions: 1, 3, 27 and 9 places."""
+FIELDS = {
+    LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)), CELL: ((512,),),
+}  # fmt: skip
+"""Short rows, whose windows often reach beyond the ends, and long ones: of lines and cubes with as many windows."""
+APART: dict[tuple[int, ...], tuple[int, ...]] = {LINE: (1024,), CUBE: (8, 8, 16)}
+"""Fields whose channels go apart."""
 RESULTS = 1 << 13
 """Cells of all samples together, about."""
 
 
 def products(xp: Any, name: str) -> Iterator[Call]:
-    """Calls of each kernel that consists of products, at the points of its grid."""
+    """Calls of each kernel that consists of products, at the points of its grid. Convolutions in 16 bits are those in
+    float32 and two casts."""
     kind = dtype_of(name)
-    for window, ends in ((LINE, ENDS), (CUBE, ENDS), (IMAGE, (16, 64)), ((1,), ENDS)):
+    yield from _attention(xp, kind)
+    if kind.itemsize == 2:
+        return
+    for window, ends in ((LINE, ENDS), (CUBE, ENDS), (IMAGE, (16, 64)), (CELL, ENDS)):
         for inner, outer, cells in product(ends, ends, FIELDS[window]):
             yield from _convolutions(xp, kind, inner, outer, window, cells)
-    for window in (LINE, CUBE):
-        for cells in FIELDS[window]:
-            yield from _convolutions(xp, kind, CHANNELS, CHANNELS, window, cells, CHANNELS)
-    yield from _attention(xp, kind)
+    for window, cells in APART.items():
+        yield from _convolutions(xp, kind, CHANNELS, CHANNELS, window, cells, CHANNELS)
+
+
+MANY, FEW = 256, 512
+"""Channels and cells of convolutions that take as long for their weights as for their products."""
+
+
+def weights(xp: Any, name: str) -> Iterator[Call]:
+    """Calls of convolutions of a few cells and many weights, behind calls of their kernels in `products`."""
+    for window, cells in ((CUBE, (2, 2, 2)), (IMAGE, (4, 4))):
+        yield from _convolutions(xp, dtype_of(name), MANY, MANY, window, cells, results=FEW if window == IMAGE else 8)
 
 
 def _convolutions(
-    xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1
-) -> Iterator[Call]:
+    xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
+    results: int = RESULTS,
+) -> Iterator[Call]:  # fmt: skip
     """Forward and both halves of backward."""
-    samples = max(RESULTS // prod(cells), 1)
+    samples = max(results // prod(cells), 1)
     ones = (1,) * len(window)
     strides = Strides(window, ones, ones, tuple(-(k // 2) for k in window), groups)
     x, dy = (_field(xp, samples, cells, channels, kind) for channels in (inner, outer))
     weight = xp.full((outer, inner // groups, *window), 0.5, dtype=kind)
-    gradient = xp.full((outer, inner // groups, *window), 0.5, dtype=kind)
-    yield lambda: kernels.correlate(xp, x, weight, None, strides, cells)
+    gradient, bias = xp.full(weight.shape, 0.5, dtype=kind), xp.full((outer,), 0.5, dtype=kind)
+    yield lambda: kernels.correlate(xp, x, weight, bias, strides, cells)
     yield lambda: kernels.correlate_backward_input(xp, weight, dy, strides, (samples, inner, *cells))
-    yield lambda: kernels.correlate_backward_params(xp, x, dy, strides, (gradient, True), None)
+    yield lambda: kernels.correlate_backward_params(xp, x, dy, strides, (gradient, True), (bias, False))
 
 
 HEADS = (4, 256, 64)

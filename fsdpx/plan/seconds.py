@@ -38,8 +38,9 @@ def work_seconds(work: Work, compute: Compute, half: str) -> float:
 
 def _pass_seconds(one: Pass, compute: Compute, half: str) -> float:
     name = NAMES.get(one.itemsize, "float32" if one.itemsize > 2 else half)
-    if compute.kernels.holds(one.kernel, name):
-        return 0.0  # a part of its products
+    beside = compute.kernels.seconds_beside(one, name)
+    if beside is not None:
+        return beside
     rate = compute.kernels.bytes_per_second(one, name)
     return one.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
 
@@ -50,9 +51,9 @@ def _kernels(work: Work) -> int:
 
 def _product_seconds(product: Product, compute: Compute, half: str) -> float:
     name = NAMES.get(product.itemsize, half)
-    own = compute.kernels.flops_per_second(product, name)
+    own = compute.kernels.seconds_of(product, name)
     if own is not None:
-        return product.flops / own
+        return own
     widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # as processors do it
     always = widened is not None and product.kernel.startswith(WIDENED)
     flops = widened if always else compute.flops.get(name, widened)

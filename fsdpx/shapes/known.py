@@ -48,10 +48,11 @@ def _worked(call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any,
     with fused() as work:
         found = as_one(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
-    kernel = name_of(call, *arguments[1:], **options)
+    kernel, windows = way_of(call, *arguments[1:], **options)
     named = Counter[Product]()
     for product, times in work.products.items():
-        named[product._replace(itemsize=itemsize, kernel=kernel, places=work.products.total())] += times
+        places = work.products.total()
+        named[product._replace(itemsize=itemsize, kernel=kernel, places=places, windows=windows)] += times
     work.products = named
     inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4  # sums of other kernels are float32
     work.inner = Counter({getattr(call, "__name__", ""): inner})
@@ -62,10 +63,13 @@ def _worked(call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any,
     return found, work
 
 
-def name_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """The name of a kernel, and of the way that it goes for such arguments."""
+def way_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
+    """The name of a kernel and of the way that it goes for such arguments, and `Product.windows`."""
     name, way = getattr(call, "__name__", INSIDE), getattr(call, "way", None)
-    return name if way is None else f"{name} {way(*arguments, **options)}".rstrip()
+    if way is None:
+        return name, 1.0
+    found, windows = way(*arguments, **options)
+    return f"{name} {found}".rstrip(), windows
 
 
 def _key(value: Any, arrays: list[ShapeArray]) -> Any:

@@ -25,7 +25,8 @@ INSIDE = "inside"
 class Product(NamedTuple):
     """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes. kernel: the name of the kernel
     that it is a part of, whose operands or result need not lie in memory; "" for a product of its own. places: of how
-    many products a call of that kernel consists."""
+    many products a call of that kernel consists. windows: how many windows of a convolution fit into a row of its
+    results."""
 
     rows: int
     inner: int
@@ -34,6 +35,7 @@ class Product(NamedTuple):
     itemsize: int
     kernel: str = ""
     places: int = 1
+    windows: float = 1.0
 
     @property
     def fused(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fsdpx import nn, shapes
+from fsdpx.array import kernels
 from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Level, Machine, measuring, predict, probes
@@ -20,7 +21,10 @@ from fsdpx.shapes.work import Pass, Product, Work, counting
 
 GRID = [[a, b, 3, n, 1e9 * a * b * (1 + (n > 64))] for a in (1, 16) for b in (1, 16) for n in (64, 4096)]
 RATES = KernelRates(
-    {"float32": {"elements": [8e9, 2e9], "relu": [4e9, 1e9]}, "bf16": {"elements": [1e9, 1e9]}},
+    {
+        "float32": {"elements": [8e9, 2e9], "relu": [4e9, 1e9], "copy": [8e9, 2e9]},
+        "bf16": {"elements": [1e9, 1e9], "store": [2e9, 2e9]},
+    },
     {"float32": {"correlate": GRID}},
 )
 FIELD = (((2, 3, 16, 16), "float32"), ((2, 2, 16, 16), "float32"))
@@ -50,22 +54,55 @@ def test_a_pass_goes_between_what_was_measured_short_and_long(
     [((1, 1, 64), 1e9), ((16, 16, 4096), 512e9), ((4, 1, 64), 4e9), ((64, 1, 64), 16e9), ((1, 1, 512), 2**0.5 * 1e9)],
 )
 def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point: tuple[int, int, int], rate: float) -> None:
-    inner, rows, cells = point
-    one = Product(rows, inner, cells, 2, 4, "correlate", 3)
+    inner, rows, windows = point
+    one = Product(rows, inner, 640, 2, 4, "correlate", 3, windows)
     assert RATES.flops_per_second(one, "float32") == pytest.approx(rate)
-    backward = Product(rows, cells, inner, 2, 4, "correlate_backward_params", 3)  # the cells are summed
+    backward = Product(rows, 640, inner, 2, 4, "correlate_backward_params", 3, windows)  # the cells are summed
     own = KernelRates({}, {"float32": {"correlate_backward_params": GRID}})
     assert own.flops_per_second(backward, "float32") == pytest.approx(rate)
-    assert RATES.flops_per_second(one, "bf16") is None
+    assert RATES.flops_per_second(one, "float64") is None
+    assert RATES.flops_per_second(one._replace(itemsize=2), "bf16") == pytest.approx(rate)
 
 
 def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
     compute = machine(kernels=RATES).compute
-    one = Product(16, 16, 4096, 1, 4, "correlate", 3)
-    work = Work(Counter({one: 2}), Counter({Pass("correlate", 4, 1 << 20): 1, Pass("relu", 4, LONG): 3}))
+    one = Product(16, 16, 4096, 1, 4, "correlate", 3, 4096.0)
+    work = Work(Counter({one: 2}), Counter({Pass("correlate", 4, SHORT): 1, Pass("relu", 4, LONG): 3}))
     assert work_seconds(work, compute, "bf16") == pytest.approx(2 * one.flops / 512e9 + 3 * LONG / 1e9)
     plain = machine().compute
-    assert work_seconds(work, plain, "bf16") == pytest.approx(2 * one.flops / 1e9 + ((1 << 20) + 3 * LONG) / 1e9)
+    assert work_seconds(work, plain, "bf16") == pytest.approx(2 * one.flops / 1e9 + (SHORT + 3 * LONG) / 1e9)
+
+
+def test_products_beyond_the_caches_take_as_much_longer_as_a_copy() -> None:
+    """In 16 bits of twice the bytes, and with the casts to float32 and back."""
+    times = {n: RATES.seconds_beside(Pass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
+    assert times == pytest.approx({1: 0.0, SHORT: 0.0, LONG: LONG / 2e9 - LONG / 8e9})
+    half = RATES.seconds_beside(Pass("correlate", 2, LONG // 2), "bf16")
+    assert half == pytest.approx(times[LONG] + 1.5 * LONG / 2e9)
+    assert RATES.seconds_beside(Pass("relu", 4, LONG), "float32") is None
+    assert RATES.seconds_beside(Pass("relu", 2, LONG), "bf16") is None
+
+
+def test_weights_that_meet_few_cells_count() -> None:
+    own = KernelRates({"float32": {"weights of correlate": [1e6, 1e6]}}, RATES.products)
+    for cells in (1, 4096):
+        one = Product(16, 8, cells, 1, 4, "correlate", 3, 64.0)
+        plain = RATES.seconds_of(one, "float32")
+        assert plain == pytest.approx(one.flops / 128e9)
+        assert own.seconds_of(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
+
+
+def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
+    """Beyond the ends of a row a window has fewer places: of rows of 8 and 64 the rate is another."""
+    found = set[float]()
+    for cells, window in (((64, 8), 3), ((8, 64), 3), ((8, 64), 7)):
+        with counting() as work:
+            model = nn.Conv2d(8, 8, window, padding=window // 2)
+            x, weight = shapes.ones((2, 8, *cells), np.float32), shapes.ones((8, 8, window, window), np.float32)
+            kernels.correlate(shapes, x, weight, None, model.window.strides((-(window // 2),) * 2), cells)
+        found |= {one.windows for one in work.products}
+        assert {one.kernel for one in work.products} == {"correlate"}
+    assert found == {8 / 3, 64 / 3, 64 / 7}
 
 
 FEW = {"channel_scales", "channel_slopes"}
@@ -90,7 +127,8 @@ def models() -> list[tuple[nn.Layer, Any]]:
 @pytest.mark.parametrize("name", ["float32", "bf16"])
 def test_each_kernel_that_models_use_is_measured(name: str) -> None:
     known = set[str]()
-    for calls in (probes.passes(shapes, name, 1 << 12), probes.products(shapes, name)):
+    probed = probes.passes(shapes, name, 1 << 12), probes.products(shapes, name), probes.products(shapes, "float32")
+    for calls in probed:
         for call in calls:
             with counting() as work:
                 call()
@@ -165,6 +203,9 @@ def test_published_processors_price_16_bits_without_a_library_that_may_not_be_th
         assert half.seconds > 0.8 * plain.seconds, name
 
 
+WEIGHED = "correlate", "_input", "_params", "winograd"
+
+
 def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that take a second, as long as nothing at all, a quarter is the kernel's own."""
     monkeypatch.setattr(measuring, "_seconds", lambda comm, call, of, long=0.0: call() is None or 1.0)
@@ -176,6 +217,8 @@ def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert relu[0] < relu[1]
     assert rates.passes["float32"]["relu"] == pytest.approx(relu)
     assert {len(row) for rows in rates.products["float32"].values() for row in rows} == {5}
+    weighed = {name for name in rates.passes["float32"] if name.startswith("weights of ")}
+    assert weighed == {f"weights of {name}" for name in rates.products["float32"] if name.endswith(WEIGHED)}
 
 
 def _passes(kernel: str) -> list[Work]:

@@ -70,6 +70,8 @@ FILLED = 0.6
 """Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
 MANY = 8
 """Groups from which products of small matrices by array code are faster than a call for each."""
+BY_PLACE = "by place"
+"""The name of that way."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
@@ -97,27 +99,31 @@ def is_dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool
 
 def _way(
     strides: Strides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
-) -> str:
-    """The way of the compiled convolutions of a field of shape `cells`. alone: nothing is added to the result."""
+) -> tuple[str, float]:
+    """The way of the compiled convolutions of a field of shape `cells`, and how many windows a row has where that
+    counts: at its ends less lies inside. alone: nothing is added to the result."""
     if strides.groups >= MANY:
-        return "by place"
-    if alone and suits_winograd(cells, weight, strides, sizes):
-        return "winograd"
-    return "of a cell" if alone and is_dot(strides, cells[2:], sizes) else ""
+        return BY_PLACE, 1.0
+    if alone and is_dot(strides, cells[2:], sizes):
+        return "of a cell", 1.0
+    winograd = alone and suits_winograd(cells, weight, strides, sizes)
+    return "winograd" * winograd, sizes[-1] / strides.kernel[-1]
 
 
-def _way_forward(x: Any, weight: Any, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None) -> str:
+def _way_forward(
+    x: Any, weight: Any, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
+) -> tuple[str, float]:
     return _way(strides, x.shape, weight.shape, sizes, out is None)
 
 
-def _way_back(weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any = None) -> str:
+def _way_back(weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any = None) -> tuple[str, float]:
     if any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True)):
-        return "by place"
+        return BY_PLACE, 1.0
     return _way(strides, shape, weight.shape, dy.shape[2:], bias is None)
 
 
-def _way_of_params(x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> str:
-    return "" if weight is None else _way(strides, x.shape, weight[0].shape, dy.shape[2:])
+def _way_of_params(x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> tuple[str, float]:
+    return ("", 1.0) if weight is None else _way(strides, x.shape, weight[0].shape, dy.shape[2:])
 
 
 @kernel(bits=False, into=("out",), way=_way_forward)
