@@ -118,12 +118,12 @@ ENDS = (2, 8, 32)
 """Channels of convolutions."""
 CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
 """Windows of convolutions: 1, 3, 27 and 9 places."""
-FIELDS = {
+FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)), CELL: ((512,),),
 }  # fmt: skip
 """Short rows, whose windows often reach beyond the ends, and long ones: of lines and cubes with as many windows."""
-APART: dict[tuple[int, ...], tuple[int, ...]] = {LINE: (1024,), CUBE: (8, 8, 16)}
-"""Fields whose channels go apart."""
+APART = (LINE, (1024,)), (CUBE, (8, 8, 16))
+"""Windows and fields whose channels go apart."""
 RESULTS = 1 << 13
 """Cells of all samples together, about."""
 
@@ -138,8 +138,8 @@ def products(xp: Any, name: str) -> Iterator[Call]:
     for window, ends in ((LINE, ENDS), (CUBE, ENDS), (IMAGE, (16, 64)), (CELL, ENDS)):
         for inner, outer, cells in product(ends, ends, FIELDS[window]):
             yield from _convolutions(xp, kind, inner, outer, window, cells)
-    for window, cells in APART.items():
-        yield from _convolutions(xp, kind, CHANNELS, CHANNELS, window, cells, CHANNELS)
+    for apart, field in APART:
+        yield from _convolutions(xp, kind, CHANNELS, CHANNELS, apart, field, CHANNELS)
 
 
 MANY, FEW = 256, 512
