@@ -119,13 +119,14 @@ ENDS = (2, 8, 32)
 CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
 """Windows of convolutions: 1, 3, 27 and 9 places."""
 FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
-    LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)), CELL: ((512,),),
+    LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)),
+    CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
 """Short rows, whose windows often reach beyond the ends, and long ones: of lines and cubes with as many windows."""
 APART = (LINE, (1024,)), (CUBE, (8, 8, 16))
 """Windows and fields whose channels go apart."""
-RESULTS = 1 << 13
-"""Cells of all samples together, about."""
+NUMBERS = 1 << 18
+"""Numbers of a field of all samples together, about: a call takes much longer than the Python around it."""
 
 
 def products(xp: Any, name: str) -> Iterator[Call]:
@@ -137,7 +138,7 @@ def products(xp: Any, name: str) -> Iterator[Call]:
         return
     for window, ends in ((LINE, ENDS), (CUBE, ENDS), (IMAGE, (16, 64)), (CELL, ENDS)):
         for inner, outer, cells in product(ends, ends, FIELDS[window]):
-            yield from _convolutions(xp, kind, inner, outer, window, cells)
+            yield from _convolutions(xp, kind, inner, outer, window, cells, numbers=NUMBERS * (window != CELL))
     for apart, field in APART:
         yield from _convolutions(xp, kind, CHANNELS, CHANNELS, apart, field, CHANNELS)
 
@@ -149,15 +150,16 @@ MANY, FEW = 256, 512
 def weights(xp: Any, name: str) -> Iterator[Call]:
     """Calls of convolutions of a few cells and many weights, behind calls of their kernels in `products`."""
     for window, cells in ((CUBE, (2, 2, 2)), (IMAGE, (4, 4))):
-        yield from _convolutions(xp, dtype_of(name), MANY, MANY, window, cells, results=FEW if window == IMAGE else 8)
+        few = FEW if window == IMAGE else prod(cells)
+        yield from _convolutions(xp, dtype_of(name), MANY, MANY, window, cells, numbers=few * MANY)
 
 
 def _convolutions(
     xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
-    results: int = RESULTS,
+    numbers: int = NUMBERS,
 ) -> Iterator[Call]:  # fmt: skip
     """Forward and both halves of backward."""
-    samples = max(results // prod(cells), 1)
+    samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = Strides(window, ones, ones, tuple(-(k // 2) for k in window), groups)
     x, dy = (_field(xp, samples, cells, channels, kind) for channels in (inner, outer))

@@ -101,11 +101,11 @@ def _way(
     strides: Strides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
 ) -> tuple[str, float]:
     """The way of the compiled convolutions of a field of shape `cells`, and how many windows a row has where that
-    counts: at its ends less lies inside. alone: nothing is added to the result."""
+    counts: at its ends less lies inside. Windows of a cell are one row. alone: nothing is added to the result."""
     if strides.groups >= MANY:
         return BY_PLACE, 1.0
     if alone and is_dot(strides, cells[2:], sizes):
-        return "of a cell", 1.0
+        return "of a cell", float(cells[0] * math.prod(sizes))
     winograd = alone and suits_winograd(cells, weight, strides, sizes)
     return "winograd" * winograd, sizes[-1] / strides.kernel[-1]
 
