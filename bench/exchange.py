@@ -68,7 +68,7 @@ def by_mpi4py() -> Group:
 
 def by_fsdpx(backend: str) -> Group:
     """Through the communicator that the engine uses, with buffers where the engine keeps them."""
-    from fsdpx.comm.opening import world
+    from fsdpx.core.comm.init import world
 
     comm = world(backend)
 

@@ -59,8 +59,8 @@ def in_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, ca
 def convolutions(rounds: int) -> list[dict[str, Any]]:
     import torch
 
-    from fsdpx.array import kernels
-    from fsdpx.array.kernels.correlation import Strides
+    from fsdpx.core.array import kernels
+    from fsdpx.core.array.kernels.correlation import Strides
 
     torch.set_num_threads(1)
     found = []

@@ -87,7 +87,7 @@ def job(model: str, strategy: str, steps: str) -> int:
 
 def cached() -> dict[str, int]:
     """The files that later jobs find, and when they were written."""
-    from fsdpx import environment
+    from fsdpx.core.base import environment
 
     files = environment.read().cache.rglob("*.*")
     return {str(path): path.stat().st_mtime_ns for path in files if path.suffix in (".code", ".json")}

@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[1]
 
 def missing() -> str | None:
     """Why there is nothing to measure, or None."""
-    from fsdpx.cuda.devices import gpus
     from fsdpx.errors import ConfigError
+    from fsdpx.ext.gpu.devices import gpus
 
     try:
         gpus()
@@ -70,7 +70,7 @@ def products(quick: bool) -> dict[str, Any]:
     import cupy
     import ml_dtypes
 
-    from fsdpx.cuda.gemm import gemm
+    from fsdpx.ext.gpu.gemm import gemm
 
     n = 1024 if quick else 8192
     a, b, out = (cupy.ones((n, n), dtype=ml_dtypes.bfloat16) for _ in range(3))
@@ -83,7 +83,7 @@ def passes(quick: bool) -> dict[str, Any]:
     import cupy
     import ml_dtypes
 
-    from fsdpx.array import kernels
+    from fsdpx.core.array import kernels
     from fsdpx.optim.adam import adam
 
     rows = ROWS * TIME // (8 if quick else 1)
@@ -105,8 +105,8 @@ def staging(quick: bool) -> dict[str, Any]:
     import cupy
     from mpi4py import MPI
 
-    from fsdpx.comm import carrier
-    from fsdpx.comm.mpi.mpi import MpiCommunicator
+    from fsdpx.core.comm import message_backend
+    from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 
     comm = MpiCommunicator(MPI.COMM_SELF)
     n = (16 if quick else 256) << 20
@@ -118,8 +118,8 @@ def staging(quick: bool) -> dict[str, Any]:
             handle.wait()
 
     rates = {}
-    for name, chunk in (("chunks", carrier.CHUNK), ("whole", n)):
-        carrier.CHUNK = chunk
+    for name, chunk in (("chunks", message_backend.CHUNK), ("whole", n)):
+        message_backend.CHUNK = chunk
         rates[name] = n / timed(once, cupy.cuda.Device().synchronize, 1, 5) / 1e9
     if not (target == source).all():
         raise ValueError("other bytes than were sent")

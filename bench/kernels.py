@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.array import arena, kernels, parallel
-from fsdpx.array import dtype as dtype_of
-from fsdpx.array.kernels.correlation import Strides
-from fsdpx.array.random import Stretch, normal
+from fsdpx.core.array import arena, kernels, parallel
+from fsdpx.core.array import dtype as dtype_of
+from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.core.array.random import Stretch, normal
 from fsdpx.optim import Segment, Segments
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}

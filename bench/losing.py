@@ -24,7 +24,7 @@ from workloads import MODELS, batch, in_fsdpx
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.comm.opening import resilient
+from fsdpx.core.comm.init import resilient
 
 __all__ = ["chain", "cost", "recovery"]
 

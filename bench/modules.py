@@ -3,7 +3,7 @@
     python bench/modules.py [--models small] [--rounds 6] [--seconds 1] [--quick]
 
 Measured as in `side_by_side.py`, which says what takes turns with what. "fsdpx-module" is PyTorch's model, cut into its
-blocks by `fsdpx.interop.torch.from_torch`; PyTorch's own jobs are FSDP2 and DDP over Gloo, and one process.
+blocks by `fsdpx.ext.interop.torch.from_torch`; PyTorch's own jobs are FSDP2 and DDP over Gloo, and one process.
 """
 
 import sys

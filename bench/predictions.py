@@ -120,9 +120,9 @@ def options_of(one: Configuration) -> dict[str, Any]:
 
 def flops_of(one: Configuration) -> float:
     """FLOP of a forward of one rank, by a dry run."""
-    from fsdpx.nn.sort import infer, sort
-    from fsdpx.shapes import ShapeArray
-    from fsdpx.shapes.work import counting
+    from fsdpx.core.array.shapes import ShapeArray
+    from fsdpx.core.array.shapes.flop_counter import counting
+    from fsdpx.nn.linearize import infer, sort
 
     (shape, _), _ = batch_of(one)
     with counting() as work:

@@ -25,8 +25,8 @@ from workloads import MODELS, batch, in_fsdpx
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.checkpoint.pieces import BLOCK
-from fsdpx.comm import Communicator
+from fsdpx.core.checkpoint.local_shards import BLOCK
+from fsdpx.core.comm import Communicator
 
 __all__ = ["bandwidth", "stall"]
 

@@ -64,7 +64,7 @@ def by_module(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     from fsdpx import nn
-    from fsdpx.interop.torch import from_torch
+    from fsdpx.ext.interop.torch import from_torch
 
     torch.set_num_threads(args.threads)
     module, _, _ = in_torch(args.model)

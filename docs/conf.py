@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import terms
 from docutils import nodes
 
-from fsdpx.version import __version__
+from fsdpx.core.base.version import __version__
 
 project = "fsdpx"
 author = "the fsdpx authors"

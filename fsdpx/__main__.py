@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsdpx.core.base.version import __version__
 from fsdpx.errors import FsdpxError
-from fsdpx.version import __version__
 
 Options = Callable[[argparse.ArgumentParser], None] | str
 """What adds options to a command's parser, or its name, see `_found`."""
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _path(text: str) -> Path:
-    """A path as `fsdpx.files.home` reads it, which a start of a job need not load."""
+    """A path as `fsdpx.core.base.safe_files.home` reads it, which a start of a job need not load."""
     return Path(os.path.expanduser(text))
 
 
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
     def _meant(self, word: str) -> str:
         """The option that a word may stand for, as the end of a sentence: one that it begins, or as for any word."""
-        from fsdpx.words import meant
+        from fsdpx.core.base.name_hints import meant
 
         known = [option for action in self._actions for option in action.option_strings]
         if word in known:
@@ -106,15 +106,15 @@ def _found(function: str) -> Callable[..., Any]:
 
 def _met() -> bool:
     """Whether this is a rank that has met the others, which may be waiting for it."""
-    from fsdpx import environment
-    from fsdpx.comm import default
+    from fsdpx.core.base import environment
+    from fsdpx.core.comm import default_communicator
 
-    return environment.read().launcher is not None and default.current() is not None
+    return environment.read().launcher is not None and default_communicator.current() is not None
 
 
 def _say(line: str) -> int:
     """Among ranks that have not met yet and would all report the same, only the first one does."""
-    from fsdpx import environment
+    from fsdpx.core.base import environment
 
     launcher = environment.read().launcher
     if launcher is None or not launcher.rank:

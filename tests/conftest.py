@@ -15,10 +15,10 @@ from hypothesis import settings
 from ranks import OVER_GLOO
 from ranks_of_mpi import TRANSPORTS, Ranks
 
-from fsdpx import environment
-from fsdpx.array import blas, parallel
-from fsdpx.comm import Communicator
-from fsdpx.comm.opening import world as open_world
+from fsdpx.core.array import blas, parallel
+from fsdpx.core.base import environment
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.init import world as open_world
 
 settings.register_profile("check", max_examples=10, derandomize=True, database=None, deadline=None)
 settings.register_profile("suite", max_examples=60, derandomize=True, database=None, deadline=None)

@@ -11,11 +11,11 @@ import pytest
 
 import fsdpx
 from fsdpx import spawn
-from fsdpx.array.random import Random
-from fsdpx.comm import Communicator
-from fsdpx.comm.mesh import FieldRanks, Mesh, alone, connect
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.mesh import FieldRanks, Mesh, alone, connect
 from fsdpx.nn import Env, Layer, Loss
-from fsdpx.nn.cut import CutRequest, Parts
+from fsdpx.nn.sharding import CutRequest, Parts
 
 Cuts = Sequence[Sequence[int]]
 GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (4, 1, 1), (2, 2, 2)]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
-from fsdpx.array import blas
+from fsdpx.core.array import blas
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests", "-m", "not world and not jobs", "-q", "-n", "2", "--dist", "worksteal"]

@@ -8,6 +8,12 @@ from pathlib import Path
 NAME = "fsdpx"
 
 
+def folder_of(file: str) -> str:
+    """The part of the core or the extension that a file belongs to, "core/comm" or "data"; "" if it is in none."""
+    first, *more = file.split("/")[:-1] or [""]
+    return "/".join([first, *more[:1]]) if first in ("core", "ext") else first
+
+
 @dataclass(frozen=True)
 class Package:
     """Sources by their path inside the package, "nn/layer.py"."""
@@ -35,10 +41,10 @@ class Package:
         return found - {NAME}
 
     def lines(self) -> dict[str, int]:
-        """By folder; the files beside the folders together under ""."""
+        """By folder of the core or extension; the files beside the folders together under ""."""
         found: dict[str, int] = {}
         for file, source in self.sources.items():
-            folder = file.split("/")[0] if "/" in file else ""
+            folder = folder_of(file)
             found[folder] = found.get(folder, 0) + len(source.splitlines())
         return found
 
@@ -79,8 +85,8 @@ class Package:
         return found
 
     def opened(self, file: str) -> dict[str, str]:
-        """Where a file opens files by itself, "observe/page.py page open": the line of the first. What is read from a
-        file that `files.open_file` has opened, `with open_file(path) as name: np.load(name)`, is none of these."""
+        """Where a file opens files by itself, "ext/observe/page.py page open": the line of the first. What is read from
+        a file that `files.open_file` has opened, `with open_file(path) as name: np.load(name)`, is none of these."""
         nodes, found = self.nodes(file), dict[str, str]()
         items = [item for n in nodes if isinstance(n, ast.With) for item in n.items]
         safe = set[str]()

@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 
 import fsdpx
-from fsdpx import data, nn, optim, words
+from fsdpx import data, nn, optim
+from fsdpx.core.base import name_hints as words
 
 MODULES = [fsdpx, nn, optim, data]
 SAID = [
@@ -82,7 +83,7 @@ def test_a_name_is_imported_when_it_is_used(tmp_path: Path) -> None:
     package = tmp_path / "odd"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "from typing import TYPE_CHECKING, Any\nfrom fsdpx.lazy_names import attach\n"
+        "from typing import TYPE_CHECKING, Any\nfrom fsdpx.core.base.lazy_names import attach\n"
         "if TYPE_CHECKING:\n    from json import dumps as dumps, loads as unseen\n"
         "    from odd import part as part\n    from odd.called.inner import called as called\n    plan: Any\n"
         "else:\n    __getattr__, __dir__, __all__ = attach(__name__)\n"
@@ -110,5 +111,5 @@ def test_layers_that_nobody_asks_for_are_not_loaded() -> None:
 
 
 def test_a_function_with_the_name_of_its_module_is_that_function() -> None:
-    code = "import fsdpx.nn.sort; from fsdpx import nn; assert callable(nn.sort), nn.sort"
+    code = "import fsdpx.nn.linearize; from fsdpx import nn; assert callable(nn.sort), nn.sort"
     subprocess.run([sys.executable, "-c", code], check=True)

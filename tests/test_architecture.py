@@ -22,7 +22,8 @@ def missing(text: str, root: Path) -> list[str]:
 
 def unnamed(text: str, root: Path) -> list[str]:
     """Folders of the package that have no path on the page."""
-    folders = sorted(file.parent.name for file in root.glob("fsdpx/*/__init__.py"))
+    parts = [file.parent for pattern in ("*", "core/*", "ext/*") for file in root.glob(f"fsdpx/{pattern}/__init__.py")]
+    folders = sorted(part.name for part in parts)
     return [name for name in folders if not re.search(rf"(?<![\w/])(?:fsdpx/)?{name}/|`{name}`", text)]
 
 
@@ -57,14 +58,15 @@ def test_every_folder_is_on_it() -> None:
 
 
 def test_what_is_missing_is_found(tmp_path: Path) -> None:
-    for name in ("fsdpx/nn/__init__.py", "fsdpx/comm/__init__.py", "fsdpx/nn/layer.py", "tests/nn/test_a.py"):
+    for name in ("fsdpx/nn/__init__.py", "fsdpx/core/comm/__init__.py", "fsdpx/nn/layer.py", "tests/nn/test_a.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     text = (
-        "`fsdpx/nn/layer.py`, fsdpx/nn/gone.py, (tests/nn/test_a.py) and tests/nn/test_b.py; fsdpx/comm/, tests/gone/."
+        "`fsdpx/nn/layer.py`, fsdpx/nn/gone.py, (tests/nn/test_a.py) and tests/nn/test_b.py; "
+        "fsdpx/core/comm/, tests/gone/."
     )
     assert missing(text, tmp_path) == ["fsdpx/nn/gone.py", "tests/gone/", "tests/nn/test_b.py"]
     assert missing("docs/fsdpx/nn/gone.py, fsdpx/nn/*.py and https://x.org/tests/y.py", tmp_path) == []
     assert unnamed(text, tmp_path) == []
     assert unnamed("only `nn` and communication", tmp_path) == ["comm"]
-    assert unnamed("| comm/ | fsdpx/comm/mesh.py", tmp_path) == ["nn"]
+    assert unnamed("| comm/ | fsdpx/core/comm/mesh.py", tmp_path) == ["nn"]

@@ -12,10 +12,10 @@ import safetensors.numpy
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
-from fsdpx.array.namespace import dtype
-from fsdpx.codecs import codec
-from fsdpx.comm.local import single
-from fsdpx.config import Precision, byte_count, half_name, precision
+from fsdpx.core.array.namespace import dtype
+from fsdpx.core.base.config import Precision, byte_count, half_name, precision
+from fsdpx.core.comm.local import single
+from fsdpx.core.compression import codec
 from fsdpx.errors import ConfigError
 
 HALVES = {"float16": np.float16, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "bfloat16": ml_dtypes.bfloat16}

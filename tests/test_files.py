@@ -1,4 +1,5 @@
-"""Which files are believed: attacks on every rule of `fsdpx.files`, as another user where the tests run as root."""
+"""Which files are believed: attacks on every rule of `fsdpx.core.base.safe_files`, as another user where the tests run
+as root."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fsdpx import files
-from fsdpx.files import Untrusted
+from fsdpx.core.base import safe_files
+from fsdpx.core.base.safe_files import Untrusted
 
 OTHER = 65534
 posix = pytest.mark.skipif(os.name != "posix", reason="there are no owners and modes")
@@ -69,18 +70,18 @@ REFUSALS = {
 def test_a_file_of_ours_is_read_only_as_it_has_to_be(tmp_path: Path, kind: str) -> None:
     path = planted(tmp_path / "file", kind)
     with pytest.raises(Untrusted, match=f"^{path} {REFUSALS[kind]}$"):
-        files.read(path)
+        safe_files.read(path)
     with pytest.warns(RuntimeWarning, match=f"^fsdpx: {path} {REFUSALS[kind]}; it is passed over$"):
-        assert files.believed(path) is None
+        assert safe_files.believed(path) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert files.believed(path) is None  # one warning for each folder
+        assert safe_files.believed(path) is None  # one warning for each folder
     if kind in ("sparse", "group", "world"):  # what it says does not count, and from now on it is this user's alone
-        os.close(files.append(path))
-        os.close(files.lock(path))
+        os.close(safe_files.append(path))
+        os.close(safe_files.lock(path))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     else:
-        for opened in (files.lock, files.append):
+        for opened in (safe_files.lock, safe_files.append):
             with pytest.raises(Untrusted, match=REFUSALS[kind]):
                 opened(path)
 
@@ -90,21 +91,21 @@ def test_a_file_of_ours_is_read_only_as_it_has_to_be(tmp_path: Path, kind: str) 
 def test_input_is_a_file_of_bounded_size(tmp_path: Path, kind: str) -> None:
     path = planted(tmp_path / "file", kind)
     with pytest.raises(Untrusted, match=REFUSALS["pipe" if kind == "device" else kind]):
-        files.read(path, ours=False)
+        safe_files.read(path, ours=False)
 
 
 @posix
 @pytest.mark.parametrize("kind", ["link", "group"])
 def test_input_may_be_a_link_and_belong_to_others(tmp_path: Path, kind: str) -> None:
-    assert files.read_json(planted(tmp_path / "file", kind), ours=False) == {}
+    assert safe_files.read_json(planted(tmp_path / "file", kind), ours=False) == {}
 
 
 def test_what_is_there_is_read_and_what_is_not_is_none(tmp_path: Path) -> None:
-    files.write(tmp_path / "file", "[1, 2]")
-    assert files.read_json(tmp_path / "file", most=6) == [1, 2]
-    assert files.believed(tmp_path / "none") is None
+    safe_files.write(tmp_path / "file", "[1, 2]")
+    assert safe_files.read_json(tmp_path / "file", most=6) == [1, 2]
+    assert safe_files.believed(tmp_path / "none") is None
     with pytest.raises(Untrusted, match="has 6 bytes, more than 5"):
-        files.read(tmp_path / "file", 5)
+        safe_files.read(tmp_path / "file", 5)
 
 
 @as_root
@@ -115,14 +116,14 @@ def test_a_file_of_another_user_is_refused_and_one_of_root_is_not(tmp_path: Path
     (tmp_path / "roots").write_text("1")
     with another_user():
         (tmp_path / "others").write_text("1")
-        assert files.read(tmp_path / "roots") == b"1"
+        assert safe_files.read(tmp_path / "roots") == b"1"
         with pytest.raises(Untrusted, match=r"belongs to user 0, not to this one \(65534\)"):
-            files.lock(tmp_path / "roots")
+            safe_files.lock(tmp_path / "roots")
     with pytest.raises(Untrusted, match=r"belongs to user 65534, not to this one \(0\)"):
-        files.read(tmp_path / "others")
+        safe_files.read(tmp_path / "others")
     with pytest.raises(Untrusted, match="belongs to user 65534"):
-        files.lock(tmp_path / "others")
-    assert files.read(tmp_path / "others", ours=False) == b"1"
+        safe_files.lock(tmp_path / "others")
+    assert safe_files.read(tmp_path / "others", ours=False) == b"1"
 
 
 @posix
@@ -130,11 +131,11 @@ def test_a_file_of_another_user_is_refused_and_one_of_root_is_not(tmp_path: Path
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        files.folder(tmp_path / "a" / "b")
-        files.folder(tmp_path / "cache" / "code", private=False)
-        files.write(tmp_path / "a" / "private", "x")
-        files.write(tmp_path / "a" / "readable", "x", files.READABLE)
-        os.close(files.lock(tmp_path / "a" / "lock"))
+        safe_files.folder(tmp_path / "a" / "b")
+        safe_files.folder(tmp_path / "cache" / "code", private=False)
+        safe_files.write(tmp_path / "a" / "private", "x")
+        safe_files.write(tmp_path / "a" / "readable", "x", safe_files.READABLE)
+        os.close(safe_files.lock(tmp_path / "a" / "lock"))
     finally:
         os.umask(before)
     modes = {path.name: f"{stat.S_IMODE(path.stat().st_mode):o}" for path in tmp_path.rglob("*")}
@@ -145,16 +146,16 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
 
 @posix
 def test_a_private_folder_is_nothing_else(tmp_path: Path) -> None:
-    assert files.folder(files.folder(tmp_path / "run")) == tmp_path / "run"
+    assert safe_files.folder(safe_files.folder(tmp_path / "run")) == tmp_path / "run"
     (tmp_path / "open").mkdir(mode=0o750)
     with pytest.raises(Untrusted, match=r"open can be entered by others \(mode 0750\)"):
-        files.folder(tmp_path / "open")
+        safe_files.folder(tmp_path / "open")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     for name in ("link", "dangling", "file"):
         with pytest.raises(Untrusted, match=f"{name} is a link or a file where a folder should be"):
-            files.folder(tmp_path / name)
+            safe_files.folder(tmp_path / name)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -163,8 +164,8 @@ def test_a_private_folder_that_another_user_made_is_refused(tmp_path: Path) -> N
     (tmp_path / "run").mkdir(mode=0o700)
     os.chown(tmp_path / "run", OTHER, OTHER)
     with pytest.raises(Untrusted, match=r"run belongs to user 65534, not to this one \(0\)"):
-        files.folder(tmp_path / "run")
-    files.remove(tmp_path / "run")
+        safe_files.folder(tmp_path / "run")
+    safe_files.remove(tmp_path / "run")
     assert (tmp_path / "run").exists()
 
 
@@ -173,29 +174,29 @@ def test_writing_replaces_a_link_and_not_what_it_points_at(tmp_path: Path) -> No
     (tmp_path / "target").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(FileExistsError):
-        files.create(tmp_path / "link")
-    files.write(tmp_path / "link", "new")
+        safe_files.create(tmp_path / "link")
+    safe_files.write(tmp_path / "link", "new")
     assert (tmp_path / "target").read_text() == "mine"
     assert (tmp_path / "link").read_text() == "new"
     assert not (tmp_path / "link").is_symlink()
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="directory"):
-        files.write(tmp_path / "folder", "new")
+        safe_files.write(tmp_path / "folder", "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "target"]
 
 
 @posix
 def test_a_lock_is_made_once_and_signed(tmp_path: Path) -> None:
-    first, second = files.lock(tmp_path / "lock"), files.lock(tmp_path / "lock")
-    files.sign(first, "longer")
-    files.sign(second, "short")
+    first, second = safe_files.lock(tmp_path / "lock"), safe_files.lock(tmp_path / "lock")
+    safe_files.sign(first, "longer")
+    safe_files.sign(second, "short")
     assert (tmp_path / "lock").read_text() == "short"
     assert os.path.samestat(os.fstat(first), os.fstat(second))
     for file in (first, second):
         os.close(file)
     os.link(tmp_path / "lock", tmp_path / "other")
     with pytest.raises(Untrusted, match=r"other is another file's name as well \(a hard link\)"):
-        files.lock(tmp_path / "other")
+        safe_files.lock(tmp_path / "other")
 
 
 @posix
@@ -205,9 +206,9 @@ def test_links_are_not_followed_when_folders_are_removed(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "inner").symlink_to(tmp_path / "kept")
-    files.remove(tmp_path / "link")
-    files.remove(tmp_path / "gone")
-    files.remove(tmp_path / "kept" / "file")
+    safe_files.remove(tmp_path / "link")
+    safe_files.remove(tmp_path / "gone")
+    safe_files.remove(tmp_path / "kept" / "file")
     assert (tmp_path / "kept" / "file").exists()
     assert (tmp_path / "link").is_symlink()
     assert not (tmp_path / "gone").exists()
@@ -228,12 +229,12 @@ def test_links_are_not_followed_when_folders_are_removed(tmp_path: Path) -> None
 )
 def test_json_is_bounded(text: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        files.parse_json(text)
+        safe_files.parse_json(text)
 
 
 def test_json_within_its_bounds_is_read() -> None:
-    assert files.parse_json(b"[" * 64 + b"7" + b"]" * 64) is not None
-    assert files.parse_json(b'{"a": -1, "b": [1.5, null, true], "c": 1000000000000000019884624838656}')["a"] == -1
+    assert safe_files.parse_json(b"[" * 64 + b"7" + b"]" * 64) is not None
+    assert safe_files.parse_json(b'{"a": -1, "b": [1.5, null, true], "c": 1000000000000000019884624838656}')["a"] == -1
 
 
 def test_a_name_that_is_there_twice_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,14 +251,14 @@ def test_a_name_that_is_there_twice_is_found_in_linear_time(monkeypatch: pytest.
 
     pairs = [(Name(number), 0) for number in range(2_000)]
     with pytest.raises(ValueError, match="'1999' is there twice"):
-        files._unique([*pairs, (Name(1999), 0)])
+        safe_files._unique([*pairs, (Name(1999), 0)])
     assert Name.compared < 100
 
 
 def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
     kinds = {"rank": int, "status": (int, type(None)), "host": str}
     good = {"rank": 1, "status": None, "host": "n1"}
-    assert files.typed(good, kinds) == good
+    assert safe_files.typed(good, kinds) == good
     wrong: Any
     for wrong in (
         [],
@@ -270,7 +271,7 @@ def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
         with pytest.raises(
             ValueError, match=r"^(it is no object of rank, status, host|rank is no int|host is no str)$"
         ):
-            files.typed(wrong, kinds)
+            safe_files.typed(wrong, kinds)
 
 
 def test_each_folder_has_a_warning_of_its_own_whatever_its_name(tmp_path: Path) -> None:
@@ -278,4 +279,4 @@ def test_each_folder_has_a_warning_of_its_own_whatever_its_name(tmp_path: Path) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").symlink_to(tmp_path)
         with pytest.warns(RuntimeWarning, match=f"{name}/x is a link"):
-            assert files.believed(tmp_path / name / "x") is None
+            assert safe_files.believed(tmp_path / name / "x") is None

@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from reading import NAME, Package
+from reading import NAME, Package, folder_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Package.of(ROOT / NAME)
@@ -17,44 +17,47 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
-        "comm/gpu/devices.py library_path read_text", "comm/mpi/clock.py began open",
-        "comm/node/memory.py memory_here read_text",
-        "comm/mpi/start.py _job read_bytes", "comm/mpi/start.py _job read_text",
-        "comm/mpi/start.py _mapped read_text", "native/image.py cpuinfo read_text",
-        "state/footprint.py _control_groups read_text", "state/footprint.py _kilobytes read_text",
-        "state/footprint.py memory_limits read_text", "watch/leaving.py state_of read_text",
+        "ext/gpu/visible_devices.py library_path read_text", "core/comm/mpi/start_watchdog.py began open",
+        "core/comm/node/shared_windows.py memory_here read_text",
+        "core/comm/mpi/start.py _job read_bytes", "core/comm/mpi/start.py _job read_text",
+        "core/comm/mpi/start.py _mapped read_text", "ext/native/code_cache.py cpuinfo read_text",
+        "core/state/footprint.py _control_groups read_text", "core/state/footprint.py _kilobytes read_text",
+        "core/state/footprint.py memory_limits read_text", "ext/watch/rank_exits.py state_of read_text",
         "__main__.py main open",
     ),
     "sources of this package, and of modules that are imported anyway": (
-        "cuda/kernels.py _built read_text", "native/image.py digest_of read_bytes",
+        "ext/gpu/kernels.py _built read_text", "ext/native/code_cache.py digest_of read_bytes",
         "examples/finetune.py pretrained read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
-        "comm/node/shared_file.py _open_named open", "comm/node/shared_file.py _open_of_process open",
-        "launch/notes.py hold_lifeline mkfifo", "launch/notes.py hold_lifeline open",
-        "launch/notes.py open_lifeline open", "examples/finetune.py conversations open",
-        "checkpoint/save.py _leave touch", "checkpoint/format.py create open",
+        "core/comm/node/shared_file.py _open_named open", "core/comm/node/shared_file.py _open_of_process open",
+        "launch/rank_status.py hold_lifeline mkfifo", "launch/rank_status.py hold_lifeline open",
+        "launch/rank_status.py open_lifeline open", "examples/finetune.py conversations open",
+        "core/checkpoint/save.py _leave touch", "core/checkpoint/format.py create open",
     ),
     "they look at the open file or folder themselves": (
-        "checkpoint/format.py opened open", "checkpoint/format.py sync_folder open", "comm/mpi/clock.py _names open",
+        "core/checkpoint/format.py opened open", "core/checkpoint/format.py sync_folder open",
+        "core/comm/mpi/start_watchdog.py _names open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
         "launch/bench.py _tell write_text", "launch/bench.py _demand_writable open",
     ),
     "the folder of a test": ("testing/chaos.py note open", "testing/chaos.py starts read_text"),
-    "no file at all": ("nn/numeric.py __getitem__ open", "nn/numeric.py complete open"),
+    "no file at all": ("nn/gradient_accumulation.py __getitem__ open", "nn/gradient_accumulation.py complete open"),
 }  # fmt: skip
-"""Where files are opened past `fsdpx/files.py`, "file function call", by the reason why they may be."""
+"""Where files are opened past `fsdpx/core/base/safe_files.py`, "file function call", by the reason why they may be."""
 
 SHARE, FIELDS, LINES = 0.18, 15, 50
 
 
-def folder(file: str) -> str:
-    return file.split("/")[0].removesuffix(".py")
-
-
 def folders(package: Package) -> set[str]:
-    return {folder(file) for file in package.sources if "/" in file}
+    """Parts of the core and extensions, "core/comm" or "data", with modules beside them."""
+    return {folder_of(file) or file.removesuffix(".py") for file in package.sources} - {
+        "core",
+        "ext",
+        "__init__",
+        "__main__",
+    }
 
 
 def too_large(package: Package) -> list[str]:
@@ -74,13 +77,15 @@ def long_functions(package: Package) -> list[str]:
 
 def readers(package: Package) -> list[str]:
     """`launch` hands all variables on to the processes it starts, and reads none."""
-    found = [where for file in package.sources if file != "environment.py" for where in package.environment(file)]
+    found = [
+        where for file in package.sources if file != "core/base/environment.py" for where in package.environment(file)
+    ]
     return [where for where in found if not (where.startswith("launch/") and where.endswith(" whole"))]
 
 
 def openers(package: Package) -> dict[str, str]:
-    """Where files are opened past `fsdpx.files`."""
-    places = [package.opened(file) for file in package.sources if file != "files.py"]
+    """Where files are opened past `fsdpx.core.base.safe_files`."""
+    places = [package.opened(file) for file in package.sources if file != "core/base/safe_files.py"]
     return {where: line for found in places for where, line in found.items()}
 
 
@@ -106,7 +111,7 @@ def test_no_circle_of_files() -> None:
 
 
 def test_program_needs_the_standard_library_only() -> None:
-    files = [file for file in PACKAGE.sources if file.startswith("program/")]
+    files = [file for file in PACKAGE.sources if file.startswith("core/program/")]
     assert files
     none([f"{f} imports {m}" for f in files for m in sorted(PACKAGE.foreign(f) - sys.stdlib_module_names)])
 
@@ -116,12 +121,13 @@ def test_what_is_imported_nowhere_is_no_dependency() -> None:
     assert names == names & {name for file in PACKAGE.sources for name in PACKAGE.foreign(file)}
 
 
-def test_every_folder_is_on_a_floor() -> None:
-    """`make lint` holds the imports of all files against the floors in pyproject.toml."""
-    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
-    floors = {name.strip().removeprefix(f"{NAME}.") for layer in layers for name in re.split("[|:]", layer)}
-    files = {folder(file) for file in PACKAGE.sources if "/" not in file} - {"__init__", "__main__"}
-    assert folders(PACKAGE) | files == floors | {"testing"}
+def test_every_folder_is_in_the_core_or_an_extension() -> None:
+    """`make lint` holds the imports of all files against the contracts in pyproject.toml."""
+    layers, core, *_ = PROJECT["tool"]["importlinter"]["contracts"]
+    floors = {name.strip() for layer in layers["layers"] for name in re.split("[|:]", layer)}
+    extensions = set(core["forbidden_modules"])
+    for name in (f"{NAME}.{part.replace('/', '.')}" for part in folders(PACKAGE)):
+        assert (name in floors) != (name in extensions or name.startswith(f"{NAME}.ext.")), name
 
 
 def test_no_folder_is_too_large() -> None:
@@ -137,20 +143,20 @@ def test_no_function_is_too_long() -> None:
 
 
 def test_one_file_reads_the_environment() -> None:
-    assert PACKAGE.environment("environment.py")
+    assert PACKAGE.environment("core/base/environment.py")
     none(readers(PACKAGE))
 
 
 def test_files_that_others_may_have_written_are_opened_in_one_file() -> None:
     found, allowed = openers(PACKAGE), [where for places in OPENED_ELSEWHERE.values() for where in places]
-    none([f"{line}: use fsdpx.files" for where, line in found.items() if where not in allowed])
+    none([f"{line}: use fsdpx.core.base.safe_files" for where, line in found.items() if where not in allowed])
     none([f"{where} is allowed and gone" for where in allowed if where not in found])
 
 
 def test_import_loads_nothing_heavy() -> None:
     """In whatever way, one after the other: what the first did not load must not be loaded by the others either."""
-    ways = "import fsdpx; from fsdpx import nn, optim, data; import fsdpx.comm; from fsdpx import distribute"
-    heavy = "mpi4py", "numba", "cupy", "torch", "fsdpx.elastic.host"
+    ways = "import fsdpx; from fsdpx import nn, optim, data; import fsdpx.core.comm; from fsdpx import distribute"
+    heavy = "mpi4py", "numba", "cupy", "torch", "fsdpx.ext.elastic.call_runner"
     code = f"{ways}; import sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -189,7 +195,7 @@ def test_circles_are_found() -> None:
 
 def test_what_comes_from_elsewhere_is_found() -> None:
     text = "import os.path\ndef f():\n    from numpy.linalg import norm\n    import fsdpx.errors\nfrom . import x"
-    assert made({"program/__init__.py": text}).foreign("program/__init__.py") == {"os", "numpy"}
+    assert made({"nn/__init__.py": text}).foreign("nn/__init__.py") == {"os", "numpy"}
 
 
 def test_folders_that_are_too_large_are_found() -> None:
@@ -239,8 +245,8 @@ def test_functions_that_are_too_long_are_found() -> None:
         ("nn/layer.py", "import os.path\nx = {**os.environ}", "nn/layer.py:2 whole"),
         ("launch/__init__.py", "import os\nx = os.environ.get('A')", "launch/__init__.py:2 environ"),
         ("launch/__init__.py", "import os\nx = {**os.environ, 'A': 1}, dict(os.environ), dict(**os.environ)", None),
-        ("environment.py", "import os\nx = os.environ.get('A')", None),
-        ("nn/layer.py", "from fsdpx import environment\nenvironment.read()", None),
+        ("core/base/environment.py", "import os\nx = os.environ.get('A')", None),
+        ("nn/layer.py", "from fsdpx.core.base import environment\nenvironment.read()", None),
     ],
 )
 def test_readers_of_the_environment_are_found(name: str, text: str, wrong: str | None) -> None:

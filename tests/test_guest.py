@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from trials import MPIEXEC, environment, none_left
 
-from fsdpx import guest, spawn
+from fsdpx import spawn
+from fsdpx.core.base import hooks
 
 GUEST = """
 import gc, itertools, locale, logging, os, random, signal, sys, threading, warnings
@@ -46,7 +47,7 @@ def unlike(before, now):
     return [name for name in before if before[name] != now[name]]
 """
 HOOKS = """
-import fsdpx.messages
+import fsdpx.core.base.messages
 from mpi4py import MPI
 def hook(*_): pass
 sys.excepthook = hook
@@ -99,7 +100,7 @@ assert sys.excepthook is not hook
 trainer.close()
 assert unlike(before, process()) == [], unlike(before, process())
 fsdpx.init()  # the solver wants a job that ends with each rank
-assert (sys.excepthook is hook) == (MPI.COMM_WORLD.size == 1 and not fsdpx.environment.read().launcher)
+assert (sys.excepthook is hook) == (MPI.COMM_WORLD.size == 1 and not fsdpx.core.base.environment.read().launcher)
 fsdpx.finalize()
 assert unlike(before, process()) == [], unlike(before, process())
 print("as before", flush=True)
@@ -168,61 +169,61 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module with the hook f, which `hold` puts in place."""
     made = ModuleType("theirs")
     made.f = lambda: ["theirs"]  # type: ignore[attr-defined]
-    hook = guest.Hook(made, "f", lambda former: lambda: ["ours", *former()])
-    monkeypatch.setattr(guest, "_hooks", [hook])
-    monkeypatch.setattr(guest, "_holders", {})
+    hook = hooks.Hook(made, "f", lambda former: lambda: ["ours", *former()])
+    monkeypatch.setattr(hooks, "_hooks", [hook])
+    monkeypatch.setattr(hooks, "_holders", {})
     return made
 
 
 def test_a_hook_is_in_place_while_somebody_holds_it(module: Any) -> None:
     before, (a, b), comm = module.f, (Place(), Place()), Comm()
-    guest.hold(a, comm)
-    guest.hold(b, comm)
-    guest.hold(a, comm)
-    assert (module.f(), guest.newest()) == (["ours", "theirs"], comm)
-    guest.release(a)
+    hooks.hold(a, comm)
+    hooks.hold(b, comm)
+    hooks.hold(a, comm)
+    assert (module.f(), hooks.newest()) == (["ours", "theirs"], comm)
+    hooks.release(a)
     assert module.f() == ["ours", "theirs"]
     del b
     gc.collect()
-    assert (module.f, guest.newest()) == (before, None)
-    guest.release(a)
+    assert (module.f, hooks.newest()) == (before, None)
+    hooks.release(a)
     assert module.f is before
 
 
 def test_a_hook_that_is_set_over_ours_stays(module: Any) -> None:
     before, a, comm = module.f, Place(), Comm()
-    guest.hold(a, comm)
+    hooks.hold(a, comm)
     under = module.f
     over = module.f = lambda: ["over", *under()]
-    guest.hold(b := Place(), comm)  # ours comes first again, and once
+    hooks.hold(b := Place(), comm)  # ours comes first again, and once
     assert module.f() == ["ours", "over", "theirs"]
-    guest.release(a)
-    guest.release(b)
+    hooks.release(a)
+    hooks.release(b)
     assert module.f is over
     assert module.f() == ["over", "theirs"]
     module.f = under  # as it puts back what it found
-    guest.hold(a, comm)
+    hooks.hold(a, comm)
     assert module.f() == ["ours", "theirs"]
-    guest.release(a)
+    hooks.release(a)
     assert module.f is before
 
 
 def test_an_exception_holds_hooks_as_long_as_it_lives(module: Any) -> None:
     before, comm = module.f, Comm()
     try:
-        with guest.visit():
-            guest.hold(comm, comm)
+        with hooks.visit():
+            hooks.hold(comm, comm)
             raise ValueError
     except ValueError:
         assert module.f() == ["ours", "theirs"]
-        assert guest.newest() is comm
+        assert hooks.newest() is comm
     assert module.f is before
-    guest.hold(a := Place(), comm)
-    with guest.visit():  # who held before holds after
-        guest.hold(a, comm)
-        guest.hold(comm, comm)
+    hooks.hold(a := Place(), comm)
+    with hooks.visit():  # who held before holds after
+        hooks.hold(a, comm)
+        hooks.hold(comm, comm)
     assert module.f() == ["ours", "theirs"]
-    guest.release(a)
+    hooks.release(a)
     assert module.f is before
 
 
@@ -250,7 +251,7 @@ theirs = logging.StreamHandler(io.StringIO())
 logger = logging.getLogger("fsdpx")
 logger.addHandler(theirs)
 logger.setLevel(logging.WARNING)
-import fsdpx.messages
+import fsdpx.core.base.messages
 assert (logger.handlers, logger.level, logger.propagate) == ([theirs], logging.WARNING, True)
 """
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 import fsdpx
 from fsdpx import models, nn, spawn
 from fsdpx.__main__ import parser
-from fsdpx.observe.plots import check_drawable
+from fsdpx.ext.observe.plots import check_drawable
 from fsdpx.plan.machine import SHIPPED, Machine
 
 

@@ -10,11 +10,11 @@ import pytest
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.comm import Communicator, Handle
+from fsdpx.core.comm import Communicator, Handle
+from fsdpx.core.program import VERBS, Action, Program, Verb, check, compiler
 from fsdpx.errors import DataError, ProgramError
 from fsdpx.nn.layer import Env, Spec
 from fsdpx.optim.optimizer import Elementwise
-from fsdpx.program import VERBS, Action, Program, Verb, check, compiler
 from fsdpx.testing import LayerContract, LossContract, OptimizerContract
 
 
@@ -269,7 +269,7 @@ def forget() -> Iterator[Callable[[], None]]:
 
 def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]) -> None:
     """PULL adds a constant to every gradient right before the update that takes it."""
-    from fsdpx.engine import operations
+    from fsdpx.core.engine import operations
 
     def pull(run: Any, action: Action, taken: Any, read: Any, added: Any) -> Any:
         (gradient,) = added
@@ -306,7 +306,7 @@ def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forge
 
 
 def test_a_wrapper_is_one_class() -> None:
-    from fsdpx.comm.communicator import Call, Wrapper
+    from fsdpx.core.comm.communicator import Call, Wrapper
 
     class Traced(Wrapper):
         calls: ClassVar[list[str]] = []

@@ -20,31 +20,31 @@ from typing import Any
 
 import pytest
 
-from fsdpx import files
 from fsdpx.__main__ import main as command_line
-from fsdpx.checkpoint.commit import _lock
-from fsdpx.checkpoint.read import weights
-from fsdpx.comm.mpi import clock, start
-from fsdpx.environment import Environment, StartedBy
+from fsdpx.core.base import safe_files
+from fsdpx.core.base.environment import Environment, StartedBy
+from fsdpx.core.base.messages import table
+from fsdpx.core.checkpoint.atomic_commit import _lock
+from fsdpx.core.checkpoint.read import weights
+from fsdpx.core.comm.mpi import start, start_watchdog
+from fsdpx.core.trainer.callbacks import Log
+from fsdpx.core.trainer.fit_checkpoints import History
 from fsdpx.errors import CheckpointError, ConfigError, LaunchError, OffloadError
-from fsdpx.generation.terminal import Printed
-from fsdpx.launch import call
+from fsdpx.ext.observe import chrome
+from fsdpx.ext.observe.chrome import TraceHeader, merge
+from fsdpx.ext.observe.folder import RunFolder
+from fsdpx.ext.observe.measure import Reading
+from fsdpx.ext.observe.page import write_page
+from fsdpx.ext.offload.disk import taken
+from fsdpx.ext.watch.flight_recorder import FlightRecorder, read, read_all
+from fsdpx.launch import python_api
 from fsdpx.launch import run as start_of_jobs
-from fsdpx.launch.join import Guests
+from fsdpx.launch.elastic_join import Guests
 from fsdpx.launch.launchers import Found
-from fsdpx.launch.notes import Follower, Note, read_notes, redirect
+from fsdpx.launch.rank_status import Follower, Note, read_notes, redirect
 from fsdpx.launch.run import _private, _temporary
-from fsdpx.messages import table
-from fsdpx.models import writing
-from fsdpx.observe import chrome
-from fsdpx.observe.chrome import TraceHeader, merge
-from fsdpx.observe.folder import RunFolder
-from fsdpx.observe.measure import Reading
-from fsdpx.observe.page import write_page
-from fsdpx.state.disk import taken
-from fsdpx.trainer.callbacks import Log
-from fsdpx.trainer.saves import History
-from fsdpx.watch.flight import FlightRecorder, read, read_all
+from fsdpx.models import pretrained_writer
+from fsdpx.models.generation.terminal import Printed
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no owners and modes")
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
@@ -98,39 +98,39 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
 def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_names(
     tmp_path: Path, innocent: subprocess.Popen[bytes]
 ) -> None:
-    folder, birth = tmp_path / "start", clock.began(innocent.pid)
+    folder, birth = tmp_path / "start", start_watchdog.began(innocent.pid)
     folder.mkdir(mode=0o700)
     names = [f"came-00001.{innocent.pid}-1.0", f"came-1.{innocent.pid}.0", "came-x", f"came-00002.-{birth}.0", "came-"]
     for name in names:
         (folder / name).touch()
     os.mkfifo(folder / "came-00003")
     (folder / "came-00004").symlink_to("/dev/zero")
-    assert clock.come(str(folder)) == {}
+    assert start_watchdog.come(str(folder)) == {}
     (folder / f"came-00005.{innocent.pid}-{birth}.0").touch()
-    assert clock.come(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
+    assert start_watchdog.come(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
     (tmp_path / "link").symlink_to(folder)
-    assert clock.come(str(tmp_path / "link")) == {}
+    assert start_watchdog.come(str(tmp_path / "link")) == {}
     folder.chmod(0o711)
-    assert clock.come(str(folder)) == {}
-    clock.end({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
-    clock._signal(f"{innocent.pid}-", signal.SIGKILL)
+    assert start_watchdog.come(str(folder)) == {}
+    start_watchdog.end({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
+    start_watchdog._signal(f"{innocent.pid}-", signal.SIGKILL)
 
 
 @as_root
 def test_a_clock_believes_no_folder_of_another_user(tmp_path: Path, innocent: subprocess.Popen[bytes]) -> None:
     (tmp_path / "start").mkdir(mode=0o700)
-    (tmp_path / "start" / f"came-00001.{innocent.pid}-{clock.began(innocent.pid)}.0").touch()
+    (tmp_path / "start" / f"came-00001.{innocent.pid}-{start_watchdog.began(innocent.pid)}.0").touch()
     os.chown(tmp_path / "start", OTHER, OTHER)
-    assert clock.come(str(tmp_path / "start")) == {}
+    assert start_watchdog.come(str(tmp_path / "start")) == {}
 
 
 def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, victim: Path) -> None:
     folder = tmp_path / "start-host"
     folder.mkdir(mode=0o700)
-    (folder / clock.LATE).symlink_to(tmp_path / "new")
+    (folder / start_watchdog.LATE).symlink_to(tmp_path / "new")
     waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (folder / f"came-00000.{waiting.pid}-{clock.began(waiting.pid)}.0").touch()
-    command = [sys.executable, "-I", "-S", clock.__file__, str(folder), "0", "0", "2", "2", "keep"]
+    (folder / f"came-00000.{waiting.pid}-{start_watchdog.began(waiting.pid)}.0").touch()
+    command = [sys.executable, "-I", "-S", start_watchdog.__file__, str(folder), "0", "0", "2", "2", "keep"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert "rank 1 of 2 has not come to the start of MPI within 0 s" in done.stderr or "not all ranks" in done.stderr
     waiting.communicate(timeout=60)
@@ -145,7 +145,7 @@ def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, vict
 def test_a_flight_record_is_its_users_alone_whatever_the_umask(tmp_path: Path, umask: int, victim: Path) -> None:
     before = os.umask(umask)
     try:
-        folder = files.folder(tmp_path / "flight")
+        folder = safe_files.folder(tmp_path / "flight")
         (folder / "rank-00000.flight").symlink_to(victim)
         FlightRecorder(folder / "rank-00000.flight", 0, 2, "n1").leave(3)
         Note(0, 1, "n1").write(tmp_path / "run")
@@ -168,12 +168,12 @@ def test_a_forged_flight_record_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
-    Note(0, 7, "n1", 3, "ValueError").write(files.folder(tmp_path / "run"))
+    Note(0, 7, "n1", 3, "ValueError").write(safe_files.folder(tmp_path / "run"))
     good = (tmp_path / "run" / "rank-00000.json").read_text()
     for number, text in enumerate(
         ["", "[" * 9999, "3", "{}", good.replace("7", '"7"'), good.replace("}", ', "x": 1}')], 1
     ):
-        files.write(tmp_path / "run" / f"rank-{number:05}.json", text)
+        safe_files.write(tmp_path / "run" / f"rank-{number:05}.json", text)
     os.mkfifo(tmp_path / "run" / "rank-00008.json")
     (tmp_path / "run" / "rank-00009.json").symlink_to("/dev/zero")
     with pytest.warns(RuntimeWarning, match="rank-00001.json: .*; it is passed over$") as warned:
@@ -187,10 +187,10 @@ def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
     asked: list[int] = []
     (tmp_path / "joins-left").mkdir()
     guests = Guests(tmp_path, asked.append)
-    monkeypatch.setattr("fsdpx.launch.join._listener", lambda _: os.getpid())
+    monkeypatch.setattr("fsdpx.launch.elastic_join._listener", lambda _: os.getpid())
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was signalled"))
     for name, text in (("a", "garbage"), ("b", "-3"), ("c", "9" * 5000), ("d", "1")):
-        files.write(tmp_path / f"joins-{name}", text)
+        safe_files.write(tmp_path / f"joins-{name}", text)
     (tmp_path / "joins-d").chmod(0o666)
     os.mkfifo(tmp_path / "joins-fifo")
     (tmp_path / "joins-zero").symlink_to("/dev/zero")
@@ -209,13 +209,13 @@ def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(
     tmp_path: Path, victim: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rank-0000.log").symlink_to(victim)
-    with pytest.raises(files.Untrusted, match="is a link, which is not followed here"):
+    with pytest.raises(safe_files.Untrusted, match="is a link, which is not followed here"):
         redirect(tmp_path, 0)
     os.mkfifo(tmp_path / "rank-0001.log")
     (tmp_path / "rank-none.log").touch()
     (tmp_path / "rank-0002.json").symlink_to(victim)
     follower = Follower(tmp_path)
-    files.write(tmp_path / "rank-0003.log", "a line\n")
+    safe_files.write(tmp_path / "rank-0003.log", "a line\n")
     with pytest.warns(RuntimeWarning, match="it is passed over"):
         follower._print()
     follower.close({2: "{}"})
@@ -275,7 +275,7 @@ def test_a_log_that_goes_on_follows_no_link(tmp_path: Path, victim: Path) -> Non
     log = Log(tmp_path, ())
     for name in ("metrics.csv", "metrics.jsonl", "log.txt"):
         (tmp_path / name).symlink_to(victim)
-        with pytest.raises(files.Untrusted, match=f"{name} is a link, which is not followed here"):
+        with pytest.raises(safe_files.Untrusted, match=f"{name} is a link, which is not followed here"):
             log._open(None, History())
         (tmp_path / name).unlink()
 
@@ -293,7 +293,7 @@ def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_ou
     tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another user swaps it between the look at its name and its opening."""
-    beside, opened = tmp_path / "model" / "vocab.txt", files.open_file
+    beside, opened = tmp_path / "model" / "vocab.txt", safe_files.open_file
     beside.parent.mkdir()
     beside.write_text("a b c")
 
@@ -302,9 +302,9 @@ def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_ou
         beside.symlink_to(victim)
         return opened(path, *more, **options)
 
-    monkeypatch.setattr(writing, "open_file", swapped)
+    monkeypatch.setattr(pretrained_writer, "open_file", swapped)
     with pytest.warns(RuntimeWarning, match="vocab.txt: this is a link out of its folder, and is not copied"):
-        writing._copy(beside, tmp_path / "copy")
+        pretrained_writer._copy(beside, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
@@ -324,9 +324,9 @@ def test_the_folder_of_a_run_that_is_started_by_hand_cannot_be_made_before_it(
 
 def test_a_call_of_another_launch_is_not_run(tmp_path: Path) -> None:
     """Its owner is right: another user has put the folder of an earlier launch in place of this one."""
-    files.write(tmp_path / call._CALL, pickle.dumps(([], b"a call of yesterday")))
+    safe_files.write(tmp_path / python_api._CALL, pickle.dumps(([], b"a call of yesterday")))
     with pytest.raises(LaunchError, match=r"call.pickle is not of this launch: name a folder= where no other user can"):
-        call.main(tmp_path, call._digest(b"the call of today"))
+        python_api.main(tmp_path, python_api._digest(b"the call of today"))
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn
+from fsdpx.core.program import Costs, bubble, in_flight, schedule, simulate
+from fsdpx.ext.fields.halo import reaches
+from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, colour, figure, save
 from fsdpx.launch.show import lanes, trace_step
 from fsdpx.nn import models
-from fsdpx.nn.cut import Parts
-from fsdpx.nn.parts import reaches
-from fsdpx.observe.plots import MEMORY, THEMES, StepLanes, colour, figure, save
+from fsdpx.nn.sharding import Parts
 from fsdpx.plan import Machine
 from fsdpx.plan.prediction import prepared
-from fsdpx.program import Costs, bubble, in_flight, schedule, simulate
 
 HERE = Path(__file__).parent
 
@@ -232,8 +232,11 @@ def _bars(axes: Any, theme: str, rows: dict[str, dict[str, int]], title: str) ->
 def floors(theme: str) -> Any:
     """The folders as the contract of imports stacks them, and what each floor answers, by the page on the
     architecture."""
-    contract = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    rows = [[name.removeprefix("fsdpx.") for name in re.split(r" [|:] ", row)] for row in contract["layers"]]
+    contracts = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    rows = [re.findall(r"fsdpx\.(?:core\.)?(\w+)", row) for row in contracts[0]["layers"]]
+    ours = [path.parent.name for path in sorted((HERE.parents[1] / "fsdpx/ext").glob("*/__init__.py"))]
+    others = [name.removeprefix("fsdpx.") for name in contracts[1]["forbidden_modules"] if name != "fsdpx.ext"]
+    rows = [others, ours[: len(ours) // 2], ours[len(ours) // 2 :], *rows]
     answers = _answers((HERE.parent / "architecture.md").read_text(encoding="utf-8"))
     drawn = _empty(9.25, 0.36 * len(rows) + 0.7, theme)
     axes = drawn.add_axes((0.01, 0.01, 0.98, 0.98), xlim=(0, 9.1), ylim=(len(rows) + 0.15, -1.6))
@@ -241,24 +244,25 @@ def floors(theme: str) -> Any:
     ink, page = colour("ink", theme), colour("page", theme)
     for y, row in enumerate(rows):
         names, wide = (row, 3.9 / len(row)) if len(row) < 6 else ([" · ".join(row)], 3.9)
-        fill = colour("faint" if len(row) > 5 else "update" if y < 2 else "forward" if y < 12 else "backward", theme)
+        fill = colour("faint" if y < 3 else "update" if y == 3 else "backward" if y > 8 else "forward", theme)
         for x, name in enumerate(names):
             axes.broken_barh([(x * wide, wide - 0.04)], (y + 0.05, 0.9), facecolors=fill, edgecolors=page)
             size = 9.5 if len(name) < 30 else 7.5
             axes.text((x + 0.5) * wide - 0.02, y + 0.5, name, color="white", fontsize=size, ha="center", va="center")
         said = "; ".join(dict.fromkeys(answers[name] for name in row if name in answers))
+        said = "" if 0 < y < 3 else said or "extensions: the core below imports none"
         axes.text(4.0, y + 0.5, textwrap.fill(said, 74), color=ink, fontsize=8.5, va="center")
-    title = "The house: a folder imports from its own floor and from those below"
+    title = "The core imports from its own layer and from those below, and no extension"
     axes.text(0, -1.0, title, color=ink, fontsize=11, weight="bold", va="center")
     return drawn
 
 
 def _answers(page: str) -> dict[str, str]:
     """Folder -> what it answers, by the table of the page, as far as a colon."""
-    found = dict[str, str]()
-    for folders, answer in re.findall(r"^\| (.+?) \| (.+?) \|", page.split("\n## ")[1], re.M):
+    found, core = dict[str, str](), page.partition("\n## The core")[2].partition("\n## ")[0]
+    for folders, answer in re.findall(r"^\| (.+?) \| (.+?) \|", core, re.M):
         said = re.sub(r"\[([^]]*)\]\([^)]*\)|[*`]", r"\1", answer).partition(":")[0]
-        found |= dict.fromkeys(re.findall(r"fsdpx/(\w+)/", folders) or ["errors"] * (folders == "the ground"), said)
+        found |= dict.fromkeys(re.findall(r"fsdpx/(?:core/)?(\w+)/", folders), said)
     return found
 
 

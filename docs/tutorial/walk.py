@@ -17,8 +17,8 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.array.random import Random
-from fsdpx.comm import alone
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm import alone
 
 
 @dataclass

@@ -2,16 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpx.lazy_names import attach
+from fsdpx.core.base.lazy_names import attach
 
 if TYPE_CHECKING:
     from fsdpx.data.dataset import (
         ArrayDataset as ArrayDataset, Dataset as Dataset, TextDataset as TextDataset, TokenDataset as TokenDataset,
         stdlib_sources as stdlib_sources,
     )  # fmt: skip
-    from fsdpx.data.fields import FieldDataset as FieldDataset
+    from fsdpx.ext.fields.dataset import FieldDataset as FieldDataset
     from fsdpx.data.loader import DataLoader as DataLoader, DistributedSampler as DistributedSampler, Share as Share
-    from fsdpx.data.statistics import ChannelStatistics as ChannelStatistics, channel_statistics as channel_statistics
+    from fsdpx.ext.fields.channel_statistics import (
+        ChannelStatistics as ChannelStatistics,
+        channel_statistics as channel_statistics,
+    )
     from fsdpx.data.supervised import SupervisedDataset as SupervisedDataset
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -19,10 +19,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from fsdpx.array.namespace import numpy_dtype, unmasked
+from fsdpx.core.array.namespace import numpy_dtype, unmasked
+from fsdpx.core.base.name_hints import refusing
+from fsdpx.core.base.safe_files import home, open_file, unreadable
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.files import home, open_file, unreadable
-from fsdpx.words import refusing
 
 __all__ = [
     "ArrayDataset", "Dataset", "OpenFiles", "TextDataset", "TokenDataset", "Windows", "collate", "digest_of_first",

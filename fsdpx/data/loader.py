@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.random import permutation
-from fsdpx.comm.default import demand_member, place, taken
+from fsdpx.core.array.random import permutation
+from fsdpx.core.base.name_hints import refusing
+from fsdpx.core.comm.default_communicator import demand_member, place, taken
 from fsdpx.data.dataset import Dataset, collate, emptied
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.words import refusing
 
 __all__ = ["DataLoader", "DistributedSampler", "EpochPass", "Prefetch", "Share"]
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.base.safe_files import open_file, unreadable
 from fsdpx.data.dataset import mapped
 from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
-from fsdpx.files import open_file, unreadable
 
 __all__ = ["Elsewhere", "array_of", "demand_here", "is_bare", "items", "opened", "reading", "wrong"]
 

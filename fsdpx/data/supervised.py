@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.core.base.safe_files import home, open_file, parse_json, refused, unreadable
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.files import home, open_file, parse_json, refused, unreadable
 
 __all__ = ["SupervisedDataset"]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, nn, optim
-from fsdpx.examples.mistakes import status_of
+from fsdpx.examples._cli import status_of
 from fsdpx.nn.models import DIGIT_SIDE as SIDE
 from fsdpx.nn.models import digits
 

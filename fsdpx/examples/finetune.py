@@ -20,10 +20,10 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, models, nn, optim
-from fsdpx.config import precision as precision_of
+from fsdpx.core.base.config import precision as precision_of
 from fsdpx.errors import ConfigError, install_hint
-from fsdpx.examples.mistakes import status_of
-from fsdpx.models.beside import ends_of, tokenizer_of
+from fsdpx.examples._cli import status_of
+from fsdpx.models.tokenizer_files import ends_of, tokenizer_of
 
 VOCAB, SEQ_LEN = 512, 64
 END = "<|end|>"

@@ -10,7 +10,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.examples.mistakes import status_of
+from fsdpx.examples._cli import status_of
 
 NOISE = 8
 

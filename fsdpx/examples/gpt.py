@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsdpx
-from fsdpx import Checkpoints, data, environment, nn, optim
+from fsdpx import Checkpoints, data, nn, optim
+from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
-from fsdpx.examples.mistakes import natural, status_of, whole
-from fsdpx.facade.outcome import keep, result
-from fsdpx.generation.terminal import Printed, of_bytes
+from fsdpx.examples._cli import natural, status_of, whole
+from fsdpx.ext.observe.folder import RunFolder, choose
+from fsdpx.launch.run_results import keep, result
+from fsdpx.models.generation.terminal import Printed, of_bytes
 from fsdpx.nn.models import SIZES, gpt
-from fsdpx.observe.folder import RunFolder, choose
 from fsdpx.testing.chaos import parse, strike
 
 

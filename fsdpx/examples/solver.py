@@ -18,7 +18,7 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.errors import ConfigError
-from fsdpx.examples.mistakes import status_of
+from fsdpx.examples._cli import status_of
 
 SIDE = 32  # cells of the field in each direction
 SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02  # small steps in a large one, seconds of one, of the fluid

@@ -15,7 +15,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
-from fsdpx.examples.mistakes import status_of
+from fsdpx.examples._cli import status_of
 
 VOCABULARY, LENGTH, SAMPLES = 61, 16, 16
 

@@ -14,8 +14,8 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
+from fsdpx.examples._cli import status_of, whole
 from fsdpx.examples.channel import STATES, advance, cart, columns, drop, rows
-from fsdpx.examples.mistakes import status_of, whole
 
 AHEAD = 2  # states that the network is trained to find, each from the one before
 REST, SCALE = np.array([1, 0, 0]), 10  # still water, and what makes its waves about 1

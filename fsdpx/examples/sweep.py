@@ -16,7 +16,7 @@ import numpy as np
 import fsdpx
 from fsdpx import data, nn, optim
 from fsdpx.errors import ConfigError
-from fsdpx.examples.mistakes import status_of
+from fsdpx.examples._cli import status_of
 
 
 def trained(comm: Any, rate: float, args: argparse.Namespace) -> float:

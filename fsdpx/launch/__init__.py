@@ -1,4 +1,5 @@
-"""How jobs start. The module itself can be called: `fsdpx.launch(train, ranks=4)` is `fsdpx.launch.call.launch`."""
+"""How jobs start. The module itself can be called: `fsdpx.launch(train, ranks=4)` is
+`fsdpx.launch.python_api.launch`."""
 
 import sys
 from types import ModuleType
@@ -9,7 +10,7 @@ class _Launch(ModuleType):
     """The class of this module: a folder of the package and a function of the user have the same name."""
 
     def __call__(self, what: Any, *args: Any, **options: Any) -> Any:
-        from fsdpx.launch.call import launch
+        from fsdpx.launch.python_api import launch
 
         return launch(what, *args, **options)
 

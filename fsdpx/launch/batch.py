@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from fsdpx import environment
+from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 

@@ -18,24 +18,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx import environment, optim
-from fsdpx.comm.calls import Steps
-from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.comm.mpi.clock import ranks_text
-from fsdpx.comm.node.meetings import Meeting
-from fsdpx.comm.node.node import SMALL
-from fsdpx.comm.opening import backend_name, carrier_of, first_line, node_of
-from fsdpx.config import byte_count, sharding
+from fsdpx import optim
+from fsdpx.core.base import environment
+from fsdpx.core.base.config import byte_count, sharding
+from fsdpx.core.base.messages import table
+from fsdpx.core.base.safe_files import home
+from fsdpx.core.base.version import __version__
+from fsdpx.core.comm.calls import Steps
+from fsdpx.core.comm.communicator import Array, Communicator, Handle, ReduceOp
+from fsdpx.core.comm.init import backend_name, carrier_of, first_line, node_of
+from fsdpx.core.comm.mpi.start_watchdog import ranks_text
+from fsdpx.core.comm.node.node import SMALL
+from fsdpx.core.comm.node.rendezvous import Meeting
+from fsdpx.core.trainer.distribute import distribute
+from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.recipe import Distribution
 from fsdpx.errors import ConfigError, LaunchError
-from fsdpx.facade.distribute import distribute
-from fsdpx.facade.functional import init
-from fsdpx.files import home
 from fsdpx.launch import run
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.options import LaunchConfig
-from fsdpx.messages import table
-from fsdpx.trainer.recipe import Distribution
-from fsdpx.version import __version__
 
 __all__ = ["SIZES", "VERBS", "add_options", "bench", "compare", "measure", "step"]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.layout.grid import Grid
+from fsdpx.ext.fields.grid import Grid
 from fsdpx.nn import models
 from fsdpx.nn.layer import runs_of
-from fsdpx.nn.sort import infer, sort
-from fsdpx.shapes import ShapeArray
+from fsdpx.nn.linearize import infer, sort
 
 __all__ = ["CATALOG", "CatalogModel", "entry", "kernels_of"]
 

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdpx.checkpoint import offline
-from fsdpx.checkpoint.commit import in_words
-from fsdpx.checkpoint.format import STATE
-from fsdpx.checkpoint.read import Source
-from fsdpx.checkpoint.save import read_note, words
-from fsdpx.checkpoint.write import is_checkpoint
-from fsdpx.config import byte_count
+from fsdpx.core.base.config import byte_count
+from fsdpx.core.base.safe_files import home
+from fsdpx.core.checkpoint import offline
+from fsdpx.core.checkpoint.atomic_commit import in_words
+from fsdpx.core.checkpoint.format import STATE
+from fsdpx.core.checkpoint.read import Source
+from fsdpx.core.checkpoint.save import read_note, words
+from fsdpx.core.checkpoint.write import is_checkpoint
+from fsdpx.core.trainer.fit_checkpoints import Checkpoints
 from fsdpx.errors import CheckpointError, ConfigError, printable
-from fsdpx.files import home
-from fsdpx.trainer.saves import Checkpoints
 
 __all__ = ["add_options", "ckpt", "differences"]
 

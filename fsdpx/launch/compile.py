@@ -13,21 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx import config, environment, optim
-from fsdpx.array import random
-from fsdpx.array.kernels import choice
-from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.codecs import codec
-from fsdpx.codecs.rules import SIMPLE
-from fsdpx.comm.node.persistent import prepare_meetings
-from fsdpx.config import Precision
-from fsdpx.engine.warm import every, make_ready, warm_calls
+from fsdpx import optim
+from fsdpx.core.array import random
+from fsdpx.core.array.kernels import choice
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.base import config, environment
+from fsdpx.core.base.config import Precision
+from fsdpx.core.base.messages import slow
+from fsdpx.core.comm.node.persistent import prepare_meetings
+from fsdpx.core.compression import codec
+from fsdpx.core.compression.routing import SIMPLE
+from fsdpx.core.engine.warmup import every, make_ready, warm_calls
 from fsdpx.errors import ConfigError
+from fsdpx.ext.half.rounded import Rounded
+from fsdpx.ext.native import code_cache
 from fsdpx.launch.catalog import kernels_of
 from fsdpx.launch.info import version
-from fsdpx.messages import slow
-from fsdpx.native import image
-from fsdpx.optim.rounded import Rounded
 
 __all__ = ["add_options", "compile_kernels"]
 
@@ -57,9 +58,9 @@ def compile_kernels(args: argparse.Namespace) -> str:
         make_ready(calls, count=count)
     what = "all models" if args.all else f"{', '.join(dict.fromkeys(args.example))} in {args.precision}"
     new = set(folder.glob("*.code")) - before
-    if not image.able():
+    if not code_cache.able():
         return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
-    processor = image.cpuinfo("model name") or platform.machine()
+    processor = code_cache.cpuinfo("model name") or platform.machine()
     versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {version('numba')}"
     return (
         f"kernels of {what} are in {folder}\n"

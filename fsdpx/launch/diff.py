@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpx import environment
+from fsdpx.core.base import environment
+from fsdpx.core.program import VERBS
 from fsdpx.errors import ConfigError, LaunchError, printable
+from fsdpx.ext.observe import chrome
+from fsdpx.ext.observe.record import WHAT, RankRecord, Written, read
 from fsdpx.launch.ckpt import differences
-from fsdpx.observe import chrome
-from fsdpx.observe.record import WHAT, RankRecord, Written, read
-from fsdpx.program import VERBS
 from fsdpx.testing.compare import WorstElement, difference
 
 __all__ = ["FirstDifference", "add_options", "diff", "first_difference"]

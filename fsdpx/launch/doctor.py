@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpx import environment
-from fsdpx.array import parallel
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.gpu import devices
-from fsdpx.comm.mpi.clock import ranks_text
-from fsdpx.comm.opening import backend_name, first_line, node_of
-from fsdpx.cuda.devices import gpus as seen
+from fsdpx.core.array import parallel
+from fsdpx.core.base import environment
+from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.base.version import __version__
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.init import backend_name, first_line, node_of
+from fsdpx.core.comm.mpi.start_watchdog import ranks_text
+from fsdpx.core.trainer.functional import init
 from fsdpx.errors import ConfigError, install_hint
-from fsdpx.facade.functional import init
+from fsdpx.ext.gpu import visible_devices
+from fsdpx.ext.gpu.devices import gpus as seen
 from fsdpx.launch import info
 from fsdpx.launch.launchers import trial
-from fsdpx.messages import bytes_text
-from fsdpx.version import __version__
 
 __all__ = ["RankFacts", "diagnose", "doctor", "warnings_of"]
 
@@ -74,7 +74,7 @@ def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     facts: list[RankFacts] = comm.all_gather_plain(_rank_facts())
     speed = [_timed(comm, nbytes) for nbytes in SIZES]
     try:
-        seats, why_not = devices.seats(comm), ""
+        seats, why_not = visible_devices.seats(comm), ""
     except ConfigError as error:
         seats, why_not = [], str(error)
     threads = _thread_level()
@@ -92,7 +92,7 @@ def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         *([("GPU arrays", _gpu_way(comm))] if seats else []),
         *(("all-reduce", text) for text, _ in speed),
     ]
-    notes = warnings_of(facts, devices.shared(seats) if seats else [])
+    notes = warnings_of(facts, visible_devices.shared(seats) if seats else [])
     if environment.read().launcher is None and comm.size == 1 and (why := trial()):
         notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
@@ -156,7 +156,7 @@ def _mpi(threads: str | None) -> str:
     """The library that this process has loaded, and why that one."""
     if threads is None:
         return f"not in use; Python would load {info.mpi()}"
-    path, wanted = devices.library_path(), environment.mpi_library()
+    path, wanted = visible_devices.library_path(), environment.mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
     wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # there it is the system's
     if not wanted and path is not None and path.startswith(tuple(wheels)):
@@ -182,7 +182,7 @@ def _gpu_way(comm: Communicator) -> str:
     """What carries arrays of GPUs unless backend='nccl' is given, and the evidence. Collective."""
     if backend_name() not in ("mpi", "node"):
         return "staged through the host"
-    found = devices.awareness(environment.gpu_aware_mpi()) if comm.rank == 0 else None
+    found = visible_devices.awareness(environment.gpu_aware_mpi()) if comm.rank == 0 else None
     aware = comm.all_gather_plain(found)[0]
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 

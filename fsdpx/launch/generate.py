@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 from fsdpx import nn, optim
-from fsdpx.comm.mesh import Mesh
-from fsdpx.facade.distribute import distribute
-from fsdpx.facade.functional import init
-from fsdpx.files import home
-from fsdpx.generation.terminal import Printed
+from fsdpx.core.base.safe_files import home
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.trainer.distribute import distribute
+from fsdpx.core.trainer.functional import init
 from fsdpx.models import from_pretrained
-from fsdpx.models.beside import ends_of, tokenizer_of
+from fsdpx.models.generation.terminal import Printed
+from fsdpx.models.tokenizer_files import ends_of, tokenizer_of
 
 __all__ = ["add_options", "generate"]
 

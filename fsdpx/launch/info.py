@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fsdpx import config, environment
-from fsdpx.array import blas
-from fsdpx.array.cores import cores
-from fsdpx.comm.default import place
-from fsdpx.comm.mpi.start import left
-from fsdpx.comm.opening import backend_name, first_line
+from fsdpx.core.array import blas
+from fsdpx.core.array.cores import cores
+from fsdpx.core.base import config, environment
+from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.base.version import __version__
+from fsdpx.core.comm.default_communicator import place
+from fsdpx.core.comm.init import backend_name, first_line
+from fsdpx.core.comm.mpi.start import left
+from fsdpx.core.state.tuning import stored
 from fsdpx.errors import install_hint
-from fsdpx.messages import bytes_text
-from fsdpx.state.tuning import stored
-from fsdpx.version import __version__
 
 __all__ = ["LEFT", "cupy", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version"]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpx import environment
+from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError, install_hint
-from fsdpx.launch.here import starter
 from fsdpx.launch.info import library
+from fsdpx.launch.local_launcher import starter
 from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
 from fsdpx.launch.rank import handed_over
 

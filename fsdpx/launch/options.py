@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpx import environment, files
+from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.name_hints import knowing
 from fsdpx.errors import LaunchError
-from fsdpx.words import knowing
 
 __all__ = [
     "HostSlots", "LaunchConfig", "NodeRank", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts",
@@ -69,7 +69,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         for name in ("hostfile", "folder", "logs"):  # text will do
             value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else files.home(value))
+            object.__setattr__(self, name, None if value is None else safe_files.home(value))
         wrong = next(self._wrong(), None)
         if wrong is not None:
             raise LaunchError(wrong)
@@ -222,7 +222,7 @@ def read_hosts(path: Path) -> list[HostSlots]:
     A host on several lines has the sum of their slots, one for each line without a number, as in the node files of
     PBS."""
     try:
-        lines = files.read(path, LARGEST, ours=False).decode().splitlines()
+        lines = safe_files.read(path, LARGEST, ours=False).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found: dict[str, HostSlots] = {}
@@ -293,7 +293,7 @@ def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> in
 
 def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
     """A hostfile of ours."""
-    files.write(path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
+    safe_files.write(path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
     return path
 
 

@@ -7,15 +7,16 @@ import json
 import sys
 from typing import Any
 
-from fsdpx import environment, plan
-from fsdpx.comm.local import single
-from fsdpx.comm.mesh import Mesh
+from fsdpx import plan
+from fsdpx.core.base import environment
+from fsdpx.core.base.safe_files import READABLE, home, write
+from fsdpx.core.comm.local import single
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.trainer.functional import init
 from fsdpx.errors import ConfigError
-from fsdpx.facade.functional import init
-from fsdpx.files import READABLE, home, write
+from fsdpx.ext.observe.plots import against_ranks, check_drawable, save
 from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute, written
-from fsdpx.observe.plots import against_ranks, check_drawable, save
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.measuring import machine_text, measured
 from fsdpx.plan.peak import lowered_text

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fsdpx import environment, guest
-from fsdpx.comm.default import have_met
-from fsdpx.comm.mpi.start import together
-from fsdpx.launch.notes import Note, asked, hold_lifeline, redirect
+from fsdpx.core.base import environment, hooks
+from fsdpx.core.comm.default_communicator import have_met
+from fsdpx.core.comm.mpi.start import together
+from fsdpx.launch.rank_status import Note, asked, hold_lifeline, redirect
 
 __all__ = ["OwnNote", "end_with_parent", "handed_over"]
 
@@ -49,7 +49,7 @@ def main() -> None:
         redirect(logs, begun.rank)
     note = OwnNote(begun, settings.run)
     _note_exits(note)
-    guest.on_end(note.end)
+    hooks.on_end(note.end)
     _note_handlers(note)
     error: BaseException | None = None
     try:

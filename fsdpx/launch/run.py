@@ -19,19 +19,19 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
-from fsdpx import environment, files
-from fsdpx.comm.mpi.start import clear, late, lives, owner, waiting
+from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
+from fsdpx.core.base.messages import last_words
+from fsdpx.core.comm.mpi.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
-from fsdpx.guest import STOP_SIGNALS, SignalHandler
+from fsdpx.ext.watch.flight_recorder import FlightRecord, log, read_all
 from fsdpx.launch.batch import batch, node_cores
-from fsdpx.launch.endings import Deaths, Ending, Evidence, RestartPlan, decide
-from fsdpx.launch.join import Guests, join
+from fsdpx.launch.elastic_join import Guests, join
+from fsdpx.launch.exit_status import Deaths, Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.launchers import Found, answering, command, find
-from fsdpx.launch.notes import Follower, Note, ask, read_notes
 from fsdpx.launch.options import LaunchConfig, NodeRank, look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.rank import end_with_parent
-from fsdpx.messages import last_words
-from fsdpx.watch.flight import FlightRecord, log, read_all
+from fsdpx.launch.rank_status import Follower, Note, ask, read_notes
 
 __all__ = ["Job", "main", "run"]
 
@@ -127,7 +127,7 @@ def run(
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
         _log(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
-        files.remove(folder)
+        safe_files.remove(folder)
     (folder / _OWNER).unlink(missing_ok=True)  # what is left is left on purpose
     return ending
 
@@ -184,9 +184,9 @@ def _place(config: LaunchConfig) -> Path:
 def _temporary(place: Path) -> Path:
     """A folder of this process. Folders of killed processes are removed."""
     owned = (file.parent for file in place.glob(f"{_PREFIX}*/{_OWNER}"))
-    clear(owned, lambda left: not lives((files.believed(left / _OWNER) or b"").decode(errors="replace")))
+    clear(owned, lambda left: not lives((safe_files.believed(left / _OWNER) or b"").decode(errors="replace")))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-    files.write(folder / _OWNER, owner())
+    safe_files.write(folder / _OWNER, owner())
     return folder
 
 
@@ -202,10 +202,10 @@ def _writable(folder: Path, option: str) -> Path:
 
 def _private(own: Path) -> Path:
     """The folder of a start, empty, which no other user can enter; LaunchError if another one has made it."""
-    files.remove(own)
+    safe_files.remove(own)
     try:
-        return files.folder(own)
-    except files.Untrusted as error:
+        return safe_files.folder(own)
+    except safe_files.Untrusted as error:
         raise LaunchError(f"{error}: name a --folder in which no other user can write") from None
 
 
@@ -258,9 +258,9 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, gu
         "" if process.returncode >= 0 or asked else signal.Signals(-process.returncode).name,
     ).ending()  # fmt: skip
     if ending.kind in ("done", "preempted"):
-        files.remove(own)
+        safe_files.remove(own)
     elif flights:
-        files.write(own / "actions.txt", log(flights))
+        safe_files.write(own / "actions.txt", log(flights))
     return ending
 
 

@@ -7,16 +7,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdpx.core.base.messages import table
+from fsdpx.core.trainer.fit_checkpoints import Checkpoints
+from fsdpx.core.trainer.functional import init
 from fsdpx.errors import ConfigError
-from fsdpx.facade.builder import ModelBuilder
-from fsdpx.facade.functional import init
-from fsdpx.facade.outcome import keep, result
-from fsdpx.messages import table
-from fsdpx.observe.chrome import merge
-from fsdpx.observe.folder import RunFolder, as_written, choose
-from fsdpx.observe.page import write_page
-from fsdpx.observe.plots import missing
-from fsdpx.trainer.saves import Checkpoints
+from fsdpx.ext.observe.chrome import merge
+from fsdpx.ext.observe.folder import RunFolder, as_written, choose
+from fsdpx.ext.observe.page import write_page
+from fsdpx.ext.observe.plots import missing
+from fsdpx.launch.builder import ModelBuilder
+from fsdpx.launch.run_results import keep, result
 
 __all__ = ["report", "runs", "trace", "train"]
 

@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import optim
-from fsdpx.comm.mesh import AXES, Mesh
-from fsdpx.config import Offload, byte_count
-from fsdpx.engine.recording import Acted, TransferSpan, Turn
+from fsdpx.core.base.config import Offload, byte_count
+from fsdpx.core.base.messages import bytes_text, table
+from fsdpx.core.base.safe_files import unreadable
+from fsdpx.core.comm.mesh import AXES, Mesh
+from fsdpx.core.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
+from fsdpx.core.state.gradients import rows_of
+from fsdpx.core.trainer.fit import remedies
+from fsdpx.core.trainer.recipe import Distribution
+from fsdpx.core.trainer.report import call_text
 from fsdpx.errors import ConfigError
-from fsdpx.facade.dryrun import DryRun, dry_run
-from fsdpx.files import unreadable
+from fsdpx.ext.fields.grid import Grid
+from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, write_simulated
+from fsdpx.ext.observe.plots import StepLanes, check_drawable, figure, save
+from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
-from fsdpx.layout.grid import Grid
-from fsdpx.messages import bytes_text, table
-from fsdpx.observe.chrome import TraceHeader, TracePlace, write_simulated
-from fsdpx.observe.plots import StepLanes, check_drawable, figure, save
+from fsdpx.plan.dry_run import DryRun, dry_run
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, lowered, lowered_text
 from fsdpx.plan.prediction import Dry, Prediction, prepared
-from fsdpx.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
-from fsdpx.state.gradients import rows_of
-from fsdpx.trainer.fit import remedies
-from fsdpx.trainer.recipe import Distribution
-from fsdpx.trainer.report import call_text
 
 __all__ = [
     "add_options", "check_axes", "draw_step", "lanes", "mesh_text", "no_field", "numbers", "parse_recompute", "show",
@@ -322,8 +322,8 @@ EACH = 4
 
 
 def lanes(dry: Dry, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
-    """The simulated step for `fsdpx.observe.plots.figure`. title: "name: about". limit: bytes that a rank may take; by
-    default what the machine says."""
+    """The simulated step for `fsdpx.ext.observe.plots.figure`. title: "name: about". limit: bytes that a rank may take;
+    by default what the machine says."""
     mesh, held, pipe = found.mesh, dry.held(found), found.mesh.width("pipe")
     places, each = [mesh.coordinates(rank).pipe for rank in range(mesh.size)], pipe == 1 and mesh.size <= EACH
     rows = range(mesh.size) if each else [places.index(stage) for stage in range(pipe)]

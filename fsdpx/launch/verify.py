@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from fsdpx import nn, optim
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.local import single
-from fsdpx.comm.mesh import Mesh
-from fsdpx.config import PRESETS, sharding
+from fsdpx.core.base.config import PRESETS, sharding
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.local import single
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.program import SCHEDULES
+from fsdpx.core.state.gradients import chunks_of
+from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.recipe import Distribution
+from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
-from fsdpx.facade.functional import init
+from fsdpx.ext.observe.record import RankRecord, Recorder
 from fsdpx.launch.diff import first_difference
 from fsdpx.launch.show import check_axes, mesh_text, parse_recompute
-from fsdpx.nn.plan import SEQUENCES
-from fsdpx.observe.record import RankRecord, Recorder
-from fsdpx.program import SCHEDULES
-from fsdpx.state.gradients import chunks_of
+from fsdpx.nn.tensor_plan import SEQUENCES
 from fsdpx.testing.compare import difference
-from fsdpx.trainer.recipe import Distribution
-from fsdpx.trainer.trainer import Trainer
 
 __all__ = ["verify", "verify_on"]
 

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpx.lazy_names import attach
+from fsdpx.core.base.lazy_names import attach
 
 if TYPE_CHECKING:
     from fsdpx.models.chat import chat_template as chat_template
     from fsdpx.models.operators import from_state_dict as from_state_dict, to_state_dict as to_state_dict
-    from fsdpx.models.reading import from_pretrained as from_pretrained
-    from fsdpx.models.writing import save_pretrained as save_pretrained
+    from fsdpx.models.pretrained_reader import from_pretrained as from_pretrained
+    from fsdpx.models.pretrained_writer import save_pretrained as save_pretrained
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

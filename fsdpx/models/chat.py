@@ -17,11 +17,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx import environment
+from fsdpx.core.base import environment
+from fsdpx.core.base.safe_files import Untrusted, home, read
 from fsdpx.errors import ConfigError, DataError, install_hint
-from fsdpx.files import Untrusted, home, read
-from fsdpx.models.beside import LARGEST, object_of
 from fsdpx.models.template import BEGIN, END
+from fsdpx.models.tokenizer_files import LARGEST, object_of
 
 __all__ = ["ChatTemplate", "chat_template"]
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.checkpoint.read import elements, weights
+from fsdpx.core.base.safe_files import home
+from fsdpx.core.checkpoint.read import elements, weights
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.files import home
-from fsdpx.models.tables import Architecture
+from fsdpx.ext.fields.spectral import FNO, ChannelLinear, SpectralConv
+from fsdpx.ext.fields.unet import UNet
+from fsdpx.models.architectures import Architecture
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Container
 from fsdpx.nn.graph import Graph
+from fsdpx.nn.linearize import sort, specs_of
 from fsdpx.nn.pad import Pad
 from fsdpx.nn.shape import Add
-from fsdpx.nn.sort import sort, specs_of
-from fsdpx.nn.spectral import FNO, ChannelLinear, SpectralConv
-from fsdpx.nn.unet import UNet
 
 __all__ = ["from_state_dict", "to_state_dict"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdpx.array import kernels
-from fsdpx.array.namespace import namespace_of
+from fsdpx.core.array import kernels
+from fsdpx.core.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.cut import CutRequest, Features, Parts, Positions, share
+from fsdpx.ext.fields.halo import cells_of, over
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
-from fsdpx.nn.parts import cells_of, over
+from fsdpx.nn.sharding import CutRequest, Features, Parts, Positions, share
 
 __all__ = [
     "GELU", "CutDropout", "Dropout", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of", "apply_mask",

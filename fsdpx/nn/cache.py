@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import kernels
+from fsdpx.core.array import kernels
 
 __all__ = ["Cache"]
 

@@ -12,15 +12,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from fsdpx.array import kernels
-from fsdpx.array.namespace import namespace_of
+from fsdpx.core.array import kernels
+from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.base.name_hints import demand_match, patterns_of
+from fsdpx.core.program import constants
 from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.shape import Add, Multiply
-from fsdpx.nn.ties import resolve_ties
-from fsdpx.program import constants
-from fsdpx.words import demand_match, patterns_of
+from fsdpx.nn.tied_parameters import resolve_ties
 
 __all__ = [
     "Chain", "ChildCall", "Composite", "Container", "Residual", "Value", "chained", "check_name", "free", "mapped",

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fsdpx.array import kernels
-from fsdpx.array.kernels.correlation import Strides
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cut import CutRequest, Parts
+from fsdpx.ext.fields.halo import MODES, FieldLayer, Reach, dealt, demand_dims, demand_fit, reaches
+from fsdpx.ext.fields.halo_slabs import Box, Rims, fold, fold_rims, widen
+from fsdpx.nn.gradient_accumulation import destination
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
-from fsdpx.nn.numeric import destination
-from fsdpx.nn.parts import MODES, FieldLayer, Reach, dealt, demand_dims, demand_fit, reaches
-from fsdpx.nn.rims import Box, Rims, fold, fold_rims, widen
+from fsdpx.nn.sharding import CutRequest, Parts
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "WindowLayer", "demand_groups", "for_each", "here",

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.ext.moe.moe import MoE
 from fsdpx.nn.activation import Dropout
-from fsdpx.nn.block import GatedMLP, TransformerBlock
+from fsdpx.nn.attention_layer import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.container import Chain, Container, chained
-from fsdpx.nn.cut import Vocab
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
-from fsdpx.nn.heads import Rotary
 from fsdpx.nn.init import normal, sinusoid
 from fsdpx.nn.layer import Layer, positive, remember
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.moe import MoE
 from fsdpx.nn.norm import LayerNorm, RMSNorm
+from fsdpx.nn.per_head import Rotary
 from fsdpx.nn.shape import Scale
+from fsdpx.nn.sharding import Vocab
+from fsdpx.nn.transformer import GatedMLP, TransformerBlock
 
 __all__ = ["GPT", "Llama"]
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import kernels
+from fsdpx.core.array import kernels
 from fsdpx.errors import DataError, ShapeError
-from fsdpx.nn import moves
-from fsdpx.nn.cut import Cut, CutRequest, Positions, Vocab, share
+from fsdpx.nn import collectives
+from fsdpx.nn.gradient_accumulation import as_indices, is_index, wide
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_time
 from fsdpx.nn.linear import named, want_known
 from fsdpx.nn.losses import CrossEntropy, Loss
-from fsdpx.nn.numeric import as_indices, is_index, wide
+from fsdpx.nn.sharding import Cut, CutRequest, Positions, Vocab, share
 
 __all__ = [
     "Embedding", "PartTokenEmbedding", "TokenEmbedding", "Tokens", "VocabCrossEntropy", "VocabEmbedding",
@@ -313,7 +313,7 @@ class VocabCrossEntropy(Loss):
         picked = float(xp.sum(xp.where(here < beside, part, 0.0))) - below
         means = [float(xp.sum(xp.where(counted, xp.sum(logits, axis=1, dtype=np.float64), 0.0)))] if smooth else []
         sums = xp.concatenate([xp.exp(part - top), xp.asarray([picked, *means])])
-        sums = moves.sum(xp, comm, sums, fresh=True, what="sums of logits")
+        sums = collectives.sum(xp, comm, sums, fresh=True, what="sums of logits")
         lse = xp.log(sums[: labels.size]) + top
         total = float(xp.sum(xp.where(counted, lse, 0.0)))
         wanted = [float(one) for one in sums[labels.size :]]
@@ -357,15 +357,15 @@ def _looked_up(env: Env, weight: Array, x: Array, total: int, sequence: bool) ->
     what = named(env, "embedding")
     if sequence:
         want_known(env, y, what)
-        return moves.scatter_sum(env.xp, comm, y, 1, what=what)
-    return moves.sum(env.xp, comm, y, fresh=True, what=what)
+        return collectives.scatter_sum(env.xp, comm, y, 1, what=what)
+    return collectives.sum(env.xp, comm, y, fresh=True, what=what)
 
 
 def _add_rows(env: Env, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
     """Add the gradient of what `_looked_up` gave."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
-        dy = moves.gather(xp, comm, dy, 1, x.shape[1], what=named(env, "embedding gradient"))
+        dy = collectives.gather(xp, comm, dy, 1, x.shape[1], what=named(env, "embedding gradient"))
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _local_index(env, index, total)

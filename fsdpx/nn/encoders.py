@@ -7,17 +7,17 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import Dropout, Tanh, activation_of
-from fsdpx.nn.block import MLP
+from fsdpx.nn.attention_layer import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.container import Composite, Container, chained
-from fsdpx.nn.cut import Vocab
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
+from fsdpx.nn.gradient_accumulation import add_product, add_sum, affine, flat, product
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, remember
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
-from fsdpx.nn.numeric import add_product, add_sum, affine, flat, product
 from fsdpx.nn.shape import First
+from fsdpx.nn.sharding import Vocab
+from fsdpx.nn.transformer import MLP
 
 __all__ = ["Bert", "BertEmbedding", "Patches", "ViT"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import random
+from fsdpx.core.array import random
 
 __all__ = ["Init", "constant", "normal", "ones", "sinusoid", "uniform", "values", "zeros"]
 

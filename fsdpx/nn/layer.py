@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
-from fsdpx.arguments import check_own_constructor
-from fsdpx.array.random import Random
+from fsdpx.core.array.random import Random
+from fsdpx.core.base.arguments import check_own_constructor
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import Cache
-from fsdpx.nn.cut import Cut, CutRequest, Features, Kind, Parts, Positions, Samples, share
+from fsdpx.nn.gradient_accumulation import Gradients, is_index
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.numeric import Gradients, is_index
+from fsdpx.nn.sharding import Cut, CutRequest, Features, Kind, Parts, Positions, Samples, share
 
 __all__ = [
     "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
@@ -158,7 +158,7 @@ class Env:
 
     Parameters
     ----------
-    xp : the array namespace: numpy, cupy or `fsdpx.shapes`
+    xp : the array namespace: numpy, cupy or `fsdpx.core.array.shapes`
     mesh : the connected mesh axes, for layers that communicate
     random : counter-based random numbers of this layer, step and global row
     training : dropout is active and running statistics are updated
@@ -263,7 +263,8 @@ class Layer(ABC):
     "indices", int32 or int64; "given", as they are; "passed", as its result is taken. One word, or one per input."""
 
     runs: tuple[str, ...] = ()
-    """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
+    """Names of the kernels it runs (`fsdpx.core.array.kernels`), children's left out: compiled before the first
+    step."""
 
     plan: Mapping[str, Any] = {}
     """The layer's own tensor plan: the name of a child, or "" for the layer itself -> its mark (`Column`, `Row`,

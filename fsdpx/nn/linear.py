@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn import moves
-from fsdpx.nn.cut import Column, Cut, CutRequest, Features, Kind, Positions, Row, Vocab, Whole
+from fsdpx.nn import collectives
+from fsdpx.nn.gradient_accumulation import add_linear, add_product, add_sum, affine, flat, linear_backward, product
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
-from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
+from fsdpx.nn.sharding import Column, Cut, CutRequest, Features, Kind, Positions, Row, Vocab, Whole
 
 __all__ = ["ColumnLinear", "CutLinear", "Linear", "RowLinear", "named", "want_known"]
 
@@ -216,7 +216,7 @@ class ColumnLinear(CutLinear):
         y = self._product(env, p, full, p["bias"] if self.bias else None)
         y = y.reshape(*full.shape[:-1], p["weight"].shape[0])
         if self.gather_output:
-            y = moves.join(env.xp, env.mesh.tensor, y, -1, self.out_features, what=named(env, "output"))
+            y = collectives.join(env.xp, env.mesh.tensor, y, -1, self.out_features, what=named(env, "output"))
         return y, (x,)
 
     def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
@@ -224,9 +224,9 @@ class ColumnLinear(CutLinear):
         comm, dy = env.mesh.tensor, self._part(env, dy)
         if comm.size == 1:
             return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
-        full = moves.PendingMove(None, lambda: x)
+        full = collectives.PendingMove(None, lambda: x)
         if self.sequence and "weight" in g:
-            full = moves.start_gather(env.xp, comm, x, 1, env.time, what=named(env, "input"))
+            full = collectives.start_gather(env.xp, comm, x, 1, env.time, what=named(env, "input"))
         dx = self._start_input_gradient(env, p, dy)
         _add_gradients(env, g, dy, full.wait())
         return dx.wait()
@@ -247,18 +247,18 @@ class ColumnLinear(CutLinear):
         want_last(self, x, self.in_features)
         if not self.sequence:
             return x
-        return moves.gather(env.xp, env.mesh.tensor, x, 1, env.time, what=named(env, "input"))
+        return collectives.gather(env.xp, env.mesh.tensor, x, 1, env.time, what=named(env, "input"))
 
     def _part(self, env: Env, dy: Array) -> Array:
         """The gradient of what this rank computed."""
-        return moves.cut(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
+        return collectives.cut(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
-    def _start_input_gradient(self, env: Env, p: Params, dy: Array) -> moves.PendingMove:
+    def _start_input_gradient(self, env: Env, p: Params, dy: Array) -> collectives.PendingMove:
         dx = self._inward(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
         comm, what = env.mesh.tensor, named(env, "input gradient")
         if self.sequence:
-            return moves.start_scatter_sum(env.xp, comm, dx, 1, what=what)
-        return moves.start_sum(env.xp, comm, dx, fresh=True, what=what)
+            return collectives.start_scatter_sum(env.xp, comm, dx, 1, what=what)
+        return collectives.start_sum(env.xp, comm, dx, fresh=True, what=what)
 
 
 class RowLinear(CutLinear):
@@ -301,9 +301,9 @@ class RowLinear(CutLinear):
         y = self._product(env, p, x, None).reshape(shape)
         comm, what = env.mesh.tensor, named(env, "output")
         if self.sequence:
-            y = moves.scatter_sum(env.xp, comm, y, 1, what=what)
+            y = collectives.scatter_sum(env.xp, comm, y, 1, what=what)
         else:
-            y = moves.sum(env.xp, comm, y, fresh=True, what=what)
+            y = collectives.sum(env.xp, comm, y, fresh=True, what=what)
         if bias is not None:
             y += bias
         return y, (x,)
@@ -319,7 +319,7 @@ class RowLinear(CutLinear):
         """The gradient of the result, full along dim 1."""
         if not self.sequence:
             return dy
-        return moves.gather(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "output gradient"))
+        return collectives.gather(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "output gradient"))
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, full, dy = (flat(array) for array in kept)
@@ -347,5 +347,5 @@ def named(env: Env, thing: str) -> str:
 def want_known(env: Env, x: Array, what: str) -> None:
     """Every rank must know from its part how the full `x` is cut along dim 1: by `env.time`, or into equal parts."""
     if env.time is None:
-        moves.want_even(x.shape, 1, env.mesh.tensor.size, what)
+        collectives.want_even(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

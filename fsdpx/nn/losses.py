@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.arguments import check_own_constructor
-from fsdpx.array import kernels
-from fsdpx.array.namespace import namespace_of
+from fsdpx.core.array import kernels
+from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.base.arguments import check_own_constructor
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.nn.cells import CellWeights, weighed
-from fsdpx.nn.cut import Parts
+from fsdpx.ext.fields.cell_reductions import CellWeights, weighed
+from fsdpx.nn.gradient_accumulation import as_indices
 from fsdpx.nn.layer import Array, Env, describe, fraction
-from fsdpx.nn.numeric import as_indices
+from fsdpx.nn.sharding import Parts
 
 __all__ = ["MSE", "BCEWithLogits", "CrossEntropy", "Loss", "same_shape"]
 

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.array import kernels
-from fsdpx.cuda.devices import is_on_gpu
+from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.cells import moments, reduced
+from fsdpx.ext.fields.cell_reductions import moments, reduced
+from fsdpx.ext.gpu.devices import is_on_gpu
+from fsdpx.nn.gradient_accumulation import add_sum, wide
 from fsdpx.nn.init import ones, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
-from fsdpx.nn.numeric import add_sum, wide
 
 __all__ = ["BatchNorm", "LayerNorm", "RMSNorm"]
 

@@ -7,10 +7,10 @@ from operator import index
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cut import Parts
+from fsdpx.ext.fields.halo import MODES, FieldLayer, Reach, demand_dims, demand_fit
+from fsdpx.ext.fields.halo_slabs import fold, widen
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.parts import MODES, FieldLayer, Reach, demand_dims, demand_fit
-from fsdpx.nn.rims import fold, widen
+from fsdpx.nn.sharding import Parts
 
 __all__ = ["Pad"]
 

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.array import kernels
-from fsdpx.array.kernels.correlation import Strides
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cells import reduced
+from fsdpx.ext.fields.cell_reductions import reduced
+from fsdpx.ext.fields.halo import FieldLayer, cells_of, dealt, demand_dims
+from fsdpx.ext.fields.halo_slabs import fold, widen
 from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, for_each, here
-from fsdpx.nn.cut import Parts
+from fsdpx.nn.gradient_accumulation import along, wide
 from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.numeric import along, wide
-from fsdpx.nn.parts import FieldLayer, cells_of, dealt, demand_dims
-from fsdpx.nn.rims import fold, widen
+from fsdpx.nn.sharding import Parts
 
 __all__ = [
     "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d",

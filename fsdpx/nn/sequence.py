@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import kernels
-from fsdpx.array.kernels.attention import clear_hidden, compute_seen, multiply_seen
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.attention import clear_hidden, compute_seen, multiply_seen
 from fsdpx.errors import DataError
-from fsdpx.nn import moves
+from fsdpx.nn import collectives
 from fsdpx.nn.activation import apply_mask, keep_mask
-from fsdpx.nn.attention import Heads, scores_of, seen_by, split_heads
-from fsdpx.nn.cut import share
+from fsdpx.nn.attention_math import Heads, scores_of, seen_by, split_heads
+from fsdpx.nn.gradient_accumulation import is_index, product, wide
 from fsdpx.nn.layer import Array, Env, Layer, Params, want_time
 from fsdpx.nn.linear import named, want_known
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.numeric import is_index, product, wide
+from fsdpx.nn.sharding import share
 
 __all__ = ["Enter", "Framed", "Leave", "Ring", "SampleLoss", "SequenceLoss", "Ulysses"]
 
@@ -44,13 +44,13 @@ class Enter(Layer):
             want_known(env, x, named(env, "sequence"))
         elif env.time is None and env.mesh.tensor.size > 1:
             raise DataError(f"{named(env, 'input')}: sequence='samples' takes inputs that all have one length of dim 1")
-        return moves.cut(env.xp, env.mesh.tensor, x, self.dim), (is_index(x), x.shape[self.dim])
+        return collectives.cut(env.xp, env.mesh.tensor, x, self.dim), (is_index(x), x.shape[self.dim])
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         index, total = saved
         if index or dy is None:
             return None, ()
-        return moves.join(env.xp, env.mesh.tensor, dy, self.dim, total, what=named(env, "gradient")), ()
+        return collectives.join(env.xp, env.mesh.tensor, dy, self.dim, total, what=named(env, "gradient")), ()
 
 
 class Leave(Layer):
@@ -60,10 +60,10 @@ class Leave(Layer):
         self.total = total
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return moves.join(env.xp, env.mesh.tensor, x, -1, self.total, what=named(env, "output")), ()
+        return collectives.join(env.xp, env.mesh.tensor, x, -1, self.total, what=named(env, "output")), ()
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return moves.cut(env.xp, env.mesh.tensor, dy, -1), ()
+        return collectives.cut(env.xp, env.mesh.tensor, dy, -1), ()
 
 
 class Framed(Layer):
@@ -122,7 +122,7 @@ class SampleLoss(Loss):
         self.runs = getattr(loss, "runs", ())
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        return self.loss.forward(env, y, moves.cut(env.xp, env.mesh.tensor, target, 0))
+        return self.loss.forward(env, y, collectives.cut(env.xp, env.mesh.tensor, target, 0))
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         return self.loss.backward(env, saved, seed)
@@ -151,7 +151,7 @@ class SequenceLoss(Loss):
                 f"{self!r}: the output is cut along dim 1 by sequence=..., and the target with it: dim 1 of the target "
                 f"must be {time}, got a target of shape {tuple(target.shape)}"
             )
-        return self.loss.forward(env, y, moves.cut(env.xp, env.mesh.tensor, target, 1))
+        return self.loss.forward(env, y, collectives.cut(env.xp, env.mesh.tensor, target, 1))
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         return self.loss.backward(env, saved, seed)
@@ -187,14 +187,14 @@ class Ulysses:
     def _to_heads(self, env: Env, x: Array, count: int, thing: str) -> Array:
         """`(samples, part of time, count x all heads)` -> `(samples, time, count x part of heads)`."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
-        y = moves.exchange(env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=named(env, thing))
+        y = collectives.exchange(env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=named(env, thing))
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
     def _to_time(self, env: Env, x: Array, count: int, thing: str) -> Array:
         """The inverse of `_to_heads`."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
-        y = moves.exchange(env.xp, env.mesh.tensor, apart, 1, 3, self.heads.n_heads, what=named(env, thing))
+        y = collectives.exchange(env.xp, env.mesh.tensor, apart, 1, 3, self.heads.n_heads, what=named(env, thing))
         return y.reshape(*y.shape[:2], x.shape[2] // width * self.heads.n_heads)
 
 
@@ -308,7 +308,7 @@ class Ring:
         return keep_mask(env.at("dropout"), shape, self.heads.dropout, cuts)
 
 
-def _shift(env: Env, array: Array, time: int, block: int, tag: int, thing: str) -> moves.PendingMove:
+def _shift(env: Env, array: Array, time: int, block: int, tag: int, thing: str) -> collectives.PendingMove:
     """Send what belongs to a block to the next rank of the ring, and receive that of the block before it.
 
     array: (2, samples, heads, this block's part of `time`, d_head)."""
@@ -324,7 +324,7 @@ def _shift(env: Env, array: Array, time: int, block: int, tag: int, thing: str) 
         sending.wait()
         return into.reshape(shape)
 
-    return moves.PendingMove(receiving, finish, sent)
+    return collectives.PendingMove(receiving, finish, sent)
 
 
 def _merged(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:

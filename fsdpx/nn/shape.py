@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from fsdpx.array import kernels
-from fsdpx.array.namespace import joined
+from fsdpx.core.array import kernels
+from fsdpx.core.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, Env, Layer, Params, positive
 

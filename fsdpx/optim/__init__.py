@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpx.lazy_names import attach
+from fsdpx.core.base.lazy_names import attach
 
 if TYPE_CHECKING:
     from fsdpx.optim import schedules as schedules

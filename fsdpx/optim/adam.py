@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.core.base.name_hints import knowing
 from fsdpx.optim.optimizer import (
     Elementwise,
     Rate,
@@ -17,7 +18,6 @@ from fsdpx.optim.optimizer import (
     with_decay,
 )
 from fsdpx.optim.segments import Groups
-from fsdpx.words import knowing
 
 __all__ = ["Adam", "AdamW", "adam"]
 

@@ -5,12 +5,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpx.array.kernels.half import add_widened
-from fsdpx.config import python_fields
+from fsdpx.core.array.kernels.half import add_widened
+from fsdpx.core.base.config import python_fields
+from fsdpx.core.base.name_hints import knowing
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import Kept, Optimizer, Slots, Wrapping, check_number, has_data, kept_of, update_parameters
 from fsdpx.optim.segments import Segments
-from fsdpx.words import knowing
 
 __all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged"]
 

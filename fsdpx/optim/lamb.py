@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.array.sums import PARTS, block_squares
+from fsdpx.core.array.sums import PARTS, block_squares
+from fsdpx.core.base.name_hints import knowing
 from fsdpx.optim.optimizer import (
     BLOCK,
     Rate,
@@ -19,7 +20,6 @@ from fsdpx.optim.optimizer import (
     update,
 )
 from fsdpx.optim.segments import Groups, Segment, Segments
-from fsdpx.words import knowing
 
 __all__ = ["LAMB", "direction", "follow", "moments"]
 

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.core.base.name_hints import knowing
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_betas, toward, update
 from fsdpx.optim.segments import Groups
-from fsdpx.words import knowing
 
 __all__ = ["Lion", "lion"]
 

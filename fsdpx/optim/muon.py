@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, check_options, has_data
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
-from fsdpx.words import knowing, patterns_of
 
 __all__ = ["BUT", "Muon", "orthogonal"]
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsdpx.config import python_fields
+from fsdpx.core.base.config import python_fields
+from fsdpx.core.base.name_hints import knowing
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import check_number
-from fsdpx.words import knowing
 
 __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"]
 

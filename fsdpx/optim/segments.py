@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
-from fsdpx.array.sums import PARTS, exact_sum, padded
+from fsdpx.core.array.sums import PARTS, exact_sum, padded
 from fsdpx.errors import ConfigError
 
 __all__ = ["Exchange", "Groups", "Peers", "Run", "Segment", "Segments"]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdpx.core.base.name_hints import knowing
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, update, with_decay
 from fsdpx.optim.segments import Groups
-from fsdpx.words import knowing
 
 __all__ = ["SGD", "momentum", "sgd"]
 

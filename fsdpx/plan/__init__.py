@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.plan.found import Candidate, Plan
+from fsdpx.plan.result import Candidate, Plan
 from fsdpx.plan.kernels import KernelRates
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import Prediction, RankClass, predict

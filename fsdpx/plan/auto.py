@@ -8,19 +8,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.comm.backend import FakeCommunicator
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.opening import carrier_of, node_of
-from fsdpx.config import byte_count
+from fsdpx.core.base.config import byte_count
+from fsdpx.core.base.messages import bytes_text, line
+from fsdpx.core.comm.backend import FakeCommunicator
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.init import carrier_of, node_of
+from fsdpx.core.state.footprint import memory_limits
+from fsdpx.core.trainer.option_rules import agree
+from fsdpx.core.trainer.recipe import Recipe, demand
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.messages import bytes_text, line
-from fsdpx.plan.found import Plan
 from fsdpx.plan.machine import Level, Machine
 from fsdpx.plan.prediction import batch_of
+from fsdpx.plan.result import Plan
 from fsdpx.plan.searching import search
-from fsdpx.state.footprint import memory_limits
-from fsdpx.trainer.choices import agree
-from fsdpx.trainer.recipe import Recipe, demand
 
 __all__ = ["MACHINE", "planned"]
 

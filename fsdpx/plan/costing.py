@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from fsdpx.comm.communicator import Counters
-from fsdpx.engine.recording import Recording
-from fsdpx.layout.units import Unit
+from fsdpx.core.array.shapes.array import Meter, Root, ShapeArray
+from fsdpx.core.array.shapes.flop_counter import Work, counting, repeat
+from fsdpx.core.array.shapes.shape_cache import made_of, plan_of
+from fsdpx.core.comm.communicator import Counters
+from fsdpx.core.program import Action, Program
+from fsdpx.core.state.units import Unit
+from fsdpx.core.trainer.trainer import Trainer
+from fsdpx.ext.observe.recording import Recording
 from fsdpx.nn.container import Recomputed
 from fsdpx.nn.layer import Layer
-from fsdpx.program import Action, Program
-from fsdpx.shapes.array import Meter, Root, ShapeArray
-from fsdpx.shapes.known import made_of, plan_of
-from fsdpx.shapes.work import Work, counting, repeat
-from fsdpx.trainer.trainer import Trainer
 
 __all__ = ["ActionCost", "Costing"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdpx.config import half_name, precision
+from fsdpx.core.base.config import half_name, precision
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.prediction import Prediction
 

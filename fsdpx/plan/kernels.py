@@ -9,7 +9,7 @@ from itertools import product
 from math import exp, inf, log, prod
 from typing import Any
 
-from fsdpx.shapes.work import Pass, Product
+from fsdpx.core.array.shapes.flop_counter import Pass, Product
 
 __all__ = ["LONG", "SHORT", "WEIGHTS", "KernelRates", "point_of", "rates_wanted", "weights_of"]
 

@@ -12,10 +12,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fsdpx.core.base.name_hints import demand_known
+from fsdpx.core.base.safe_files import home, read, unreadable
 from fsdpx.errors import ConfigError
-from fsdpx.files import home, read, unreadable
 from fsdpx.plan.kernels import KernelRates, rates_wanted
-from fsdpx.words import demand_known
 
 __all__ = ["Compute", "Level", "Machine", "Storage"]
 

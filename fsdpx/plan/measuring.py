@@ -16,21 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx import nn, optim, shapes
-from fsdpx.array.cores import cores, share_cores, threads_of
-from fsdpx.array.kernels import relu
-from fsdpx.array.namespace import dtype
-from fsdpx.comm.communicator import Communicator, ReduceOp
-from fsdpx.comm.local import single
-from fsdpx.comm.opening import node_of
-from fsdpx.cuda.devices import cupy, gpus
-from fsdpx.nn.numeric import product
+from fsdpx import nn, optim
+from fsdpx.core.array import shapes
+from fsdpx.core.array.cores import cores, share_cores, threads_of
+from fsdpx.core.array.kernels import relu
+from fsdpx.core.array.namespace import dtype
+from fsdpx.core.array.shapes.flop_counter import Work, counting
+from fsdpx.core.comm.communicator import Communicator, ReduceOp
+from fsdpx.core.comm.init import node_of
+from fsdpx.core.comm.local import single
+from fsdpx.ext.gpu.devices import cupy, gpus
+from fsdpx.ext.offload.disk import rates_of
+from fsdpx.nn.gradient_accumulation import product
 from fsdpx.plan import probes
 from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, point_of, weights_of
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
 from fsdpx.plan.prediction import prepared
-from fsdpx.shapes.work import Work, counting
-from fsdpx.state.disk import rates_of
 
 __all__ = ["machine_text", "measured"]
 

@@ -10,22 +10,22 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from fsdpx.array.arena import Life
-from fsdpx.comm.calls import Transfer
-from fsdpx.comm.mesh import AXES, Mesh
-from fsdpx.config import Offload
-from fsdpx.engine.operations import about
-from fsdpx.engine.run import Activations, is_activation, lives, roots
+from fsdpx.core.array.arena import Life
+from fsdpx.core.array.shapes.array import Meter
+from fsdpx.core.base.config import Offload
+from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.comm.mesh import AXES, Mesh
+from fsdpx.core.engine.operations import about
+from fsdpx.core.engine.run import Activations, is_activation, lives, roots
+from fsdpx.core.program import SLOTS, Action, Program, Slot
+from fsdpx.core.state.ledger import KINDS, LedgerRow
+from fsdpx.core.state.train_state import TrainState
+from fsdpx.core.trainer.fit import ENOUGH, cheaper, passing
+from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import FsdpxError
-from fsdpx.layout.grid import Grid
-from fsdpx.messages import bytes_text
+from fsdpx.ext.fields.grid import Grid
 from fsdpx.plan.printed import grid, prose
-from fsdpx.program import SLOTS, Action, Program, Slot
-from fsdpx.shapes.array import Meter
-from fsdpx.state.ledger import KINDS, LedgerRow
-from fsdpx.state.state import TrainState
-from fsdpx.trainer.fit import ENOUGH, cheaper, passing
-from fsdpx.trainer.trainer import Trainer
 
 __all__ = [
     "PIECES", "Change", "Holding", "Peak", "PeakWatch", "lowered", "lowered_text", "mesh_args", "options_text",
@@ -52,8 +52,8 @@ SCHEDULES = ("gpipe", "interleaved", "zb-h2", "zbv")
 BATCH = "the batch"
 PIECES = 16
 """For this many bytes of activations one byte lies free between them at the peak: their heap is never given back to the
-system (see array/arena.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is 1/20 to
-1/7."""
+system (see core/array/arena.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is
+1/20 to 1/7."""
 SHOWN, WIDE = 4, 76
 """Units, and characters, of a row."""
 

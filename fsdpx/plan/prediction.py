@@ -15,34 +15,34 @@ from os import PathLike
 from typing import Any, NamedTuple, cast
 
 from fsdpx import nn, optim
-from fsdpx.array.arena import Life
-from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.comm.backend import FakeCommunicator
-from fsdpx.comm.mesh import Coordinates, Mesh
-from fsdpx.config import Precision, half_name
-from fsdpx.config import precision as formats_of
-from fsdpx.engine.run import lives
+from fsdpx.core.array.arena import Life
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.array.shapes.array import metered
+from fsdpx.core.array.shapes.flop_counter import counting
+from fsdpx.core.base.config import Precision, half_name
+from fsdpx.core.base.config import precision as formats_of
+from fsdpx.core.base.name_hints import demand_known
+from fsdpx.core.comm.backend import FakeCommunicator
+from fsdpx.core.comm.mesh import Coordinates, Mesh
+from fsdpx.core.engine.run import lives
+from fsdpx.core.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
+from fsdpx.core.program.simulator import by_rank, run
+from fsdpx.core.program.traffic import filled
+from fsdpx.core.program.verbs import partner
+from fsdpx.core.state.accumulation import microbatches_of
+from fsdpx.core.state.gradients import rows_of
+from fsdpx.core.trainer.call_runner import FixedRanks
+from fsdpx.core.trainer.fit import made, passing
+from fsdpx.core.trainer.recipe import OPTIONS, Recipe, Training, native
+from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, warn
-from fsdpx.layout.grid import LETTERS, Grid
-from fsdpx.nn.sort import keeping
+from fsdpx.ext.fields.grid import LETTERS, Grid
+from fsdpx.nn.linearize import keeping
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import PIECES, Change, Peak, PeakWatch, lowered
-from fsdpx.plan.seconds import Lines, StepTimes
-from fsdpx.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
-from fsdpx.program.count import filled
-from fsdpx.program.machine import by_rank, run
-from fsdpx.program.verbs import partner
-from fsdpx.shapes import ShapeArray
-from fsdpx.shapes.array import metered
-from fsdpx.shapes.work import counting
-from fsdpx.state.accumulation import microbatches_of
-from fsdpx.state.gradients import rows_of
-from fsdpx.trainer.fit import made, passing
-from fsdpx.trainer.host import FixedRanks
-from fsdpx.trainer.recipe import OPTIONS, Recipe, Training, native
-from fsdpx.trainer.trainer import Trainer
-from fsdpx.words import demand_known
+from fsdpx.plan.time_model import Lines, StepTimes
 
 __all__ = [
     "Batch", "Dry", "Prediction", "RankClass", "WorldStep", "batch_of", "demand_words", "dims_of", "predict",

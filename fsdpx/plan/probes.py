@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.array import kernels
-from fsdpx.array.kernels.correlation import Strides
-from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.nn.numeric import wide
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.shapes.flop_counter import note
+from fsdpx.nn.gradient_accumulation import wide
 from fsdpx.optim import Segment, Segments
-from fsdpx.shapes.work import note
 
 __all__ = ["passes", "products", "weights"]
 

@@ -11,19 +11,19 @@ from os import PathLike
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.codecs import Codecs, codec
-from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Offload, byte_count
+from fsdpx.core.base.config import Offload, byte_count
+from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.compression import Codecs, codec
+from fsdpx.core.trainer.recipe import Recipe, Training, native
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.messages import bytes_text
-from fsdpx.nn.sort import keeping, once, sort
-from fsdpx.plan.depth import deeper, depth, parameters
-from fsdpx.plan.found import SHOWN, Candidate, Plan, divides
-from fsdpx.plan.least import least_seconds
+from fsdpx.nn.linearize import keeping, once, sort
+from fsdpx.plan.lower_bound import least_seconds
 from fsdpx.plan.machine import Machine
+from fsdpx.plan.max_depth import deeper, depth, parameters
 from fsdpx.plan.peak import options_text
 from fsdpx.plan.prediction import Batch, Prediction, WorldStep, batch_of, demand_words, dims_of, seldom, step_of, whole
-from fsdpx.trainer.recipe import Recipe, Training, native
+from fsdpx.plan.result import SHOWN, Candidate, Plan, divides
 
 __all__ = ["search"]
 

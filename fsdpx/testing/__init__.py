@@ -3,7 +3,7 @@ comparison of arrays that names the worst element; a clock for thread ranks that
 
 from typing import TYPE_CHECKING
 
-from fsdpx.lazy_names import attach
+from fsdpx.core.base.lazy_names import attach
 
 if TYPE_CHECKING:
     from fsdpx.testing.codec import CodecContract as CodecContract

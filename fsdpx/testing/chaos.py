@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdpx.comm.local import Died
+from fsdpx.core.comm.local import Died
 from fsdpx.errors import ConfigError
 
 __all__ = ["Blow", "StepLog", "Struck", "blows", "endure", "parse", "strike"]

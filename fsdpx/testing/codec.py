@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpx.codecs import Codec
-from fsdpx.comm.calls import split_evenly
-from fsdpx.comm.communicator import Communicator, Counted, Counters
-from fsdpx.comm.opening import spawn
+from fsdpx.core.comm.calls import split_evenly
+from fsdpx.core.comm.communicator import Communicator, Counted, Counters
+from fsdpx.core.comm.init import spawn
+from fsdpx.core.compression import Codec
 from fsdpx.testing.threads import switching
 
 __all__ = ["CodecContract"]

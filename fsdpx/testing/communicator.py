@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
 
-from fsdpx.comm.communicator import Communicator, ReduceOp, split_evenly
+from fsdpx.core.comm.communicator import Communicator, ReduceOp, split_evenly
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.testing.threads import switching
 

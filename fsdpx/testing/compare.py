@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.namespace import to_host
+from fsdpx.core.array.namespace import to_host
 
 __all__ = ["WorstElement", "demand_close", "difference"]
 

@@ -9,8 +9,8 @@ import numpy as np
 from fsdpx.nn.container import one_or_all
 from fsdpx.nn.init import values
 from fsdpx.nn.layer import Env, Layer
+from fsdpx.nn.linearize import taken
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.sort import taken
 from fsdpx.testing.threads import interleaved
 
 __all__ = ["LayerContract", "LossContract"]
@@ -44,8 +44,8 @@ class GradientContract:
         assert " at 0x" not in text, text
 
     def _env(self, xp: Any, row: int = 0) -> Env:
-        from fsdpx.array.random import Random
-        from fsdpx.comm.mesh import alone
+        from fsdpx.core.array.random import Random
+        from fsdpx.core.comm.mesh import alone
 
         return Env(xp, alone(), Random(seed=5, path="layer", step=3, row=row), self.training)
 
@@ -204,7 +204,7 @@ class LayerContract(GradientContract):
             np.testing.assert_allclose(got, want, rtol=0, atol=self.tolerance32, err_msg=name)
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
-        from fsdpx import shapes as xp
+        from fsdpx.core.array import shapes as xp
 
         for dtype in (np.float64, np.float32):
             layer, x, p = self._setting()
@@ -388,7 +388,7 @@ class LossContract(GradientContract):
             np.testing.assert_array_equal(theirs, mine)
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
-        from fsdpx import shapes as xp
+        from fsdpx.core.array import shapes as xp
 
         y, target = self._setting()
         flat = [xp.ShapeArray(part.shape, part.dtype) for part in (*y, target)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.opening import spawn
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.init import spawn
 from fsdpx.optim import Optimizer, Segment, Segments, rate
 from fsdpx.optim.optimizer import inside, update_parameters, zeros
 from fsdpx.optim.segments import Exchange, Peers

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdpx.program import (
+from fsdpx.core.program import (
     Costs,
     PipelineSchedule,
     Request,
@@ -47,7 +47,7 @@ class ScheduleContract:
         return None
 
     def test_it_can_run_at_every_size(self) -> None:
-        """As `fsdpx.program.check` proves."""
+        """As `fsdpx.core.program.verifier` proves."""
         for made in self._made():
             validate(made)
 

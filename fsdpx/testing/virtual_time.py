@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from fsdpx.comm import Communicator, Wrapper
-from fsdpx.comm.calls import Array
-from fsdpx.comm.windows import Window
+from fsdpx.core.comm import Communicator, Wrapper
+from fsdpx.core.comm.calls import Array
+from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommTimeout
 
 __all__ = ["VirtualTime"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import kernels
-from fsdpx.array.kernels.correlation import Strides
-from fsdpx.array.random import Stretch
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.core.array.random import Stretch
 
 __all__ = ["CALLS", "DY", "ROWS", "SEGMENTS", "B", "N", "Q", "W", "X", "arguments_of", "each", "noise"]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fsdpx.array import dtype as dtype_of
-from fsdpx.array import kernels
+from fsdpx.core.array import dtype as dtype_of
+from fsdpx.core.array import kernels
 
 
 @pytest.fixture(params=["plain", "numba"])

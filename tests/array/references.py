@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.array import kernels
-from fsdpx.array.blas import halves
-from fsdpx.array.kernels.activation import CUBIC, SLOPE
-from fsdpx.array.kernels.correlation import Strides
-from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.array.random import Stretch
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.activation import CUBIC, SLOPE
+from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.random import Stretch
+from fsdpx.ext.half import matmul
 
 __all__ = ["BF16", "F16", "FAMILIES", "KERNELS", "agree", "cases"]
 
@@ -493,7 +493,7 @@ def convolutions(x, dy, dtype) -> Cases:
     }  # fmt: skip
 
 
-LIBRARIES = list(halves.available())
+LIBRARIES = list(matmul.available())
 FLUSHED = 2.0**-120
 """Products of 16 bits by the processor's instructions take numbers below 2^-126 for 0."""
 
@@ -539,11 +539,11 @@ def products(x, dy, dtype) -> Cases:
     def by(library):
         def run(xp, a, b):
             out = np.zeros((len(a), len(b)), wide(dtype))
-            halves.choose(library)
+            matmul.choose(library)
             try:
-                halves.product(out, a, b.T, True)
+                matmul.product(out, a, b.T, True)
             finally:
-                halves.choose(None)
+                matmul.choose(None)
             return out
 
         return run

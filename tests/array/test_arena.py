@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from amount import in_full
 
-from fsdpx.array import kernels
-from fsdpx.array.arena import ALIGN, BLOCK, Arena
+from fsdpx.core.array import kernels
+from fsdpx.core.array.arena import ALIGN, BLOCK, Arena
 
 
 def address(array: np.ndarray) -> int:
@@ -81,7 +81,7 @@ def test_a_closed_arena_holds_no_block() -> None:
 PROGRAM = """
 import resource
 import numpy as np
-from fsdpx.array.arena import keep_pages
+from fsdpx.core.array.arena import keep_pages
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

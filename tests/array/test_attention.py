@@ -8,7 +8,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array import blas, dtype, kernels, parallel
+from fsdpx.core.array import blas, dtype, kernels, parallel
 
 pytestmark = pytest.mark.skipif(blas.chosen() == "numpy", reason="compiled attention needs a BLAS to call")
 

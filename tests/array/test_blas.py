@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from fsdpx import environment
-from fsdpx.array import blas, cores, parallel
-from fsdpx.array.blas import libraries
+from fsdpx.core.array import blas, cores, parallel
+from fsdpx.core.array.blas import libraries
+from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
 
 LIBRARIES = list(blas.available())

@@ -9,11 +9,10 @@ import pytest
 from amount import in_full
 from references import KERNELS
 
-from fsdpx import shapes
-from fsdpx.array import dtype, from_host, kernels, namespace, namespace_of, to_host
-from fsdpx.array.kernels import choice
+from fsdpx.core.array import dtype, from_host, kernels, namespace, namespace_of, shapes, to_host
+from fsdpx.core.array.kernels import choice
 from fsdpx.errors import ConfigError
-from fsdpx.native.compiled import jit
+from fsdpx.ext.native.compiled import jit
 
 
 def test_compiled_code_has_the_name_of_a_kernel():
@@ -45,7 +44,7 @@ def test_without_numba_the_plain_code_runs_and_says_so_once():
 import sys, warnings
 sys.modules["numba"] = None  # as if it were not there
 import numpy as np
-from fsdpx.array import kernels
+from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -75,21 +74,21 @@ def test_mixed_dtypes_take_the_plain_code():
 def test_compiled_code_is_looked_for_by_the_first_kernel_that_needs_it():
     code = """
 import sys, numpy as np
-from fsdpx import shapes
-from fsdpx.array import kernels, random
+from fsdpx.core.array import shapes
+from fsdpx.core.array import kernels, random
 kernels.gelu(shapes, shapes.zeros((2, 2)))
 with kernels.use("plain"):
     kernels.gelu(np, np.ones(2))
-assert not {"numba", "cupy", "mpi4py", "ml_dtypes", "fsdpx.native.compiled"} & set(sys.modules)
+assert not {"numba", "cupy", "mpi4py", "ml_dtypes", "fsdpx.ext.native.compiled"} & set(sys.modules)
 kernels.gelu(np, np.ones(2))
-assert "fsdpx.native.compiled" in sys.modules
+assert "fsdpx.ext.native.compiled" in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
 @pytest.fixture
 def cache(monkeypatch):
-    from fsdpx.native import build as module
+    from fsdpx.ext.native import compile as module
 
     monkeypatch.setattr(module, "_warned", False)
     return module

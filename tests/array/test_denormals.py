@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from fsdpx.array import parallel
-from fsdpx.array.parallel import flushed
+from fsdpx.core.array import parallel
+from fsdpx.core.array.parallel import flushed
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
 TINY = np.full(100, 1e-40, np.float32)

@@ -12,22 +12,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
 
-from fsdpx.array import blas, kernels, parallel
-from fsdpx.array.blas import halves, onednn, products
-from fsdpx.array.kernels.compiled import attention16
-from fsdpx.array.namespace import dtype
-from fsdpx.array.random import Stretch
+from fsdpx.core.array import blas, kernels, parallel
+from fsdpx.core.array.blas import products
+from fsdpx.core.array.kernels.compiled import attention16
+from fsdpx.core.array.namespace import dtype
+from fsdpx.core.array.random import Stretch
 from fsdpx.errors import ConfigError
+from fsdpx.ext.half import matmul, onednn
 
 BF16 = dtype("bf16")
-LIBRARIES = list(halves.available())
+LIBRARIES = list(matmul.available())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 65, 130]))
 
 
 @pytest.fixture(autouse=True)
 def default() -> Iterator[None]:
     yield
-    halves.choose(None)
+    matmul.choose(None)
     blas.threads(1)
 
 
@@ -46,22 +47,22 @@ def test_products_biases_and_sums(wide, m, k, n, layouts, seed) -> None:
     size = np.abs(exact[0]) @ np.abs(exact[1]) + np.abs(exact[2]) + 1
     bound = (k + 4) * 2.0**-23 * size + (0 if wide else 2.0**-8 * (np.abs(want) + np.abs(exact[2]) + 1))
     for name in LIBRARIES:
-        halves.choose(name)
+        matmul.choose(name)
         out = np.full((m, n), np.nan, np.float32 if wide else BF16)
-        halves.product(out, lay(a, layouts[0]), lay(b, layouts[1]), bias=bias)
+        matmul.product(out, lay(a, layouts[0]), lay(b, layouts[1]), bias=bias)
         assert np.all(np.abs(out.astype("f8") - want - exact[2]) <= bound), name
         out[...] = 1
-        halves.product(out, lay(a, layouts[0]), lay(b, layouts[1]), accumulate=True)
+        matmul.product(out, lay(a, layouts[0]), lay(b, layouts[1]), accumulate=True)
         assert np.all(np.abs(out.astype("f8") - want - 1) <= bound), name
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_inf_and_nan_go_where_they_belong(name: str) -> None:
-    halves.choose(name)
+    matmul.choose(name)
     a, b = normal((6, 40), 0), normal((40, 5), 1)
     a[1, 3], b[7, 2] = np.inf, np.nan
     out = np.empty((6, 5), np.float32)
-    halves.product(out, a, b)
+    matmul.product(out, a, b)
     with np.errstate(invalid="ignore"):
         want = a.astype("f8") @ b.astype("f8")
     np.testing.assert_array_equal(np.isnan(out), np.isnan(want))
@@ -70,33 +71,33 @@ def test_inf_and_nan_go_where_they_belong(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(name: str) -> None:
-    halves.choose(name)
+    matmul.choose(name)
     a, b = normal((33, 65), 0), normal((65, 31), 1)
     seen = set()
     for shift in (0, 1, 3, 17):
         x = np.empty(a.size + shift, BF16)[shift:].reshape(a.shape)
         x[...] = a
         out = np.empty((33, 31), np.float32)
-        halves.product(out, x, b)
+        matmul.product(out, x, b)
         seen.add(out.tobytes())
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_cut_among_threads(name: str) -> None:
-    halves.choose(name)
+    matmul.choose(name)
     a, b = normal((700, 300), 0), normal((300, 400), 1)
     want, got = np.empty((700, 400), np.float32), np.zeros((700, 400), np.float32)
-    halves.product(want, a, b)
+    matmul.product(want, a, b)
     blas.threads(2)
-    halves.product(got, a, b, accumulate=True)
+    matmul.product(got, a, b, accumulate=True)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_formats_of_one_width_do_not_share_a_product() -> None:
     """A primitive is kept for its shapes and strides, and bfloat16 and float16 have the same ones."""
     library = onednn.found()
-    if library is None or not halves.instructions("float16"):
+    if library is None or not matmul.instructions("float16"):
         pytest.skip("no oneDNN here that computes float16")
     x, y = np.arange(15.0).reshape(3, 5), np.arange(10.0).reshape(5, 2)
     for kind in ("bfloat16", "float16", "bfloat16"):
@@ -115,24 +116,24 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
                 out[-1, -1] += 0.1
 
     monkeypatch.setattr(onednn, "found", Wrong)
-    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("avx512_bf16",))
+    monkeypatch.setattr(matmul, "instructions", lambda kind="bfloat16": ("avx512_bf16",))
     _forget()
     try:
         with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
-            assert halves.chosen() == halves.WIDENED
+            assert matmul.chosen() == matmul.WIDENED
     finally:
         _forget()
 
 
 def _forget() -> None:
-    halves._default.cache_clear()
+    matmul._default.cache_clear()
 
 
 def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ())
+    monkeypatch.setattr(matmul, "instructions", lambda kind="bfloat16": ())
     _forget()
     try:
-        assert halves.chosen() == halves.WIDENED
+        assert matmul.chosen() == matmul.WIDENED
     finally:
         _forget()
 
@@ -148,23 +149,23 @@ def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatc
         def product(self, out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
 
-    monkeypatch.setattr(halves, "cpuinfo", lambda what: flags)
-    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("amx_bf16",))
+    monkeypatch.setattr(matmul, "cpuinfo", lambda what: flags)
+    monkeypatch.setattr(matmul, "instructions", lambda kind="bfloat16": ("amx_bf16",))
     monkeypatch.setattr(onednn, "found", Library)
     _forget()
     try:
-        assert list(halves.available()) == here
-        assert halves.chosen() == here[0]
+        assert list(matmul.available()) == here
+        assert matmul.chosen() == here[0]
         if "onednn" not in here:
             with pytest.raises(ConfigError, match=r"16-bit products by 'onednn' are not here: choose one of widened"):
-                halves.choose("onednn")
+                matmul.choose("onednn")
     finally:
         _forget()
 
 
 def test_an_unknown_library_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"16-bit products by 'cublas' are not here: choose one of .*widened"):
-        halves.choose("cublas")
+        matmul.choose("cublas")
 
 
 TARGET = np.arange(33) * 5 % 71
@@ -207,7 +208,7 @@ WAYS = ["plain", "numba", *(["words"] if attention16.available() else [])]
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    module = importlib.import_module("fsdpx.array.kernels.compiled.attention")
+    module = importlib.import_module("fsdpx.core.array.kernels.compiled.attention")
     monkeypatch.setattr(module, "available", lambda: request.param == "words")
     with kernels.use("plain" if request.param == "plain" else "default"):
         yield request.param
@@ -323,12 +324,12 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
         out = np.zeros((m, n), np.float32 if wide else BF16)
         flip = slice(None, None, -1) if x.strides[0] < 0 else slice(None)
         assert products.small_product(out, x, y, False, bias) == bool(x.strides[0] >= 0 or x.flags.c_contiguous)
-        halves.product(out, x, y, bias=bias)
+        matmul.product(out, x, y, bias=bias)
         want = exact[flip] + bias.astype("f8")
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
         assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + rounding)
         before = out.copy()
-        halves.product(out, x, y, accumulate=True)
+        matmul.product(out, x, y, accumulate=True)
         want = before.astype("f8") + exact[flip]
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
         assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + 2.0**-23 * np.abs(want) + rounding)

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpx.array import kernels
-from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.array.random import Random
-from fsdpx.comm.mesh import alone
-from fsdpx.nn.attention import Heads
+from fsdpx.core.array import kernels
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm.mesh import alone
+from fsdpx.nn.attention_math import Heads
 from fsdpx.nn.layer import Env
 
 TIME, ODD = 90, 40

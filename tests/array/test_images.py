@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from amount import few
 
-from fsdpx.array import blas, kernels, parallel
-from fsdpx.array.kernels import use
-from fsdpx.array.kernels.compiled import convolution
-from fsdpx.array.kernels.correlation import Strides
-from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.core.array import blas, kernels, parallel
+from fsdpx.core.array.kernels import use
+from fsdpx.core.array.kernels.compiled import convolution
+from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.core.array.namespace import dtype as dtype_of
 
 WINDOWS = [
     ((3, 3), (1, 1), (1, 1)),  # Winograd's way where channels allow it

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from layouts import lay
 from references import BF16, F16, FAMILIES, KERNELS, TOLERANCE, agree, cases
 
-from fsdpx.array import kernels
-from fsdpx.array.kernels.compiled import convolution
-from fsdpx.array.kernels.correlation import Strides
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.compiled import convolution
+from fsdpx.core.array.kernels.correlation import Strides
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 ELEMENTWISE = {
@@ -149,7 +149,7 @@ def test_unknown_gelu(mode):
 
 
 def test_sorted_sum_of_embedding_gradients_matches():
-    from fsdpx.array.kernels.loss import _add_sorted
+    from fsdpx.core.array.kernels.loss import _add_sorted
 
     rng = np.random.default_rng(0)
     for n in (0, 1, 2, 57):

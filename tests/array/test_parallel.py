@@ -10,9 +10,9 @@ from amount import examples, in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array import kernels, parallel
-from fsdpx.array.random import Stretch
-from fsdpx.array.sums import block_squares
+from fsdpx.core.array import kernels, parallel
+from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.sums import block_squares
 from fsdpx.errors import ConfigError
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(25))
@@ -138,7 +138,7 @@ def test_one_thread_cuts_nothing(many):
 def test_a_forked_child_starts_its_own_threads():
     code = """
 import os, threading
-from fsdpx.array import parallel
+from fsdpx.core.array import parallel
 parallel.set_threads(2)
 def both():
     parallel.run(threading.Barrier(2, timeout=20).wait, [(), ()])  # needs two threads at once

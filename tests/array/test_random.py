@@ -8,10 +8,9 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx import shapes
-from fsdpx.array import kernels, random
-from fsdpx.array.kernels.activation import threshold
-from fsdpx.array.random import Random, Stretch
+from fsdpx.core.array import kernels, random, shapes
+from fsdpx.core.array.kernels.activation import threshold
+from fsdpx.core.array.random import Random, Stretch
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 SIZE = 700
@@ -68,7 +67,7 @@ def test_compiled_and_plain_normal_numbers_agree():
 
 
 def test_ends_of_the_compiled_transform():
-    from fsdpx.array.kernels.compiled.normal import _transform
+    from fsdpx.core.array.kernels.compiled.normal import _transform
 
     top = 2**64 - 1
     fractions = [0, 1 << 11, top, 1 << 63, 1 << 62, 3 << 62, (1 << 61) - 1, 1 << 61, 7 << 61]

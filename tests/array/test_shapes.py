@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from references import KERNELS
 
-from fsdpx import shapes
-from fsdpx import shapes as xp
-from fsdpx.array import kernels
-from fsdpx.array.kernels import attention, embedding_backward
-from fsdpx.shapes import ShapeArray
-from fsdpx.shapes import known as known_of
-from fsdpx.shapes.array import metered
-from fsdpx.shapes.known import known
-from fsdpx.shapes.work import counting
+from fsdpx.core.array import kernels, shapes
+from fsdpx.core.array import shapes as xp
+from fsdpx.core.array.kernels import attention, embedding_backward
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.array.shapes import shape_cache as known_of
+from fsdpx.core.array.shapes.array import metered
+from fsdpx.core.array.shapes.flop_counter import counting
+from fsdpx.core.array.shapes.shape_cache import known
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
 DTYPES = st.sampled_from(["float64", "float32", "float16", "int64", "int32", "bool"])

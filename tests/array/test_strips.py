@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from amount import few
 
-from fsdpx.array import dtype as dtype_of
-from fsdpx.array import kernels, parallel
-from fsdpx.array.kernels import use
-from fsdpx.array.kernels.compiled import direct
-from fsdpx.array.kernels.correlation import Strides
+from fsdpx.core.array import dtype as dtype_of
+from fsdpx.core.array import kernels, parallel
+from fsdpx.core.array.kernels import use
+from fsdpx.core.array.kernels.compiled import direct
+from fsdpx.core.array.kernels.correlation import Strides
 
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
 CELLS, SIZES = (7, 5, 14), (4, 3, 13)

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 from amount import few, in_full
 
-from fsdpx.array import dtype as dtype_of
-from fsdpx.array.kernels import choice
-from fsdpx.engine.warm import OTHERS, warm_kernels
-from fsdpx.native import image
+from fsdpx.core.array import dtype as dtype_of
+from fsdpx.core.array.kernels import choice
+from fsdpx.core.engine.warmup import OTHERS, warm_kernels
+from fsdpx.ext.native import code_cache
 
 COUNT = """
 import gc
 import numpy as np
-from fsdpx.array import kernels
-from fsdpx.engine.warm import warm_kernels
+from fsdpx.core.array import kernels
+from fsdpx.core.engine.warmup import warm_kernels
 
 def ready():
-    from fsdpx.native.compiled import Compiled
+    from fsdpx.ext.native.compiled import Compiled
     made = [f for f in gc.get_objects() if isinstance(f, Compiled)]
     return {(f.function.__module__, f.function.__qualname__, kinds) for f in made for kinds in f.ready}
 """
@@ -76,7 +76,7 @@ def test_a_step_finds_all_kernels_warm(precision):
         + """
 import warnings
 from fsdpx import nn, optim
-from fsdpx.engine.warm import make_ready, warm_calls
+from fsdpx.core.engine.warmup import make_ready, warm_calls
 from fsdpx.nn.layer import runs_of
 warnings.filterwarnings("ignore", "fsdpx: bf16 is computed as float32")  # on processors without instructions for it
 block = nn.TransformerBlock(8, 2, dropout=0.1)
@@ -104,7 +104,7 @@ from numba.core import caching
 def read_only(self):
     raise OSError(errno.EROFS, "Read-only file system")
 caching._CacheLocator.ensure_cache_path = read_only
-from fsdpx.array import kernels
+from fsdpx.core.array import kernels
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert kernels.square_sum(np, np.ones(3, np.float32)) == 3.0
@@ -115,13 +115,13 @@ assert len(results) == 1 and "set NUMBA_CACHE_DIR to a folder that can be writte
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
-@pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
+@pytest.mark.skipif(not code_cache.able(), reason="machine code is not kept here")
 def test_a_second_process_needs_no_compiler():
     """A third of the time before a first step, and a hundred megabytes."""
     code = """
 import sys
 import numpy as np
-from fsdpx.engine.warm import warm_kernels
+from fsdpx.core.engine.warmup import warm_kernels
 convolutions = "correlate", "correlate_backward_input", "correlate_backward_params"
 warm_kernels(["gelu", *convolutions, "float16", "bfloat16"], np.float32)
 print("numba" in sys.modules, "llvmlite" in sys.modules)

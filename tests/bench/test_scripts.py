@@ -29,7 +29,7 @@ def test_a_job_that_fails_leaves_a_reason(code: str, reason: str) -> None:
 
 
 def test_every_compiled_kernel_has_been_measured_and_pays() -> None:
-    from fsdpx.array.kernels import choice
+    from fsdpx.core.array.kernels import choice
 
     gains: dict[str, list[float]] = {}
     for row in json.loads((Path(__file__).parents[2] / "bench" / "results" / "kernels.json").read_text())["rows"]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdpx import Trainer, latest, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 
 
 def small(comm: Communicator | None = None) -> Trainer:

@@ -8,8 +8,8 @@ import pytest
 from models import KNOWN, make, part
 
 from fsdpx import Mesh, Trainer, data, spawn
-from fsdpx.checkpoint.format import WRITTEN
-from fsdpx.comm import Communicator
+from fsdpx.core.checkpoint.format import WRITTEN
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 
 MESHES = {

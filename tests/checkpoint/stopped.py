@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdpx import Checkpoints, data, init, nn, optim
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 
 READY, ROWS, SAMPLES = "ready.json", 12, 60
 rng = np.random.default_rng(0)

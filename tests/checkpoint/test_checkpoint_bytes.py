@@ -18,12 +18,12 @@ from models import KNOWN, make, placed
 from savers import ALL, CUT, build, contents, everywhere, steps
 
 from fsdpx import FakeCommunicator, Mesh, nn, optim, spawn
-from fsdpx.checkpoint import write
-from fsdpx.checkpoint.pieces import Held, owned
-from fsdpx.checkpoint.write import Worker
-from fsdpx.comm import Communicator
+from fsdpx.core.checkpoint import write
+from fsdpx.core.checkpoint.local_shards import Held, owned
+from fsdpx.core.checkpoint.write import Worker
+from fsdpx.core.comm import Communicator
+from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.state.state import TrainState
 from fsdpx.testing import demand_close
 
 

@@ -21,9 +21,9 @@ from stopped import READY, train
 
 from fsdpx import Mesh, __version__, spawn
 from fsdpx.__main__ import main
-from fsdpx.checkpoint.save import Choices
-from fsdpx.comm import Communicator
-from fsdpx.watch.preempt import PREEMPTED
+from fsdpx.core.checkpoint.save import Choices
+from fsdpx.core.comm import Communicator
+from fsdpx.ext.watch.preempt import PREEMPTED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "watch"))
 from trials import MPIEXEC, environment, none_left

@@ -22,13 +22,14 @@ from savers import build, refused, steps
 from threads import on_ranks
 
 import fsdpx
-from fsdpx import data, environment, nn, optim, spawn
-from fsdpx.checkpoint import commit, write
-from fsdpx.checkpoint import format as layout
-from fsdpx.checkpoint import save as saving
-from fsdpx.checkpoint.load import REMEDY
-from fsdpx.checkpoint.write import Manifest
-from fsdpx.comm import Communicator
+from fsdpx import data, nn, optim, spawn
+from fsdpx.core.base import environment
+from fsdpx.core.checkpoint import atomic_commit, write
+from fsdpx.core.checkpoint import format as layout
+from fsdpx.core.checkpoint import save as saving
+from fsdpx.core.checkpoint.load import REMEDY
+from fsdpx.core.checkpoint.write import Manifest
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -91,7 +92,7 @@ def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monk
     assert text.endswith("No space left on device (ENOSPC)")
 
 
-@pytest.mark.parametrize(("module", "later"), [(write, 0), (write, write.LATER), (commit, 0)])
+@pytest.mark.parametrize(("module", "later"), [(write, 0), (write, write.LATER), (atomic_commit, 0)])
 def test_a_full_disk_at_the_end(old: Any, module: Any, later: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some systems say so only when asked to keep it; or there is room for all but the header."""
     monkeypatch.setattr(write, "LATER", later)
@@ -123,7 +124,7 @@ def test_errors_in_the_background_surface_at_the_next_save(old: Any, monkeypatch
     def failing(self: Any, *args: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.safetensors")
 
-    monkeypatch.setattr(commit.Target, "commit", failing)
+    monkeypatch.setattr(atomic_commit.Target, "commit", failing)
     assert refused(2, body) == f"save to {old[0]}: rank 0: Permission denied (EACCES): model.safetensors"
 
 
@@ -134,7 +135,7 @@ def test_a_host_with_a_disk_of_its_own_is_named(tmp_path: Path, monkeypatch: pyt
     def body(comm: Communicator) -> None:
         make(comm, "wide").save(tmp_path / "a")
 
-    monkeypatch.setattr("fsdpx.checkpoint.save.write", elsewhere)
+    monkeypatch.setattr("fsdpx.core.checkpoint.save.write", elsewhere)
     with pytest.raises(CheckpointError, match=r"a: rank 1: .* does not see .*: all hosts must share the disk of"):
         spawn(body, 2)
 
@@ -198,7 +199,13 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "place", [(commit.files, "sign"), (commit, "_demand_free"), (saving, "to_host"), (saving.threading.Thread, "start")]
+    "place",
+    [
+        (atomic_commit.safe_files, "sign"),
+        (atomic_commit, "_demand_free"),
+        (saving, "to_host"),
+        (saving.threading.Thread, "start"),
+    ],
 )
 def test_ctrl_c_in_a_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
     def interrupt(*args: Any) -> None:
@@ -210,7 +217,7 @@ def test_ctrl_c_in_a_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mon
             broken.setattr(*place, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 trainer.save(tmp_path / "a", background=True)
-        assert not list(tmp_path.glob(f"*{commit.PARTIAL}*"))
+        assert not list(tmp_path.glob(f"*{atomic_commit.PARTIAL}*"))
         trainer.save(tmp_path / "a")  # this process may go on, as in a notebook
 
     spawn(body, 1)
@@ -346,13 +353,13 @@ def test_a_link_is_followed_to_its_end(in_background: bool, tmp_path: Path) -> N
     assert loaded(path) == loaded(tmp_path / "step-100") != loaded(tmp_path / "other")
 
 
-@pytest.mark.parametrize("moved", [commit.PARTIAL, "step-100"])
+@pytest.mark.parametrize("moved", [atomic_commit.PARTIAL, "step-100"])
 def test_what_a_link_names_outlives_a_failed_save(moved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rename = linked(tmp_path, "latest"), os.rename
     digest = loaded(path)
 
     def failing(source: Any, target: Any) -> None:
-        if moved in Path(source).name and commit.PREVIOUS not in Path(source).name:
+        if moved in Path(source).name and atomic_commit.PREVIOUS not in Path(source).name:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
         rename(source, target)
 
@@ -391,12 +398,12 @@ def test_links_in_the_place_of_parts_lose_themselves_alone(tmp_path: Path) -> No
 def test_two_names_of_one_place_have_one_lock(tmp_path: Path) -> None:
     path = linked(tmp_path, "latest")
     (tmp_path / "by-another-name").symlink_to(tmp_path, target_is_directory=True)
-    lock = commit._lock(tmp_path / "step-100")
+    lock = atomic_commit._lock(tmp_path / "step-100")
     try:
         for name in (path, tmp_path / "by-another-name/latest"):
             assert "step-100: another job is saving there" in refused(2, trained, name)
     finally:
-        commit.leaving(tmp_path / "step-100", commit.LOCK).unlink()
+        atomic_commit.leaving(tmp_path / "step-100", atomic_commit.LOCK).unlink()
         os.close(lock or 0)
     assert loaded(path)
 
@@ -431,7 +438,7 @@ def test_ranks_that_want_different_things(tmp_path: Path) -> None:
 @in_full
 def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
     code = (
-        "import sys; from pathlib import Path; from fsdpx.checkpoint.commit import _lock\n"
+        "import sys; from pathlib import Path; from fsdpx.core.checkpoint.atomic_commit import _lock\n"
         "_lock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
     )
     job = subprocess.Popen([sys.executable, "-c", code, str(old[0])], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -452,8 +459,8 @@ def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
 
 def leavings(name: str) -> list[str]:
     """What saves leave, each kind after the other."""
-    kinds = commit.PARTIAL + "0123abcd", commit.LOCK, commit.PREVIOUS, commit.REMOVED
-    return [commit.leaving(Path(name), kind).name for kind in kinds]
+    kinds = atomic_commit.PARTIAL + "0123abcd", atomic_commit.LOCK, atomic_commit.PREVIOUS, atomic_commit.REMOVED
+    return [atomic_commit.leaving(Path(name), kind).name for kind in kinds]
 
 
 @pytest.mark.parametrize("moment", ["partial", "previous", "both"])
@@ -498,7 +505,7 @@ def test_a_failing_last_rename_takes_the_first_one_back(old: Any, monkeypatch: p
     rename = os.rename
 
     def failing(source: Any, target: Any) -> None:
-        if commit.PARTIAL in str(source):
+        if atomic_commit.PARTIAL in str(source):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
         rename(source, target)
 
@@ -676,7 +683,7 @@ def test_ranks_that_work_in_different_folders_are_told_so(tmp_path: Path, monkey
     spawn(saved, 2, Path("a"))
     real = os.getcwd()
     there = {"rank 1": f"{real}/sub"}
-    monkeypatch.setattr(commit.os, "getcwd", lambda: there.get(threading.current_thread().name, real))
+    monkeypatch.setattr(atomic_commit.os, "getcwd", lambda: there.get(threading.current_thread().name, real))
     words = f"ranks differ in working folder: rank 0 has {real}, rank 1 has {real}/sub"
     for call in ("save", "load", "load_weights"):
         with pytest.raises(CheckpointError, match=re.escape(f"{call}: {words}")):

@@ -22,9 +22,9 @@ from savers import contents, refused
 
 from fsdpx import Trainer, data, nn, optim, spawn
 from fsdpx.__main__ import main
-from fsdpx.checkpoint.format import Sum, array_type, code_of, lay, parse, rounded, whole
-from fsdpx.checkpoint.write import Manifest
-from fsdpx.comm import Communicator
+from fsdpx.core.checkpoint.format import Sum, array_type, code_of, lay, parse, rounded, whole
+from fsdpx.core.checkpoint.write import Manifest
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 
 DTYPES = [

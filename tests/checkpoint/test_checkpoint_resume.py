@@ -16,8 +16,8 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Checkpoints, Precision, Trainer, data, nn, optim, spawn
-from fsdpx.checkpoint.pieces import Name, written
-from fsdpx.comm import Communicator
+from fsdpx.core.checkpoint.local_shards import Name, written
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 
 

@@ -15,9 +15,9 @@ from models import make
 from savers import contents, steps
 
 from fsdpx import Mesh, Trainer, nn, optim, spawn
-from fsdpx.checkpoint import format as layout
-from fsdpx.checkpoint import write
-from fsdpx.comm import Communicator
+from fsdpx.core.checkpoint import format as layout
+from fsdpx.core.checkpoint import write
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]

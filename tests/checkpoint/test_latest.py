@@ -11,7 +11,7 @@ from models import make
 
 import fsdpx
 from fsdpx import spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, DesyncError
 
 
@@ -98,7 +98,7 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
 
 def test_all_ranks_get_what_rank_0_finds(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though others look at a moment when a save has just been committed."""
-    from fsdpx.facade import latest as module
+    from fsdpx.core.trainer import latest as module
 
     fill(tmp_path, one, "step-1", "step-2")
     looked: list[int] = []

@@ -10,8 +10,8 @@ import savers
 from threads import on_ranks
 
 from fsdpx import Mesh, Trainer, WeightsReport, nn, optim, spawn
-from fsdpx.checkpoint.load import LEFT_OUT, REMEDY
-from fsdpx.comm import Communicator
+from fsdpx.core.checkpoint.load import LEFT_OUT, REMEDY
+from fsdpx.core.comm import Communicator
 
 MESHES = {
     "one": (1, {}),

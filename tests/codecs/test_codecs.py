@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from turns import arrived, steps
 
-from fsdpx.array import kernels
-from fsdpx.codecs import Cast, Codec, Int8, Plain, PowerSGD, TopK, codec
-from fsdpx.codecs.powersgd import outer
-from fsdpx.comm import Communicator, spawn
+from fsdpx.core.array import kernels
+from fsdpx.core.comm import Communicator, spawn
+from fsdpx.core.compression import Cast, Codec, Int8, Plain, PowerSGD, TopK, codec
 from fsdpx.errors import ConfigError
+from fsdpx.ext.compression.powersgd import outer
 from fsdpx.testing import CodecContract
 
 KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {

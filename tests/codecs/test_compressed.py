@@ -10,14 +10,14 @@ import pytest
 from amount import in_full
 from turns import arrived, steps
 
-from fsdpx.array import kernels
-from fsdpx.array.random import Stretch
-from fsdpx.codecs import Codec, Int8, TopK
-from fsdpx.codecs.forms import BLOCK
-from fsdpx.codecs.int8 import add_quantised, quantise
-from fsdpx.codecs.sparse import add_largest, chosen, take_largest
-from fsdpx.comm import Communicator, spawn
+from fsdpx.core.array import kernels
+from fsdpx.core.array.random import Stretch
+from fsdpx.core.comm import Communicator, spawn
+from fsdpx.core.compression import Codec, Int8, TopK
 from fsdpx.errors import ConfigError
+from fsdpx.ext.compression.implementations import BLOCK
+from fsdpx.ext.compression.int8 import add_quantised, quantise
+from fsdpx.ext.compression.topk import add_largest, chosen, take_largest
 
 FEEDBACK: dict[str, Callable[[], Codec]] = {
     "int8": Int8,
@@ -141,7 +141,7 @@ def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(
     dtype: str, n: int, share: float, block: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equals are among them, many zeros, and in the last block what is no number. None: one block is all."""
-    monkeypatch.setattr("fsdpx.codecs.compiled.MANY", 256)
+    monkeypatch.setattr("fsdpx.ext.compression.compiled.MANY", 256)
     block = block or n
     x = np.round(spread(n, dtype), 1)
     x[-1:], x[n // 2 : n // 2 + 1] = np.nan, np.inf

@@ -13,7 +13,7 @@ from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm import Communicator, spawn, split_evenly
-from fsdpx.comm.communicator import Counted, Counters
+from fsdpx.core.comm import Communicator, spawn, split_evenly
+from fsdpx.core.comm.communicator import Counted, Counters
 
 
 def steps(

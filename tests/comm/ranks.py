@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from fsdpx import environment
-from fsdpx.comm import Communicator
-from fsdpx.comm.carrier import Carrier
+from fsdpx.core.base import environment
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.message_backend import Carrier
 
 __all__ = ["OVER_GLOO", "carrier", "from_rank_0", "together"]
 
@@ -20,11 +20,11 @@ OVER_GLOO = _LAUNCHER is not None and not _LAUNCHER.mpi
 def carrier(timeout: float = 30.0) -> Carrier:
     """A new communicator of all ranks for messages: of MPI, or without it of Gloo."""
     if OVER_GLOO:
-        from fsdpx.comm import roll
-        from fsdpx.comm.gloo import GlooCommunicator
+        from fsdpx.ext.gloo import rendezvous
+        from fsdpx.ext.gloo.gloo import GlooCommunicator
 
-        return GlooCommunicator(roll.call(environment.read()), timeout)
-    from fsdpx.comm.mpi.mpi import MpiCommunicator
+        return GlooCommunicator(rendezvous.call(environment.read()), timeout)
+    from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 
     return MpiCommunicator(timeout=timeout)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from ranks import OVER_GLOO, carrier
 
-from fsdpx import environment
-from fsdpx.comm import FakeCommunicator, Guarded, ReduceOp, single, spawn
+from fsdpx.core.base import environment
+from fsdpx.core.comm import FakeCommunicator, Guarded, ReduceOp, single, spawn
+from fsdpx.core.trainer import functional
 from fsdpx.errors import ConfigError, DataError, DesyncError, ShapeError
-from fsdpx.facade import functional
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,8 @@ def test_a_rank_of_spawn_cannot_open_another_world():
 
 def test_importing_and_running_on_threads_loads_no_mpi_and_no_torch():
     program = (
-        "import sys, numpy as np, fsdpx.comm as c, fsdpx.facade.functional as f, fsdpx.testing.communicator\n"
+        "import sys, numpy as np, fsdpx.core.comm as c, fsdpx.core.trainer.functional as f\n"
+        "import fsdpx.testing.communicator\n"
         "c.spawn(lambda comm: f.all_reduce(np.ones(3)), 2); f.all_reduce(1.0)\n"
         "assert not {'mpi4py', 'cupy', 'numba', 'torch'} & set(sys.modules), sys.modules"
     )

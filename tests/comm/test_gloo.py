@@ -21,9 +21,10 @@ from ports import free_port
 from ranks import OVER_GLOO, carrier, together
 
 import fsdpx
-from fsdpx import environment, nn, optim
-from fsdpx.comm import Communicator, opening
-from fsdpx.environment import Store, alone, read
+from fsdpx import nn, optim
+from fsdpx.core.base import environment
+from fsdpx.core.base.environment import Store, alone, read
+from fsdpx.core.comm import Communicator, init
 from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
 from fsdpx.launch.launchers import find
 from fsdpx.launch.options import LaunchConfig
@@ -67,14 +68,14 @@ class TestTheWorld:
         assert "mpi4py.MPI" not in sys.modules
 
     def test_memory_is_shared_with_torch(self) -> None:
-        from fsdpx.comm.gloo import _bytes
+        from fsdpx.ext.gloo.gloo import _bytes
 
         for dtype in ("float32", "bfloat16", "float16", "uint64", "bool"):
             array = np.zeros(5, dtype)
             assert _bytes(array).data_ptr() == array.ctypes.data
 
     def test_a_step_inside_a_host_sends_no_message(self, world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-        from fsdpx.comm.gloo import GlooCommunicator
+        from fsdpx.ext.gloo.gloo import GlooCommunicator
 
         trainer = models.mlp(1, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
         x, y = np.ones((2, 8), np.float32), np.zeros(2, np.int64)
@@ -168,7 +169,8 @@ def test_messages_that_nobody_waits_for_do_not_spoil_the_end(tmp_path: Path) -> 
 
 
 SHORT = (
-    "fsdpx.examples.gpt --data fsdpx/comm --steps 2 --batch 8 --validate 2 --validation-batches 1 --no-tune --no-save"
+    "fsdpx.examples.gpt --data fsdpx/core/comm --steps 2 --batch 8"
+    " --validate 2 --validation-batches 1 --no-tune --no-save"
 )
 
 
@@ -232,13 +234,13 @@ def rolls(*ranks: tuple[Any, ...], timeout: float = 0.5) -> list[Any]:
     """What becomes of ranks (rank, size, secret, local rank) that come to one store, each in a thread."""
     import torch.distributed as dist
 
-    from fsdpx.comm import roll
+    from fsdpx.ext.gloo import rendezvous
 
     store, found = dist.HashStore(), list[Any]([None] * len(ranks))
 
     def come(k: int, rank: int, size: int, secret: bytes = b"", local: int | None = None) -> None:
         try:
-            found[k] = roll.Roll(store, rank, size, timeout, Store("here", 1), secret, local)
+            found[k] = rendezvous.Roll(store, rank, size, timeout, Store("here", 1), secret, local)
         except LaunchError as error:
             found[k] = str(error)
 
@@ -247,7 +249,7 @@ def rolls(*ranks: tuple[Any, ...], timeout: float = 0.5) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    roll.opened.clear()
+    rendezvous.opened.clear()
     return found
 
 
@@ -273,14 +275,14 @@ def test_who_does_not_know_the_secret_does_not_come() -> None:
     """Another job's rank is named; a stranger who was there first gives way to the rank itself."""
     import torch.distributed as dist
 
-    from fsdpx.comm import roll
+    from fsdpx.ext.gloo import rendezvous
 
     found = rolls((0, 2, b"one secret of many"), (1, 2, b"another secret"))
     assert "who came as rank 1 does not know the FSDPX_SECRET of this job" in found[0]
     store = dist.HashStore()
-    store.set("came/0", roll.Arrival(0, 1, 1, "h", None, "x").signed(b"guessed"))
-    mine = roll.Roll(store, 0, 1, 5.0, Store("here", 1), b"one secret of many")
-    roll.opened.clear()
+    store.set("came/0", rendezvous.Arrival(0, 1, 1, "h", None, "x").signed(b"guessed"))
+    mine = rendezvous.Roll(store, 0, 1, 5.0, Store("here", 1), b"one secret of many")
+    rendezvous.opened.clear()
     assert mine._came[0].process == os.getpid()
 
 
@@ -288,7 +290,7 @@ def test_who_does_not_know_the_secret_does_not_come() -> None:
     "said", [b"", b"\xff", b" [[[[", b" " + b"[" * 4000, b" [0, 1]", b' ["0", 2, 3, "h", null, "x"]', b"zz [0]", b" 7"]
 )
 def test_what_is_no_arrival_is_none(said: bytes) -> None:
-    from fsdpx.comm.roll import Arrival
+    from fsdpx.ext.gloo.rendezvous import Arrival
 
     assert Arrival.read(said, b"") is None
     assert Arrival.read(said, b"a secret that is long") is None
@@ -304,11 +306,11 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
 def test_init_of_gloo_alone_is_a_world_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "FSDPX_EXPECT_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert opening._gloo(opening.Asked(read({}))).size == 1
+    assert init._gloo(init.Asked(read({}))).size == 1
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="RANK=1 and WORLD_SIZE=2 say that this process is one of 2"):
-        opening._gloo(opening.Asked(read({})))
+        init._gloo(init.Asked(read({})))
 
 
 @pytest.mark.jobs
@@ -342,12 +344,12 @@ def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path
 
 
 def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.comm import roll
+    from fsdpx.ext.gloo import rendezvous
 
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     settings = read({"RANK": "0", "WORLD_SIZE": "2", "FSDPX_STORE": "store"})
     with pytest.raises(ConfigError, match=r"backend='gloo' needs PyTorch, .*: pip install '\.\[gloo\]'"):
-        roll.call(settings)
+        rendezvous.call(settings)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"needs PyTorch, which is not installed: pip install '\.\[gloo\]'"):
         find(LaunchConfig(2, backend="gloo"))
@@ -366,9 +368,9 @@ def test_what_fsdpx_run_cannot_start_without_mpi_is_refused(options: dict[str, A
 
 
 def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.comm import roll
+    from fsdpx.ext.gloo import rendezvous
 
-    monkeypatch.setattr(roll, "_torch", lambda: None)
+    monkeypatch.setattr(rendezvous, "_torch", lambda: None)
     for environ, words in (
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
@@ -378,13 +380,13 @@ def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPa
         ({"FSDPX_STORE": "store", "RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     ):
         with pytest.raises(LaunchError, match=words):
-            roll.call(read(environ))
+            rendezvous.call(read(environ))
 
 
 @needs_torch
 def test_an_address_that_no_rank_of_this_meeting_has_written_is_refused() -> None:
     """A stranger who reaches the store could otherwise stand between two ranks, and pass on what proves them."""
-    from fsdpx.comm.gloo import SealedStore
+    from fsdpx.ext.gloo.gloo import SealedStore
 
     secret = b"one secret of many"
     one, other = rolls((0, 2, secret), (1, 2, secret), timeout=30.0)

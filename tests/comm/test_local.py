@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import on_ranks
 
-import fsdpx.comm as comms
-from fsdpx.comm import Communicator, Counted, Counters, Guarded, ReduceOp, opening, spawn
-from fsdpx.comm.calls import Call, Handle, Steps, progress_of
-from fsdpx.comm.messages import ring_steps
+import fsdpx.core.comm as comms
+from fsdpx.core.comm import Communicator, Counted, Counters, Guarded, ReduceOp, init, spawn
+from fsdpx.core.comm.calls import Call, Handle, Steps, progress_of
+from fsdpx.core.comm.p2p_collectives import ring_steps
 from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError, ShapeError
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -107,7 +107,7 @@ def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypa
     def interrupt(threads, world):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening, "_join", interrupt)
+    monkeypatch.setattr(init, "_join", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spawn(body, 2, timeout=20)
     assert [woken.get(timeout=20) for _ in range(2)] == ["another rank failed first: KeyboardInterrupt: "] * 2
@@ -171,7 +171,7 @@ def test_what_a_rank_has_sent_before_it_returned_still_comes():
 
 
 def test_the_environment_says_how_long_a_wait_may_last_and_a_note_where_the_late_rank_stands(monkeypatch):
-    monkeypatch.setattr(opening, "_GRACE", 0.01)
+    monkeypatch.setattr(init, "_GRACE", 0.01)
     monkeypatch.setenv("FSDPX_TIMEOUT", "0.1")
     told = threading.Event()
 

@@ -8,9 +8,9 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.comm import Axes, Counted, Counters, FakeCommunicator, Guarded, Mesh, ReduceOp, alone, connect, spawn
-from fsdpx.comm.communicator import Count
-from fsdpx.comm.mesh import AXES
+from fsdpx.core.comm import Axes, Counted, Counters, FakeCommunicator, Guarded, Mesh, ReduceOp, alone, connect, spawn
+from fsdpx.core.comm.communicator import Count
+from fsdpx.core.comm.mesh import AXES
 from fsdpx.errors import DesyncError, MeshError
 from fsdpx.testing.communicator import CommunicatorContract
 

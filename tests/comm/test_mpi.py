@@ -13,13 +13,14 @@ import pytest
 from ranks import together
 
 import fsdpx
-from fsdpx import environment, nn
-from fsdpx.comm import Communicator, Guarded, Mesh, ReduceOp, connect, split_evenly
-from fsdpx.comm.communicator import Survivor, survives
-from fsdpx.comm.opening import resilient
+from fsdpx import nn
+from fsdpx.core.base import environment
+from fsdpx.core.comm import Communicator, Guarded, Mesh, ReduceOp, connect, split_evenly
+from fsdpx.core.comm.communicator import Survivor, survives
+from fsdpx.core.comm.init import resilient
+from fsdpx.core.trainer import functional
 from fsdpx.data import DistributedSampler, channel_statistics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
-from fsdpx.facade import functional
 from fsdpx.testing.communicator import CommunicatorContract
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 @pytest.fixture(scope="module")
 def world():
-    from fsdpx.comm.mpi.mpi import MpiCommunicator
+    from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 
     comm = MpiCommunicator(timeout=30)
     yield comm
@@ -70,7 +71,7 @@ class TestContractGuarded(OnEveryRank):
 def test_the_callers_communicator_is_duplicated(world):
     from mpi4py import MPI
 
-    from fsdpx.comm.mpi.mpi import MpiCommunicator
+    from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 
     def body(comm):
         mine = MpiCommunicator(MPI.COMM_WORLD)
@@ -281,8 +282,8 @@ class TestWithoutDeaths(OnEveryRank):
     def test_from_whatever_there_is(self) -> None:
         from mpi4py import MPI
 
-        from fsdpx.comm.mpi.mpi import MpiCommunicator
-        from fsdpx.comm.node.node import NodeCommunicator
+        from fsdpx.core.comm.mpi.mpi import MpiCommunicator
+        from fsdpx.core.comm.node.node import NodeCommunicator
 
         def body(comm: Survivor) -> None:
             for given in (MPI.COMM_WORLD, NodeCommunicator(MpiCommunicator()), Guarded(MpiCommunicator()), comm):

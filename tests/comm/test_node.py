@@ -9,10 +9,10 @@ import pytest
 from ranks import carrier, together
 from windows import ROOM, InWindows
 
-from fsdpx import environment
-from fsdpx.comm import Communicator, ReduceOp, split_evenly
-from fsdpx.comm.communicator import even_pieces
-from fsdpx.comm.node.memory import LETTER, SLOTS
+from fsdpx.core.base import environment
+from fsdpx.core.comm import Communicator, ReduceOp, split_evenly
+from fsdpx.core.comm.communicator import even_pieces
+from fsdpx.core.comm.node.shared_windows import LETTER, SLOTS
 from fsdpx.errors import CommTimeout
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 
 def _node(machines=None, timeout=30.0):
-    from fsdpx.comm.node.node import NodeCommunicator
+    from fsdpx.core.comm.node.node import NodeCommunicator
 
     return NodeCommunicator(carrier(timeout), machines)
 
@@ -33,7 +33,7 @@ def _pairs(size: int) -> list[int]:
 @pytest.fixture(autouse=True)
 def _all_through_windows(monkeypatch):
     """Small arrays, too."""
-    from fsdpx.comm.node import node
+    from fsdpx.core.comm.node import node
 
     monkeypatch.setattr(node, "SMALL", -1)
 
@@ -250,7 +250,7 @@ def test_who_does_not_come_is_named():
 
 
 def test_a_machine_without_room_is_known_to_all(world, monkeypatch):
-    from fsdpx.comm.node import memory as host
+    from fsdpx.core.comm.node import shared_windows as host
 
     if world.rank == 0:
         monkeypatch.setattr(host, "free_bytes", lambda: 1000)

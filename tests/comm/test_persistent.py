@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ranks import carrier, together
 
-from fsdpx.comm import ReduceOp, split_evenly
+from fsdpx.core.comm import ReduceOp, split_evenly
 from fsdpx.errors import CommTimeout, ShapeError
 
 pytest.importorskip("numba")
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 
 def _node(timeout=30.0):
-    from fsdpx.comm.node.node import NodeCommunicator
+    from fsdpx.core.comm.node.node import NodeCommunicator
 
     return NodeCommunicator(carrier(timeout))
 
@@ -102,7 +102,7 @@ def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(world, room)
 
 
 def test_streamed_results_are_the_same(world, room, monkeypatch):
-    from fsdpx.comm.node import persistent
+    from fsdpx.core.comm.node import persistent
 
     monkeypatch.setattr(persistent, "STREAM", 0)
 
@@ -165,7 +165,7 @@ def test_arrays_that_move_are_found_again(world, room):
 
 
 def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
-    from fsdpx.comm.node.node import NodeCommunicator
+    from fsdpx.core.comm.node.node import NodeCommunicator
 
     def body(comm: NodeCommunicator):
         if not comm.shares:

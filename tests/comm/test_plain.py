@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx.comm.calls import ReduceOp
-from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.plain import pack, unpack
+from fsdpx.core.comm.calls import ReduceOp
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.plain_codec import pack, unpack
+from fsdpx.core.trainer.batch import CallRecord
 from fsdpx.errors import CommError, ConfigError, ShapeError
-from fsdpx.trainer.batch import CallRecord
 
 VALUES: list[Any] = [
     None, ..., True, False, 0, -1, 255, -256, 2**200, 1.5, float("inf"), 1 + 2j, "", "é\ud800", b"\0\xff", [], (),
@@ -76,8 +76,8 @@ def _text(letter: bytes, text: bytes) -> bytes:
     [
         b"", b"?", b"i" + (1 << 62).to_bytes(8, "little"), b"l" + (1 << 40).to_bytes(8, "little"), b"NN",
         (b"l" + (1).to_bytes(8, "little")) * 5000 + b"N", _text(b"k", b"os:mkdir"), _text(b"k", b"builtins:eval"),
-        _text(b"k", b"fsdpx.errors:FsdpxError.__subclasses__"), _text(b"k", b"fsdpx.comm.gloo:os.system"),
-        _text(b"o", b"fsdpx.trainer.batch:CallRecord") + b"N",
+        _text(b"k", b"fsdpx.errors:FsdpxError.__subclasses__"), _text(b"k", b"fsdpx.ext.gloo.gloo:os.system"),
+        _text(b"o", b"fsdpx.core.trainer.batch:CallRecord") + b"N",
         _text(b"a", b"float64") + (2).to_bytes(8, "little") + (1 << 40).to_bytes(8, "little") * 2,
     ],
     ids=range(12),
@@ -118,9 +118,10 @@ def test_no_module_but_those_of_users_objects_unpickles() -> None:
         str(path.relative_to(package)) for floor in floors for path in (package / floor).rglob("*.py")
         if "import pickle" in path.read_text()
     }  # fmt: skip
-    assert found == {"comm/communicator.py"}
+    assert found == {"core/comm/communicator.py"}
     control = [p for p in package.rglob("*.py") if ".all_gather_object(" in p.read_text()]
     assert {str(p.relative_to(package)) for p in control} <= {
-        "comm/communicator.py", "comm/node/node.py", "comm/gpu/nccl.py", "comm/guarded.py", "comm/gloo.py",
+        "core/comm/communicator.py", "core/comm/node/node.py", "ext/gpu/nccl.py", "core/comm/desync_check.py",
+        "ext/gloo/gloo.py",
         "testing/communicator.py", "testing/optimizer.py",
     }  # fmt: skip

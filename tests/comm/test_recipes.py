@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from amount import in_full
 
-from fsdpx.comm import (
+from fsdpx.core.comm import (
     BACKENDS,
     DONE,
     Backend,
@@ -24,11 +24,11 @@ from fsdpx.comm import (
     FakeCommunicator,
     Handle,
     Wrapper,
-    opening,
+    init,
     single,
     spawn,
 )
-from fsdpx.comm.calls import Progress, spin
+from fsdpx.core.comm.calls import Progress, spin
 from fsdpx.testing import CommunicatorContract
 
 
@@ -176,11 +176,11 @@ def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     class Foreign:
         """A communicator of another library."""
 
-    opener = opening.Opener(lambda asked: single(), lambda comm: isinstance(comm, Foreign), lambda asked: asked.comm)
+    opener = init.Opener(lambda asked: single(), lambda comm: isinstance(comm, Foreign), lambda asked: asked.comm)
     monkeypatch.setitem(BACKENDS, "foreign", opener)
-    assert opening.world("foreign").size == 1
-    assert opening.adopt(Foreign()).size == 1
+    assert init.world("foreign").size == 1
+    assert init.adopt(Foreign()).size == 1
     with pytest.raises(ValueError, match="but backend='mpi': leave backend out"):
-        opening.adopt(Foreign(), "mpi")
+        init.adopt(Foreign(), "mpi")
     with pytest.raises(ValueError, match="use one of node, mpi, nccl, gloo, local, fake, foreign, or None to find out"):
-        opening.world("smoke")
+        init.world("smoke")

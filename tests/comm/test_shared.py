@@ -20,23 +20,23 @@ from hypothesis import strategies as st
 from threads import on_ranks
 
 from fsdpx import spawn
-from fsdpx.array.kernels import narrowed, store
-from fsdpx.comm import Communicator, Died
-from fsdpx.comm.calls import address
-from fsdpx.comm.node import shared
+from fsdpx.core.array.kernels import narrowed, store
+from fsdpx.core.comm import Communicator, Died
+from fsdpx.core.comm.calls import address
+from fsdpx.core.comm.node import atomics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
-from fsdpx.native import image
+from fsdpx.ext.native import code_cache
 
 ADD = {
-    ("float32", None): shared.add32, ("float64", None): shared.add64,
-    ("float32", "bfloat16"): shared.add_bfloat16, ("float32", "float16"): shared.add_float16,
+    ("float32", None): atomics.add32, ("float64", None): atomics.add64,
+    ("float32", "bfloat16"): atomics.add_bfloat16, ("float32", "float16"): atomics.add_float16,
 }  # fmt: skip
 
 
 def _row(sources, outs, divisor=1, stream=False):
     ranks = len(sources)
     head = [ranks, 0, sources[0].size, divisor, int(stream), len(outs)]
-    unused = [0] * (shared.PLACE * ranks)
+    unused = [0] * (atomics.PLACE * ranks)
     return np.array([*head, *[0] * ranks, *map(address, sources), *unused, *map(address, outs)], np.int64)
 
 
@@ -107,8 +107,8 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
 def test_streamed_sums_are_stored_past_the_caches():
     from numba import njit
 
-    code = njit("void(int64)")(shared.add32.dispatcher().py_func).inspect_asm()
-    if shared.X86:
+    code = njit("void(int64)")(atomics.add32.dispatcher().py_func).inspect_asm()
+    if atomics.X86:
         assert all("movntps" in text and "sfence" in text for text in code.values())
 
 
@@ -118,14 +118,14 @@ def test_code_is_kept_on_disk():
     code = """
 import sys
 import numpy as np
-from fsdpx.comm.node import shared
+from fsdpx.core.comm.node import atomics
 row = np.array([1, 0, 0, 1, 0, 0, *[0] * 9], np.int64)
 for function in (shared.add32, shared.add64):
     function(row.__array_interface__["data"][0])
     print("numba" in sys.modules)
 """
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(2)]
-    assert runs[1].stdout.split() == (["False", "False"] if image.able() else ["True", "True"])
+    assert runs[1].stdout.split() == (["False", "False"] if code_cache.able() else ["True", "True"])
 
 
 BYTES, TIMES = 256, 40
@@ -202,7 +202,7 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
     """Two processes without MPI, as survivors of a job are; the second is killed with the lock of the first."""
     code = """
         import sys
-        from fsdpx.comm.node.memory import MappedWindow
+        from fsdpx.core.comm.node.shared_windows import MappedWindow
 
         class Pipe:  # as much of a communicator as the window needs
             rank, size = int(sys.argv[1]), 2
@@ -240,7 +240,7 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
 
 
 def test_no_room_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.comm.node.memory import MappedWindow
+    from fsdpx.core.comm.node.shared_windows import MappedWindow
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

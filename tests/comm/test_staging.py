@@ -7,8 +7,8 @@ import importlib
 import numpy as np
 import pytest
 
-from fsdpx.comm.backend import staged
-from fsdpx.comm.calls import DONE, Call
+from fsdpx.core.comm.backend import staged
+from fsdpx.core.comm.calls import DONE, Call
 
 
 class DeviceArray:
@@ -58,7 +58,7 @@ class Doubling:
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
-    namespace = importlib.import_module("fsdpx.array.namespace")
+    namespace = importlib.import_module("fsdpx.core.array.namespace")
     monkeypatch.setattr(namespace, "to_host", lambda array: array.hidden.copy())
     monkeypatch.setattr(namespace, "from_host", lambda xp, array: DeviceArray(array))
     monkeypatch.setattr(namespace, "namespace_of", lambda array: None)

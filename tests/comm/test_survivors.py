@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threads import on_ranks
 
-from fsdpx import environment
-from fsdpx.comm import DONE, FakeCommunicator, Guarded, ReduceOp, local, single, spawn
-from fsdpx.comm.communicator import Survivor, settle, survives
-from fsdpx.comm.local import Died
-from fsdpx.comm.opening import resilient
+from fsdpx.core.base import environment
+from fsdpx.core.comm import DONE, FakeCommunicator, Guarded, ReduceOp, local, single, spawn
+from fsdpx.core.comm.communicator import Survivor, settle, survives
+from fsdpx.core.comm.init import resilient
+from fsdpx.core.comm.local import Died
 from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
 from fsdpx.testing.chaos import Struck
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdpx.comm.mpi.start import left
-from fsdpx.comm.node import memory, shared_file
+from fsdpx.core.comm.mpi.start import left
+from fsdpx.core.comm.node import shared_file, shared_windows
 
 NBYTES = 1 << 20
 
@@ -44,9 +44,9 @@ class Pair:
 
 def make_windows(comm: Pair, windows: int) -> None:
     for _ in range(windows):
-        for window in (memory.MappedWindow(comm, NBYTES, 5.0), memory.HostWindow(comm, NBYTES)):
+        for window in (shared_windows.MappedWindow(comm, NBYTES, 5.0), shared_windows.HostWindow(comm, NBYTES)):
             window.parts[comm.rank][:] = 1
-            window.close() if isinstance(window, memory.MappedWindow) else window.free()
+            window.close() if isinstance(window, shared_windows.MappedWindow) else window.free()
 
 
 def fork_pair(body: Callable[[Pair], None]) -> list[int]:
@@ -117,12 +117,12 @@ def kill_at_random(folder: Path, kills: int, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    memory.FOLDER = tempfile.mkdtemp(prefix="windows-", dir=memory.FOLDER)
+    shared_windows.FOLDER = tempfile.mkdtemp(prefix="windows-", dir=shared_windows.FOLDER)
     try:
-        place = Path(memory.FOLDER)
+        place = Path(shared_windows.FOLDER)
         if sys.argv[1:] and sys.argv[1].isdecimal():
             print(kill_at_random(place, int(sys.argv[1])), "kills: shared memory is as before")
         else:
             print(kill_at_each_call(place, "refused" in sys.argv), "kills")
     finally:
-        shutil.rmtree(memory.FOLDER)
+        shutil.rmtree(shared_windows.FOLDER)

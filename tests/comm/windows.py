@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.calls import Finish, address, progress_of
-from fsdpx.comm.communicator import ReduceOp
+from fsdpx.core.comm.calls import Finish, address, progress_of
+from fsdpx.core.comm.communicator import ReduceOp
 
 ROOM = 1 << 20
 

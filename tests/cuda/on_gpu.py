@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from stand_in import ndarray
 
-from fsdpx.comm.calls import Call, Handle
-from fsdpx.comm.communicator import Wrapper
+from fsdpx.core.comm.calls import Call, Handle
+from fsdpx.core.comm.communicator import Wrapper
 
 __all__ = ["OnGpu"]
 

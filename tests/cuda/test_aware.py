@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fsdpx import environment
-from fsdpx.comm.gpu import devices
-from fsdpx.comm.gpu.devices import Awareness
+from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
+from fsdpx.ext.gpu import visible_devices
+from fsdpx.ext.gpu.visible_devices import Awareness
 
 HERE = Path(__file__).parent
 STAND_IN = """
@@ -47,14 +47,14 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.jobs
 def test_the_probe_of_arrays_that_mpi_can_read(child: Any) -> None:
     child(nowhere=False)
-    assert devices.probed() == (True, "a probe of 2 ranks moved and added arrays of a GPU")
+    assert visible_devices.probed() == (True, "a probe of 2 ranks moved and added arrays of a GPU")
 
 
 @pytest.mark.jobs
 def test_the_probe_of_arrays_that_mpi_cannot_read(child: Any) -> None:
     """Memory that the host cannot read ends the processes that try."""
     child(nowhere=True)
-    able, why = devices.probed()
+    able, why = visible_devices.probed()
     assert not able
     assert why.startswith("the probe ended with status ")
 
@@ -63,7 +63,7 @@ def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyP
     def ends(status: int, out: str = "", error: str = "") -> tuple[bool, str]:
         done = subprocess.CompletedProcess([], status, out, error)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-        return devices.probed([])
+        return visible_devices.probed([])
 
     no_gpu = "Traceback:\nfsdpx.errors.ConfigError: device 'cuda' needs CuPy\n"
     assert ends(1, error=no_gpu) == (
@@ -75,19 +75,21 @@ def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyP
         raise subprocess.TimeoutExpired("mpiexec", 60)
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert devices.probed([]) == (False, "the probe did not end within 60 s")
+    assert visible_devices.probed([]) == (False, "the probe did not end within 60 s")
 
 
 def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(devices, "probed", lambda: (asked.append(1), (False, "the probe ended with status 139"))[1])
-    monkeypatch.setattr(devices, "claims", lambda: [(False, "MPIX_Query_cuda_support() = 0")])
-    assert devices.awareness(False) == Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
-    assert devices.awareness(None) == Awareness(False, ("MPIX_Query_cuda_support() = 0",))
+    monkeypatch.setattr(
+        visible_devices, "probed", lambda: (asked.append(1), (False, "the probe ended with status 139"))[1]
+    )
+    monkeypatch.setattr(visible_devices, "claims", lambda: [(False, "MPIX_Query_cuda_support() = 0")])
+    assert visible_devices.awareness(False) == Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
+    assert visible_devices.awareness(None) == Awareness(False, ("MPIX_Query_cuda_support() = 0",))
     assert not asked
-    assert devices.awareness(True).evidence[-1] == "the probe ended with status 139"
-    monkeypatch.setattr(devices, "claims", lambda: [(True, "MPIX_Query_cuda_support() = 1")])
-    assert not devices.awareness(None).able
+    assert visible_devices.awareness(True).evidence[-1] == "the probe ended with status 139"
+    monkeypatch.setattr(visible_devices, "claims", lambda: [(True, "MPIX_Query_cuda_support() = 1")])
+    assert not visible_devices.awareness(None).able
 
     class Mpi:
         rank, takes_gpus = 0, False
@@ -97,10 +99,10 @@ def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest
     with pytest.raises(
         ConfigError, match=r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take .* status 139\): leave it"
     ):
-        devices.settle(Mpi())  # type: ignore[arg-type]
-    monkeypatch.setattr(devices, "probed", lambda: (True, "moved"))
+        visible_devices.settle(Mpi())  # type: ignore[arg-type]
+    monkeypatch.setattr(visible_devices, "probed", lambda: (True, "moved"))
     mpi: Any = Mpi()
-    devices.settle(mpi)
+    visible_devices.settle(mpi)
     assert mpi.takes_gpus
 
 

@@ -11,14 +11,15 @@ import pytest
 from stand_in import Cupy, Device
 from threads import on_ranks
 
-from fsdpx import environment, nn, optim, spawn
-from fsdpx.comm import default
-from fsdpx.comm.backend import staged
-from fsdpx.comm.calls import DONE, Call, Handle
-from fsdpx.comm.gpu import devices
-from fsdpx.comm.gpu.devices import Seat, seats, shared
-from fsdpx.cuda.devices import choose, gpus
+from fsdpx import nn, optim, spawn
+from fsdpx.core.base import environment
+from fsdpx.core.comm import default_communicator
+from fsdpx.core.comm.backend import staged
+from fsdpx.core.comm.calls import DONE, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
+from fsdpx.ext.gpu import visible_devices
+from fsdpx.ext.gpu.devices import choose, gpus
+from fsdpx.ext.gpu.visible_devices import Seat, seats, shared
 
 X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
 
@@ -64,7 +65,9 @@ class Hosts:
     def __init__(self, hosts: str, known: list[int | None], device_maps: list[Any] | None = None) -> None:
         self.size, self.rank = len(hosts), 0
         maps = device_maps or [None] * self.size
-        self.facts = [devices._RankFacts(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)]
+        self.facts = [
+            visible_devices._RankFacts(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)
+        ]
 
     def all_gather_plain(self, mine: Any) -> list[Any]:
         return self.facts
@@ -94,12 +97,12 @@ def test_who_shares_a_gpu() -> None:
 
 
 def test_the_number_is_known_of_a_part_of_the_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default, "current", lambda: None)
-    monkeypatch.setattr(devices, "running_mpi", lambda: None)
+    monkeypatch.setattr(default_communicator, "current", lambda: None)
+    monkeypatch.setattr(visible_devices, "running_mpi", lambda: None)
     said = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
     settings = environment.read(said)
     monkeypatch.setattr(environment, "read", lambda: settings)
-    assert (devices._known(4), devices._known(1)) == (None, 1)
+    assert (visible_devices._known(4), visible_devices._known(1)) == (None, 1)
 
 
 def train(comm: Any, x: Any = X, y: Any = Y, **options: Any) -> Any:

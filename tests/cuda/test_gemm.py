@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import Cupy, Device
 
-from fsdpx.cuda.gemm import batched, gemm, plan, takes
-from fsdpx.nn import numeric
+from fsdpx.ext.gpu.gemm import batched, gemm, plan, takes
+from fsdpx.nn import gradient_accumulation
 
 
 @pytest.fixture
@@ -74,7 +74,9 @@ def test_products_and_their_sums(cupy: Cupy, dtype: str, bound: float) -> None:
     want = a.astype(float) @ b.astype(float)
     x, y = cupy.asarray(a), cupy.asarray(b)
     assert takes(x, y)
-    np.testing.assert_allclose(numeric.product(cupy, x, y).get().astype(float), want, rtol=bound, atol=bound)
+    np.testing.assert_allclose(
+        gradient_accumulation.product(cupy, x, y).get().astype(float), want, rtol=bound, atol=bound
+    )
     wide = np.float64 if dtype == "float64" else np.float32
     out = cupy.asarray(np.ones((5, 3), wide))
     gemm(out, x, y, accumulate=True)  # 16 bits into a gradient of float32
@@ -115,7 +117,7 @@ def test_gradients_are_added_where_they_lie(cupy: Cupy) -> None:
     x, dy = cupy.asarray(random(6, 4).astype(half)), cupy.asarray(random(6, 3, seed=1).astype(half))
     g = {"weight": cupy.asarray(np.ones((3, 4), np.float32)), "bias": cupy.asarray(np.ones(3, np.float32))}
     memory = g["weight"].memory
-    numeric.add_linear(cupy, g, dy, x)
+    gradient_accumulation.add_linear(cupy, g, dy, x)
     assert g["weight"].memory is memory
     want = 1 + dy.get().astype(float).T @ x.get().astype(float)
     np.testing.assert_allclose(g["weight"].get(), want, rtol=1e-6)

@@ -19,12 +19,12 @@ from calls import CALLS, ROWS, SEGMENTS, N, Q, W, X, arguments_of, each, noise
 from stand_in import Cupy, Device
 
 from fsdpx import optim
-from fsdpx.array import kernels
-from fsdpx.array.random import Stretch
-from fsdpx.cuda import gemm
-from fsdpx.cuda import kernels as cuda
-from fsdpx.cuda.devices import is_on_gpu
-from fsdpx.cuda.kernels import FORMS, OPTIONS, UPDATES, on_gpu
+from fsdpx.core.array import kernels
+from fsdpx.core.array.random import Stretch
+from fsdpx.ext.gpu import gemm
+from fsdpx.ext.gpu import kernels as cuda
+from fsdpx.ext.gpu.devices import is_on_gpu
+from fsdpx.ext.gpu.kernels import FORMS, OPTIONS, UPDATES, on_gpu
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import BY_NAME, update_parameters
 

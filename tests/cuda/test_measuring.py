@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from stand_in import Cupy, Device
 
-from fsdpx.comm.local import single
+from fsdpx.core.comm.local import single
 from fsdpx.plan import measuring
 from fsdpx.plan.measuring import Gpus, machine_text, measured
 

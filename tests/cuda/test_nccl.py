@@ -14,10 +14,10 @@ from stand_in import Cupy, Device
 from threads import on_ranks
 
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm.gpu.devices import Seat
-from fsdpx.comm.gpu.nccl import NcclCommunicator, check_seats
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CommError, CommTimeout, ConfigError
+from fsdpx.ext.gpu.nccl import NcclCommunicator, check_seats
+from fsdpx.ext.gpu.visible_devices import Seat
 from fsdpx.testing.communicator import CommunicatorContract
 
 

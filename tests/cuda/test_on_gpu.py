@@ -11,11 +11,11 @@ from test_kernels import BOUNDS, CALLS, TILES, Shape, compare, in_tiles
 from trials import job
 
 from fsdpx import nn, optim, spawn
-from fsdpx.array import kernels
-from fsdpx.array.random import Stretch
-from fsdpx.cuda.devices import gpus
-from fsdpx.cuda.gemm import gemm
+from fsdpx.core.array import kernels
+from fsdpx.core.array.random import Stretch
 from fsdpx.errors import ConfigError
+from fsdpx.ext.gpu.devices import gpus
+from fsdpx.ext.gpu.gemm import gemm
 from fsdpx.optim.optimizer import BY_NAME
 
 try:
@@ -94,9 +94,9 @@ def test_training_equals_the_host(precision: str, bound: float) -> None:
 NCCL = """
 import numpy as np, cupy, ml_dtypes
 from mpi4py import MPI
-from fsdpx.comm.calls import ReduceOp
-from fsdpx.comm.gpu.nccl import NcclCommunicator
-from fsdpx.comm.mpi.mpi import MpiCommunicator
+from fsdpx.core.comm.calls import ReduceOp
+from fsdpx.ext.gpu.nccl import NcclCommunicator
+from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 ranks = NcclCommunicator(MpiCommunicator(MPI.COMM_SELF), 60.0)
 assert ranks.link is None  # one rank needs none
 ranks.link = ranks._open()
@@ -141,7 +141,7 @@ import sys
 sys.path[:0] = {path!r}
 import numpy as np
 import cupy, fsdpx
-from fsdpx.comm.mpi.mpi import MpiCommunicator
+from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 mpi = MpiCommunicator()
 ours = [np.random.default_rng(rank).standard_normal(3_000_001).astype("float32") for rank in range(mpi.size)]
 for turn in range(5):  # what does not wait is right now and then

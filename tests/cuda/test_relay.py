@@ -14,13 +14,13 @@ from ranks import carrier, together
 from stand_in import Cupy, Device, Stream
 
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm import carrier as relay
-from fsdpx.comm.calls import Call, Handle, Steps
-from fsdpx.comm.carrier import Carrier, relayed
-from fsdpx.comm.messages import Pairs
-from fsdpx.cuda import streams
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm import message_backend as relay
+from fsdpx.core.comm.calls import Call, Handle, Steps
+from fsdpx.core.comm.message_backend import Carrier, relayed
+from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
+from fsdpx.ext.gpu import streams
 from fsdpx.testing.communicator import CommunicatorContract
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import fsdpx
 from fsdpx import data, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.data import FieldDataset
 from fsdpx.errors import DataError
 

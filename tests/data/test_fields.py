@@ -14,10 +14,10 @@ import pytest
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader, FieldDataset, opening
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.nn.cut import Parts
+from fsdpx.nn.sharding import Parts
 
 N, T, Y, X = 3, 7, 9, 10
 ROWS, COLUMNS = (0, 4, 9), (0, 7, 7, 10)  # bounds of uneven parts, one of them empty

@@ -8,7 +8,7 @@ import pytest
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader, FieldDataset
 from fsdpx.errors import DataError
 

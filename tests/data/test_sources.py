@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx.checkpoint.read import weights
+from fsdpx.core.checkpoint.read import weights
+from fsdpx.core.program.schedules import schedule
 from fsdpx.data import DataLoader, SupervisedDataset, TextDataset, TokenDataset
 from fsdpx.errors import ConfigError, DataError, FsdpxError
-from fsdpx.facade.builder import ModelBuilder
+from fsdpx.ext.observe import chrome
+from fsdpx.launch.builder import ModelBuilder
 from fsdpx.launch.options import read_hosts
-from fsdpx.observe import chrome
-from fsdpx.program.schedules import schedule
 
 
 @pytest.mark.parametrize("kind", ["npy", "uint16", "uint32"])

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpx import nn, spawn
-from fsdpx.array.random import Random
-from fsdpx.comm import Communicator
-from fsdpx.comm.mesh import alone
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.mesh import alone
 from fsdpx.data import channel_statistics
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn import Env

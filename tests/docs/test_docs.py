@@ -16,13 +16,14 @@ import pytest
 from amount import few
 
 import fsdpx
-from fsdpx import environment, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.config import PRESETS
-from fsdpx.elastic.host import ElasticRanks
-from fsdpx.program import VERBS
-from fsdpx.trainer.host import TrainerHost
-from fsdpx.trainer.inspect import Inspection
+from fsdpx import nn, optim, spawn
+from fsdpx.core.base import environment
+from fsdpx.core.base.config import PRESETS
+from fsdpx.core.comm import Communicator
+from fsdpx.core.program import VERBS
+from fsdpx.core.trainer.call_runner import TrainerHost
+from fsdpx.core.trainer.inspect import Inspection
+from fsdpx.ext.elastic.call_runner import ElasticRanks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -12,7 +12,7 @@ import pytest
 
 import fsdpx
 from fsdpx.errors import ConfigError, install_hint, page_hint
-from fsdpx.observe.plots import check_drawable
+from fsdpx.ext.observe.plots import check_drawable
 
 ROOT = Path(fsdpx.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="there is no folder docs beside fsdpx")

@@ -8,7 +8,7 @@ import pytest
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fsdpx.checkpoint.pieces import Held
+from fsdpx.core.checkpoint.local_shards import Held
 
 Tensors = dict[str, np.ndarray]
 

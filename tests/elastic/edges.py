@@ -46,7 +46,7 @@ class Doom:
     """Counts how often this rank speaks while `on`, and kills it."""
 
     def __init__(self, born: int, at: int, after: bool, later: float) -> None:
-        from fsdpx.comm.mpi.mpi import UlfmCommunicator
+        from fsdpx.core.comm.mpi.mpi import UlfmCommunicator
 
         self.born, self.at, self.after, self.later = born, at, after, later
         self.on, self.spoken = False, 0

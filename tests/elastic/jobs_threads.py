@@ -11,7 +11,7 @@ from bits import Bits, bits
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Died
+from fsdpx.core.comm import Died
 
 STEPS, ROWS = 5, 8
 rng = np.random.default_rng(0)

@@ -18,13 +18,13 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Trainer
-from fsdpx.checkpoint.pieces import Held, held
-from fsdpx.checkpoint.state import scalars_of
-from fsdpx.comm import Communicator
-from fsdpx.elastic.copies import Copies, Generation, buddies, groups
-from fsdpx.elastic.recut import describe, live, missing, recut
+from fsdpx.core.checkpoint.local_shards import Held, held
+from fsdpx.core.checkpoint.scalars import scalars_of
+from fsdpx.core.comm import Communicator
+from fsdpx.core.state.ledger import saved_tensors
 from fsdpx.errors import RankLost
-from fsdpx.state.ledger import saved_tensors
+from fsdpx.ext.elastic.copies import Copies, Generation, buddies, groups
+from fsdpx.ext.elastic.reshard import describe, live, missing, recut
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),
@@ -312,7 +312,7 @@ def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
 @pytest.mark.parametrize("dead", range(4))
 def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     """The others hear of it, and go on from the generation before, in new hands."""
-    from fsdpx.comm.local import Died
+    from fsdpx.core.comm.local import Died
 
     def body(comm: Any) -> Any:
         trainer = build(comm, FROM["fsdp 4"], "mlp")
@@ -353,7 +353,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
 @in_full
 def test_a_rank_that_dies_while_state_moves() -> None:
     """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
-    from fsdpx.comm.local import Died
+    from fsdpx.core.comm.local import Died
 
     left = left_by("fsdp 4", "wide")
 

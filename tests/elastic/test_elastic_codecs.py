@@ -11,7 +11,7 @@ from bits import bits
 from jobs_threads import BATCHES, Kill, Killer, make
 
 from fsdpx import Elastic, Mesh, spawn
-from fsdpx.checkpoint.pieces import Name, written
+from fsdpx.core.checkpoint.local_shards import Name, written
 
 OPTIONS: dict[str, Any] = {"codec": "int8", "chunks": None, "precision": "float32"}
 

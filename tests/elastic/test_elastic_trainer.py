@@ -14,7 +14,7 @@ from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
 from fsdpx import Checkpoints, Elastic, Mesh, Precision, data, nn, optim, spawn
-from fsdpx.comm import Died
+from fsdpx.core.comm import Died
 from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, NumericsError, ShapeError, StateLost
 
 
@@ -373,7 +373,7 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
 
 @in_full
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.checkpoint import save as saving
+    from fsdpx.core.checkpoint import save as saving
 
     write, asked = saving.write, threading.Event()  # nothing is written before somebody asks what became of it
     monkeypatch.setattr(saving, "write", lambda *args: asked.wait(60) and write(*args))

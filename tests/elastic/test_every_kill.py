@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jobs_threads import STEPS, Kill, train
 
 from fsdpx import Elastic
-from fsdpx.program import VERBS, Action
-from fsdpx.program import parse as actions_of
+from fsdpx.core.program import VERBS, Action
+from fsdpx.core.program import parse as actions_of
 
 RANKS = {"fsdp": 3, "zero1": 3, "ddp": 3, "hybrid": 4}
 _calm: dict[str, list] = {}

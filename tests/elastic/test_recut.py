@@ -17,13 +17,13 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh
-from fsdpx.array.namespace import dtype
-from fsdpx.checkpoint.pieces import Held
-from fsdpx.comm import Communicator
-from fsdpx.comm.communicator import Counted, Counters
-from fsdpx.elastic.recut import FLIGHT, describe, missing, recut, runs
-from fsdpx.nn.cut import Cut
+from fsdpx.core.array.namespace import dtype
+from fsdpx.core.checkpoint.local_shards import Held
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.communicator import Counted, Counters
+from fsdpx.ext.elastic.reshard import FLIGHT, describe, missing, recut, runs
 from fsdpx.nn.layer import Spec
+from fsdpx.nn.sharding import Cut
 
 FORMATS = ("float32", "float64", "uint8", "bfloat16")
 
@@ -219,8 +219,8 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
 
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
-    from fsdpx.checkpoint.pieces import held
-    from fsdpx.state.ledger import saved_tensors
+    from fsdpx.core.checkpoint.local_shards import held
+    from fsdpx.core.state.ledger import saved_tensors
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
     found = assembled(held(trainer.inspect.engine.state))

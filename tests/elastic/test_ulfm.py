@@ -15,8 +15,8 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 from mpi4py import MPI
-from fsdpx.comm.opening import resilient
-from fsdpx.comm.communicator import survives
+from fsdpx.core.comm.init import resilient
+from fsdpx.core.comm.communicator import survives
 from fsdpx.errors import RankLost
 
 SIZE = 1 << 16
@@ -124,7 +124,7 @@ def test_survivors_of_kills_in_each_verb_go_on(tmp_path: Path, verbs: tuple[str,
 STRAY = """
 import os, signal, sys
 import numpy as np
-from fsdpx.comm.opening import resilient
+from fsdpx.core.comm.init import resilient
 from fsdpx.errors import CommError, RankLost
 comm = resilient()
 inner = comm.subgroup([0, 1] if comm.rank < 2 else [2]).subgroup([0, 1] if comm.rank < 2 else [0])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpx.state import gradients
+from fsdpx.core.state import gradients
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from models import KNOWN, make, part
 
 import fsdpx
 from fsdpx import Mesh
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
+from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.testing import demand_close
-from fsdpx.trainer.trainer import Trainer
 
 OPTIONS = {"clip_norm": 0.3, "group_bytes": 600}
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx import Trainer, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
+from fsdpx.core.state.gradients import chunks_of
 from fsdpx.errors import FsdpxError
-from fsdpx.state.gradients import chunks_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """Each another program on two ranks or more; test_parity.py says why that is all. On one rank all are one program."""

@@ -13,11 +13,11 @@ from models import CASES, KNOWN, make, part, placed, train
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim
-from fsdpx.array.namespace import dtype
-from fsdpx.comm import Communicator
+from fsdpx.core.array.namespace import dtype
+from fsdpx.core.comm import Communicator
+from fsdpx.core.state.ledger import Key
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.nn.sort import sort, specs_of
-from fsdpx.state.ledger import Key
+from fsdpx.nn.linearize import sort, specs_of
 
 BF16 = Precision(compute="bf16")
 ALONE = Precision("bf16", master="bf16")

@@ -13,7 +13,7 @@ from models import CASES, make, part, train
 
 import fsdpx
 from fsdpx import optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 
 

@@ -15,11 +15,11 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.checkpoint.pieces import held
-from fsdpx.comm import Communicator
+from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.checkpoint.local_shards import held
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples.digits import draw
-from fsdpx.messages import bytes_text
 from fsdpx.nn.models import digits
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {

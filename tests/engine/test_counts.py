@@ -12,12 +12,12 @@ from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import Mesh, Offload, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
+from fsdpx.ext.asynchronous.local import Local
+from fsdpx.ext.asynchronous.own_speed import Async
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import zeros
-from fsdpx.strategies.local import Local
-from fsdpx.strategies.own_speed import Async
 from fsdpx.testing import demand_close
 
 WIDTHS = (6, 9, 7, 3)
@@ -201,7 +201,7 @@ def test_a_checkpoint_says_nothing_of_counts_that_are_equal(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("missed", [{"0.weight": 3}, {"0.weight": -1}, {"0.weight": 1.0}, ["0.weight"]])
 def test_counts_that_cannot_be_are_refused(missed: Any) -> None:
-    from fsdpx.checkpoint.state import Scalars
+    from fsdpx.core.checkpoint.scalars import Scalars
 
     good = Scalars(2, 0, 0, 1.0, 0, False, (), "SGD", missed={"0.weight": 2})
     assert Scalars.parse(good.text(), "here") == good

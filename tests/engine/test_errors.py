@@ -12,8 +12,8 @@ from models import CASES, STRATEGIES, alike, make, mlp, part, placed
 from threads import on_ranks
 
 from fsdpx import FakeCommunicator, Mesh, Precision, Sharding, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.engine import operations
+from fsdpx.core.comm import Communicator
+from fsdpx.core.engine import operations
 from fsdpx.errors import CheckpointError, ConfigError, DataError, NumericsError, ShapeError
 from fsdpx.testing import demand_close, difference
 
@@ -520,7 +520,7 @@ def test_accumulated_gradients_survive_a_failed_evaluation() -> None:
 
 
 def test_every_verb_has_an_operation() -> None:
-    from fsdpx.program import VERBS
+    from fsdpx.core.program import VERBS
 
     assert set(operations.OPERATIONS) == set(VERBS)
 

@@ -10,9 +10,9 @@ from models import KNOWN, make, part
 from threads import on_ranks
 
 from fsdpx import Mesh, dry_run, nn, optim, spawn
-from fsdpx.array import blas
-from fsdpx.comm import Communicator
-from fsdpx.program import Slot
+from fsdpx.core.array import blas
+from fsdpx.core.comm import Communicator
+from fsdpx.core.program import Slot
 from fsdpx.testing import LayerContract, demand_close
 
 TRUNKS: dict[str, tuple[str, list[str]]] = {

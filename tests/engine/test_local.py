@@ -13,8 +13,8 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Local, Mesh, data, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm.calls import Transfer
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.calls import Transfer
 from fsdpx.errors import CheckpointError, ConfigError, DesyncError
 from fsdpx.testing import demand_close, difference
 

@@ -15,13 +15,13 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Precision, Sharding, nn, optim, spawn
-from fsdpx.array.arena import ALIGN, Arena, Life, place
-from fsdpx.comm import Communicator, FakeCommunicator
-from fsdpx.engine.run import roots
+from fsdpx.core.array.arena import ALIGN, Arena, Life, place
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.comm import Communicator, FakeCommunicator
+from fsdpx.core.engine.run import roots
+from fsdpx.core.program import parse
 from fsdpx.errors import ConfigError
-from fsdpx.facade.dryrun import DryRun, dry_run
-from fsdpx.program import parse
-from fsdpx.shapes import ShapeArray
+from fsdpx.plan.dry_run import DryRun, dry_run
 
 N = 4
 F32 = 4

@@ -8,9 +8,9 @@ from models import alike
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, NumericsError
-from fsdpx.strategies.own_speed import Async
+from fsdpx.ext.asynchronous.own_speed import Async
 from fsdpx.testing import demand_close
 
 X, Y = (np.random.default_rng(1).standard_normal((8, n)).astype(np.float32) for n in (5, 3))

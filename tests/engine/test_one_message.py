@@ -12,10 +12,10 @@ from models import CASES, make, part
 
 import fsdpx
 from fsdpx import Local, Mesh, Precision, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm.communicator import DONE
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.communicator import DONE
+from fsdpx.core.program import Action, Slot
 from fsdpx.errors import ConfigError
-from fsdpx.program import Action, Slot
 
 FP16 = Precision(param="float16", loss_scale="dynamic")
 CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -186,7 +186,7 @@ class Walk:
         if not path.is_relative_to(ROOT):
             return
         name = str(path.relative_to(ROOT))
-        operation = name == "engine/operations.py" and frame.f_code.co_name == "gather"
+        operation = name == "core/engine/operations.py" and frame.f_code.co_name == "gather"
         if event == "call":
             self._within += ["GATHER"] * operation
             self.files.add(name)
@@ -224,7 +224,7 @@ def walked(comm: Communicator) -> tuple[Walk, Walk]:
 def test_a_step_and_distribute_are_short_walks() -> None:
     (step, made), (other, _) = spawn(walked, 2)
     files = step.files | other.files  # the rank that comes last adds up for both
-    assert "comm/reduction.py" in files
+    assert "core/comm/reduction.py" in files
     assert len(files) <= STEP, sorted(files)
     assert 0 < len(step.verbs["GATHER"]) <= GATHER, sorted(step.verbs["GATHER"])
     assert len(made.files) <= DISTRIBUTE, sorted(made.files)

@@ -15,8 +15,8 @@ from models import CASES, HYBRID, STRATEGIES, make, part, placed, train
 
 import fsdpx
 from fsdpx import Mesh, Sharding, nn, optim
-from fsdpx.comm import Communicator
-from fsdpx.config import PRESETS, sharding
+from fsdpx.core.base.config import PRESETS, sharding
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import FsdpxError
 from fsdpx.testing import demand_close
 

@@ -13,7 +13,7 @@ from models import CASES, KNOWN, alike, make, part
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.testing import demand_close
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.array.random import Random
-from fsdpx.comm import Communicator
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.halo import MODES, Reach
+from fsdpx.ext.fields.halo_slabs import fold, widen
 from fsdpx.nn.layer import Env
-from fsdpx.nn.parts import MODES, Reach
-from fsdpx.nn.rims import fold, widen
 from fsdpx.testing import demand_close
 
 

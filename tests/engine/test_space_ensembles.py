@@ -11,7 +11,7 @@ from amount import few
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError, MeshError
 from fsdpx.testing import demand_close

@@ -16,12 +16,12 @@ from test_space import refused
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.array.random import Random
-from fsdpx.comm import Communicator
-from fsdpx.comm.mesh import alone as alone_mesh
-from fsdpx.nn.cut import Parts
-from fsdpx.nn.ghosts import filled, filled_backward
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.mesh import alone as alone_mesh
+from fsdpx.ext.fields.ghost_cells import filled, filled_backward
 from fsdpx.nn.layer import Env
+from fsdpx.nn.sharding import Parts
 from fsdpx.testing import demand_close
 
 SHAPE, GHOSTS = (9, 11), (2, 1)

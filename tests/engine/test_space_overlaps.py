@@ -10,7 +10,7 @@ from grids import bounds, even, place_of
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 
 SHAPE = (24, 32)
 

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.parts import MODES
+from fsdpx.ext.fields.halo import MODES
 from fsdpx.testing import demand_close
 
 KINDS = ("conv", "transposed", "max", "avg", "nearest", "linear", "group", "skip")

@@ -10,8 +10,8 @@ from test_space import MODELS, trained, wanted
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm.local import single
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.local import single
 from fsdpx.errors import ConfigError
 from fsdpx.testing import demand_close
 

@@ -14,9 +14,9 @@ from models import alike, make
 
 import fsdpx
 from fsdpx import Mesh, dry_run, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
+from fsdpx.core.trainer.report import Routing, Summary
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.trainer.report import Routing, Summary
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 

@@ -8,7 +8,7 @@ import pytest
 from models import part
 
 from fsdpx import Trainer, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.testing import demand_close
 
 torch = pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from models import CASES, HYBRID, STRATEGIES, make, part, train
 from ranks import from_rank_0
 
 from fsdpx import Local, Mesh, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, DesyncError
 from fsdpx.testing import demand_close
 

@@ -12,7 +12,7 @@ from odd_arguments import find_raw_errors, find_uneven_errors, list_calls, write
 
 import fsdpx
 from fsdpx import data, nn, optim
-from fsdpx.arguments import check_arguments, describe_hint, fits_hint
+from fsdpx.core.base.arguments import check_arguments, describe_hint, fits_hint
 from fsdpx.errors import ConfigError
 
 SOME = ("nn.Conv2d", "nn.UNet", "nn.MSE", "optim.AdamW", "data.DataLoader", "fsdpx.Checkpoints", "save", "all_reduce")

@@ -19,14 +19,16 @@ from trials import environment as variables_of_jobs
 from trials import job, none_left
 
 import fsdpx
-from fsdpx import Machinery, data, environment, nn, optim, spawn, words
+from fsdpx import Machinery, data, nn, optim, spawn
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator, default
-from fsdpx.comm import default as places
-from fsdpx.comm.default import with_arguments
-from fsdpx.comm.opening import carrier_of
+from fsdpx.core.base import environment
+from fsdpx.core.base import name_hints as words
+from fsdpx.core.comm import Communicator, default_communicator
+from fsdpx.core.comm import default_communicator as places
+from fsdpx.core.comm.default_communicator import with_arguments
+from fsdpx.core.comm.init import carrier_of
+from fsdpx.core.trainer.functional import _local_rank, finalize
 from fsdpx.errors import ConfigError
-from fsdpx.facade.functional import _local_rank, finalize
 
 HALF = """
 import numpy as np
@@ -198,7 +200,7 @@ def test_what_ranks_agree_on_is_of_the_environment() -> None:
 def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
     with with_arguments(backend="mpi", check=True), with_arguments(backend=None) as inner:
         assert inner == {"backend": "None"}
-        assert fsdpx.comm.default.given_to_call() == {"backend": "'mpi'", "check": "True"}
+        assert fsdpx.core.comm.default_communicator.given_to_call() == {"backend": "'mpi'", "check": "True"}
 
 
 @pytest.mark.world
@@ -213,7 +215,7 @@ def test_variables_on_some_ranks_are_named(world: Communicator, monkeypatch: pyt
             if world.rank == 1:
                 patch.setitem(os.environ, f"FSDPX_{name}", value)
             with pytest.raises(ConfigError, match=rf"ranks differ in FSDPX_{name} \(.*rank 1: {value}.*mpiexec -x"):
-                fsdpx.comm.world(comm=MPI.COMM_WORLD)
+                fsdpx.core.comm.world(comm=MPI.COMM_WORLD)
 
 
 @pytest.mark.world
@@ -224,8 +226,8 @@ def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> Non
     from mpi4py import MPI
 
     given = {"comm": MPI.COMM_WORLD} if world.rank == 1 else {}
-    before = default.current()
-    default.put(None)
+    before = default_communicator.current()
+    default_communicator.put(None)
     words = r"ranks differ in comm \(.*rank 1: 'Intracomm'.*\)\. Give all ranks the same"
     with pytest.raises(ConfigError, match=words):
         fsdpx.init(**given)
@@ -234,7 +236,7 @@ def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> Non
             nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **given)
         fsdpx.init()
     fsdpx.finalize()
-    default.put(before)
+    default_communicator.put(before)
 
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fsdpx.array.random import uniform
-from fsdpx.generation.texts import NO_TOKEN, Sampling, window
+from fsdpx.core.array.random import uniform
+from fsdpx.models.generation.texts import NO_TOKEN, Sampling, window
 
 LOGITS = np.log([0.4, 0.3, 0.2, 0.1])
 

@@ -16,9 +16,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fsdpx.errors import ConfigError  # noqa: E402
-from fsdpx.interop import cut as apart_module  # noqa: E402
-from fsdpx.interop.cut import ModuleLayout, Shapes, TensorValue, _layout, apart, dumped, loaded  # noqa: E402
-from fsdpx.interop.surroundings import draws  # noqa: E402
+from fsdpx.ext.interop import export as apart_module  # noqa: E402
+from fsdpx.ext.interop.export import ModuleLayout, Shapes, TensorValue, _layout, apart, dumped, loaded  # noqa: E402
+from fsdpx.ext.interop.torch_context import draws  # noqa: E402
 
 tnn = torch.nn
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # of JAX, if a test loaded it
@@ -124,7 +124,7 @@ def test_beside_other_threads_no_process_is_forked(children: list[int], monkeypa
 def test_neither_cutting_nor_training_imports_the_exporter() -> None:
     script = """
 import sys, numpy, torch, fsdpx
-from fsdpx.interop.torch import from_torch
+from fsdpx.ext.interop.torch import from_torch
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Dropout(0.0), torch.nn.Linear(4, 2))
 x = numpy.ones((3, 4), numpy.float32)
 before = set(sys.modules)

@@ -15,7 +15,7 @@ from fsdpx.data import SupervisedDataset
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.examples import finetune
 from fsdpx.models import chat
-from fsdpx.models.beside import tokenizer_of
+from fsdpx.models.tokenizer_files import tokenizer_of
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

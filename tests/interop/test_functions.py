@@ -22,14 +22,14 @@ OWN = {"0.weight": (0, "w"), "0.bias": (0, "b"), "2.weight": (1, "w"), "2.bias":
 def of_jax():
     jax = pytest.importorskip("jax")
     jax.config.update("jax_enable_x64", True)
-    from fsdpx.interop.jax import JaxFunction
+    from fsdpx.ext.interop.jax import JaxFunction
 
     return JaxFunction, jax.numpy
 
 
 def of_autograd():
     numpy = pytest.importorskip("autograd.numpy")
-    from fsdpx.interop.function import AutogradFunction
+    from fsdpx.ext.interop.function_layer import AutogradFunction
 
     return AutogradFunction, numpy
 
@@ -123,7 +123,7 @@ def test_what_is_no_layer_is_refused_before_training(library, apply, first, erro
 
 def test_jax_without_float64_is_refused():
     import_jax = pytest.importorskip("jax")
-    from fsdpx.interop.jax import JaxFunction
+    from fsdpx.ext.interop.jax import JaxFunction
 
     layer = JaxFunction(perceptron(import_jax.numpy), FIRST)
     import_jax.config.update("jax_enable_x64", False)

@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft")
 
 import fsdpx  # noqa: E402
 from fsdpx import models, nn, optim  # noqa: E402
-from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 
 RANK, ALPHA, STEPS, LR = 4, 8.0, 5, 1e-2
 OURS, THEIRS = ["attn.q", "attn.v"], ["q_proj", "v_proj"]

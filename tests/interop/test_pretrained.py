@@ -19,7 +19,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 import fsdpx  # noqa: E402
 from fsdpx import models, nn, optim  # noqa: E402
-from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import CheckpointError, ConfigError  # noqa: E402
 
 DECODER: dict[str, Any] = {

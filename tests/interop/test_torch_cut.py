@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
-from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
-from fsdpx.interop.torch import from_torch  # noqa: E402
+from fsdpx.ext.interop.torch import from_torch  # noqa: E402
 
 tnn = torch.nn
 VOCAB, TIME, WIDTH = 20, 6, 8

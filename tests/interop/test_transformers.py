@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers")
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
-from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
-from fsdpx.interop.torch import from_torch  # noqa: E402
+from fsdpx.ext.interop.torch import from_torch  # noqa: E402
 
 SAMPLES, VOCAB, STEPS = 12, 50, 5
 

@@ -11,10 +11,10 @@ import pytest
 from trials import job
 
 from fsdpx.__main__ import main
-from fsdpx.array.kernels import choice
-from fsdpx.engine.warm import OTHERS, every
+from fsdpx.core.array.kernels import choice
+from fsdpx.core.engine.warmup import OTHERS, every
+from fsdpx.ext.native import code_cache
 from fsdpx.launch.catalog import CATALOG, kernels_of
-from fsdpx.native import image
 
 MINE = """
 from fsdpx import nn
@@ -37,7 +37,7 @@ trainer.close()
 
 
 @pytest.mark.jobs
-@pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
+@pytest.mark.skipif(not code_cache.able(), reason="machine code is not kept here")
 def test_a_job_compiles_nothing_more(tmp_path: Path) -> None:
     """Also what ranks run that meet in shared memory."""
     (tmp_path / "mine.py").write_text(MINE)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdpx.launch.endings import Deaths
-from fsdpx.launch.notes import hold_lifeline, open_lifeline
+from fsdpx.launch.exit_status import Deaths
+from fsdpx.launch.rank_status import hold_lifeline, open_lifeline
 
 pytestmark = [
     pytest.mark.mpi_skip,
@@ -24,7 +24,7 @@ pytestmark = [
 RANK = """
 import os, platform, socket, sys, threading, time
 from pathlib import Path
-from fsdpx.launch.notes import Note, hold_lifeline
+from fsdpx.launch.rank_status import Note, hold_lifeline
 
 folder, rank, what, inherited = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 hold_lifeline(folder, rank)

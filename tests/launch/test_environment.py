@@ -18,10 +18,10 @@ from ports import free_port
 import fsdpx
 from fsdpx import Mesh
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator
-from fsdpx.comm.mesh import AXES
-from fsdpx.config import PRESETS
-from fsdpx.environment import Environment, StartedBy, Store, alone, check_alone, check_size, number, read
+from fsdpx.core.base.config import PRESETS
+from fsdpx.core.base.environment import Environment, StartedBy, Store, alone, check_alone, check_size, number, read
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.mesh import AXES
 from fsdpx.errors import ConfigError, FsdpxError, LaunchError, MeshError
 from fsdpx.launch.options import NodeRank
 from fsdpx.launch.show import check_axes, mesh_text, parse_recompute

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 import fsdpx
-from fsdpx import environment
 from fsdpx.__main__ import main
+from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError
-from fsdpx.launch import join, launchers, run
+from fsdpx.launch import elastic_join, launchers, run
 from fsdpx.launch.batch import BATCH, NodeCores, batch
 from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
 
@@ -271,15 +271,15 @@ def test_nobody_can_join_what_does_not_run_or_has_no_place(
     def full(more: int) -> None:
         raise LaunchError("ranks=6: few has 4 slots")
 
-    guests = join.Guests(site, full)
-    monkeypatch.setattr(join, "_listener", lambda notes: 1)
-    monkeypatch.setattr(join.time, "sleep", lambda seconds: guests.look(site))
+    guests = elastic_join.Guests(site, full)
+    monkeypatch.setattr(elastic_join, "_listener", lambda notes: 1)
+    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.look(site))
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
-        join.join(site, 2, 5.0)
+        elastic_join.join(site, 2, 5.0)
     assert guests.take() == 0
-    monkeypatch.setattr(join.time, "sleep", lambda seconds: guests.close())
+    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.close())
     with pytest.raises(LaunchError, match="the job has ended"):
-        join.join(site, 2, 5.0)
+        elastic_join.join(site, 2, 5.0)
     assert not [*site.glob("*joins-*"), *site.glob("answer-*")]
 
 
@@ -537,7 +537,7 @@ def test_modules_that_are_started_by_name_are_there() -> None:
     named = set[str]()
     for source in Path(fsdpx.__file__).parent.rglob("*.py"):
         named |= set(re.findall(r'"-m", "(fsdpx[\w.]*)"', source.read_text()))
-    assert {"fsdpx", "fsdpx.launch.here", "fsdpx.launch.rank"} <= named
+    assert {"fsdpx", "fsdpx.launch.local_launcher", "fsdpx.launch.rank"} <= named
     assert not [name for name in named if importlib.util.find_spec(name) is None]
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
-from fsdpx import files
-from fsdpx.comm.mpi.start import left, lives, owner, remove_left
+from fsdpx.core.base import safe_files
+from fsdpx.core.comm.mpi.start import left, lives, owner, remove_left
+from fsdpx.ext.watch.flight_recorder import FlightRecorder
+from fsdpx.ext.watch.watchdog import _folder
 from fsdpx.launch.run import _temporary
-from fsdpx.watch.flight import FlightRecorder
-from fsdpx.watch.watchdog import _folder
 
 WAITS = """
 shared = [line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "/dev/shm/" in line]
@@ -85,7 +85,7 @@ def test_a_starter_that_ends_meanwhile_is_passed_over(tmp_path: Path, monkeypatc
         (path / "owner").unlink()
         return True
 
-    monkeypatch.setattr(files, "is_folder", late)
+    monkeypatch.setattr(safe_files, "is_folder", late)
     assert (_temporary(tmp_path) / "owner").read_text() == owner()
 
 
@@ -143,7 +143,7 @@ def test_the_next_start_removes_sessions_of_open_mpi_that_are_old_and_in_no_use(
 
 
 def test_names_of_windows_are_listed_and_the_next_start_removes_them(tmp_path: Path) -> None:
-    killed, new = files.temporary_path(tmp_path), files.temporary_path(tmp_path)
+    killed, new = safe_files.temporary_path(tmp_path), safe_files.temporary_path(tmp_path)
     other = tmp_path / "fsdpx-acache00"
     for path in (killed, new, other):
         path.touch()
@@ -160,7 +160,7 @@ def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return True
 
     (tmp_path / "mpich_shm_1f_0").write_bytes(b"x")
-    monkeypatch.setattr("fsdpx.comm.mpi.start.belongs", late)
+    monkeypatch.setattr("fsdpx.core.comm.mpi.start.belongs", late)
     assert left(tmp_path, -10.0) == []
 
 

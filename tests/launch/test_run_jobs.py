@@ -16,7 +16,7 @@ from trials import MPIEXEC, TRAINER, environment, none_left
 
 import fsdpx
 from fsdpx.errors import LaunchError
-from fsdpx.launch.notes import Follower
+from fsdpx.launch.rank_status import Follower
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
 

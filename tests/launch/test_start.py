@@ -14,10 +14,10 @@ import pytest
 from amount import pairs
 from trials import Done, alive_in, environment, job, none_left
 
-from fsdpx.comm.mpi.clock import report
-from fsdpx.environment import StartedBy
-from fsdpx.launch.endings import Ending, Evidence
-from fsdpx.launch.notes import Note
+from fsdpx.core.base.environment import StartedBy
+from fsdpx.core.comm.mpi.start_watchdog import report
+from fsdpx.launch.exit_status import Ending, Evidence
+from fsdpx.launch.rank_status import Note
 
 FIRST = """
 import os, sys, time
@@ -27,7 +27,7 @@ if rank == 1:
     while len([n for n in os.listdir() if n.startswith("began-")]) < 3: time.sleep(0.01)
     time.sleep(float(sys.argv[1])); exec(sys.argv[2])
 else:
-    import fsdpx.facade.functional  # the others come together, however busy the machine is
+    import fsdpx.core.trainer.functional  # the others come together, however busy the machine is
     open(f"ready-{rank}", "w").close()
     while len([n for n in os.listdir() if n.startswith("ready-")]) < 2: time.sleep(0.01)
 """
@@ -162,7 +162,7 @@ def test_run_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 def test_a_launcher_says_which_variable_has_the_rank() -> None:
-    from fsdpx.environment import read
+    from fsdpx.core.base.environment import read
 
     said = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
     assert read(said).launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", 3, 2, 0, 1, "PMI_RANK")

@@ -10,13 +10,13 @@ from amount import in_full
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.__main__ import main, parser
-from fsdpx.comm import Communicator
-from fsdpx.config import PRESETS
+from fsdpx.core.base.config import PRESETS
+from fsdpx.core.comm import Communicator
+from fsdpx.core.program import SCHEDULES, Slot
 from fsdpx.errors import ConfigError, LaunchError, MeshError
+from fsdpx.ext.observe.record import RankRecord, Recorder, read
 from fsdpx.launch.diff import diff, first_difference
 from fsdpx.launch.verify import VerifyCase, VerifySize, cases, verify_on
-from fsdpx.observe.record import RankRecord, Recorder, read
-from fsdpx.program import SCHEDULES, Slot
 
 
 def arguments(line: str) -> argparse.Namespace:
@@ -79,7 +79,7 @@ def test_without_a_mesh_the_line_is_short(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_difference_is_found_and_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first rank of the pipe sends on is a little too large."""
-    from fsdpx.engine import operations
+    from fsdpx.core.engine import operations
 
     whole = operations.OPERATIONS["SEND"]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsdpx
 from fsdpx import spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError
 
 

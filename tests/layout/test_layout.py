@@ -7,9 +7,9 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array.sums import GRAIN
-from fsdpx.layout.pages import Page, Range, cut, overlap
-from fsdpx.state.gradients import Stack, TreeNode, chunks_of, nodes_of, root
+from fsdpx.core.array.sums import GRAIN
+from fsdpx.core.state.flat_parameters import Page, Range, cut, overlap
+from fsdpx.core.state.gradients import Stack, TreeNode, chunks_of, nodes_of, root
 
 CHECK = settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 

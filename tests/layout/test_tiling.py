@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.layout.tiling import tile
+from fsdpx.ext.fields.tiling import tile
 
 
 @given(st.data())

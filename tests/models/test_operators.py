@@ -9,7 +9,7 @@ import pytest
 
 import fsdpx
 from fsdpx import models, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.testing import demand_close
 

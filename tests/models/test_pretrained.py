@@ -12,12 +12,12 @@ import pytest
 
 import fsdpx
 from fsdpx import models, nn, optim
-from fsdpx.checkpoint import format as layout
-from fsdpx.checkpoint.format import lay_out
-from fsdpx.comm import Communicator, spawn
+from fsdpx.core.checkpoint import format as layout
+from fsdpx.core.checkpoint.format import lay_out
+from fsdpx.core.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.models.beside import ends_of, last_token
-from fsdpx.models.reading import boxes
+from fsdpx.models.pretrained_reader import boxes
+from fsdpx.models.tokenizer_files import ends_of, last_token
 
 WIDTH, VOCAB, TIME = 8, 11, 6
 CONFIG: dict[str, Any] = {

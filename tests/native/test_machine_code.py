@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from amount import few, in_full
 
-from fsdpx import files
-from fsdpx.native import image, late
-from fsdpx.native.build import KernelCache, _KeptObject
-from fsdpx.native.compiled import REORDER, fixed, jit
-from fsdpx.native.late import intrinsic, ir, overload, register_jitable, types
+from fsdpx.core.base import safe_files
+from fsdpx.ext.native import code_cache, lazy_numba
+from fsdpx.ext.native.compile import KernelCache, _KeptObject
+from fsdpx.ext.native.compiled import REORDER, fixed, jit
+from fsdpx.ext.native.lazy_numba import intrinsic, ir, overload, register_jitable, types
 
-pytestmark = pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
+pytestmark = pytest.mark.skipif(not code_cache.able(), reason="machine code is not kept here")
 
 
 @pytest.fixture(autouse=True)
@@ -139,12 +139,14 @@ def test_code_that_was_spoilt_or_planted_is_never_run_but_compiled(cache, how):
     x, y = _numbers("float32")
     found = jit(_along)(x, y.copy(), 2.0, False)
     (file,) = cache.iterdir()
-    whole, kept = file.read_bytes(), marshal.loads(image.unsealed(file))
+    whole, kept = file.read_bytes(), marshal.loads(code_cache.unsealed(file))
     _spoil(file, how, whole)
     with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}.*{SPOILT[how]}.*; it is passed over$") as warned:
         assert jit(_along)(x, y.copy(), 2.0, False) == found
     assert len(warned) == 1
-    assert marshal.loads(image.unsealed(file)) == kept  # marshal itself writes what is referred to once in two ways
+    assert (
+        marshal.loads(code_cache.unsealed(file)) == kept
+    )  # marshal itself writes what is referred to once in two ways
     assert file.lstat().st_mode & 0o777 == 0o644
     assert file.lstat().st_uid == os.geteuid()
 
@@ -156,10 +158,10 @@ def test_code_is_not_taken_under_another_name(cache):
     (file,) = cache.iterdir()
     jit(_along)(x, y.copy(), 2.0, 0)
     (other,) = {*cache.iterdir()} - {file}
-    assert image.unsealed(file) != image.unsealed(other)
+    assert code_cache.unsealed(file) != code_cache.unsealed(other)
     file.replace(other)
     with pytest.warns(RuntimeWarning, match="digest does not fit"):
-        assert image.unsealed(other) is None
+        assert code_cache.unsealed(other) is None
 
 
 def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
@@ -174,12 +176,12 @@ def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
     kept.save("key", [1, 2])
     assert kept.load("key") == [1, 2]
     assert kept.load("another key") is None
-    kept.file.write_bytes(bytes(image.SEAL) + pickle.dumps(Evil()))
+    kept.file.write_bytes(bytes(code_cache.SEAL) + pickle.dumps(Evil()))
     with pytest.warns(RuntimeWarning, match="digest does not fit"):
         assert kept.load("key") is None
-    image.seal(kept.file, pickle.dumps(Evil()))
+    code_cache.seal(kept.file, pickle.dumps(Evil()))
     kept.file.chmod(0o666)
-    files._warned.clear()
+    safe_files._warned.clear()
     with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0666\)"):
         assert kept.load("key") is None
     assert not ran.exists()
@@ -193,15 +195,15 @@ def test_an_error_of_a_conversion_is_raised():
 
 
 def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
-    assert image.as_expected()
-    monkeypatch.setitem(image.ARRAY, "nd", image.ARRAY["dims"])
-    assert not image.as_expected.__wrapped__()
+    assert code_cache.as_expected()
+    monkeypatch.setitem(code_cache.ARRAY, "nd", code_cache.ARRAY["dims"])
+    assert not code_cache.as_expected.__wrapped__()
 
 
 TOGETHER = """
 import sys, time
 import numpy as np
-from fsdpx.native import compiled, image
+from fsdpx.ext.native import compiled, code_cache
 
 built = compiled.Compiled._built
 
@@ -212,7 +214,7 @@ def slowly(self, wanted):
 
 compiled.Compiled._built = slowly
 sys.stdin.readline()
-from fsdpx.array import kernels
+from fsdpx.core.array import kernels
 print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))
 """
 
@@ -235,13 +237,13 @@ def test_who_holds_a_lock_too_long_is_not_waited_for(cache, monkeypatch):
     function = jit(_along)
     x, y = _numbers("float32")
     wanted = (function.function, function.fastmath, ("float32 2 C", "float32 1 C", "float", "bool"))
-    monkeypatch.setattr(image, "PATIENCE", 0.05)
-    with image.one_at_a_time(*wanted):
+    monkeypatch.setattr(code_cache, "PATIENCE", 0.05)
+    with code_cache.one_at_a_time(*wanted):
         assert len(list(cache.glob("*.lock"))) == 1
         assert function(x, y, 2.0, False) == pytest.approx(2 * x.sum(dtype="float64"), rel=1e-4)
     with monkeypatch.context() as patch:  # a disk that cannot be written
-        patch.setattr(image.os, "open", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-        with image.one_at_a_time(*wanted):
+        patch.setattr(code_cache.os, "open", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+        with code_cache.one_at_a_time(*wanted):
             assert not list(cache.glob("*.lock"))
 
 
@@ -293,8 +295,8 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     """Loops have constants and functions of other files compiled in: code that was kept must not outlive them."""
 
     def found(step=1.0):
-        late._described.cache_clear()
-        return late.digest(_outer(step).function)
+        lazy_numba._described.cache_clear()
+        return lazy_numba.digest(_outer(step).function)
 
     before, here = found(), sys.modules[__name__]
     assert (found(), found(2.0) == before) == (before, False)
@@ -307,7 +309,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     monkeypatch.setattr(here, "LIMIT", object())  # of which nobody knows what it is in another process
     with pytest.raises(TypeError, match="compiled code uses <object"):
         found()
-    late._described.cache_clear()
+    lazy_numba._described.cache_clear()
 
 
 def test_the_same_package_elsewhere_takes_the_same_code():
@@ -315,7 +317,7 @@ def test_the_same_package_elsewhere_takes_the_same_code():
     code = _along.__code__
 
     def file(**other):
-        return image._file(FunctionType(code.replace(**other), globals(), "_along"), False, ("float32 2 C",))
+        return code_cache._file(FunctionType(code.replace(**other), globals(), "_along"), False, ("float32 2 C",))
 
     here = file()
     assert file(co_filename="/elsewhere/kernels.py", co_firstlineno=1) == here

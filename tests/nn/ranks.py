@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx import nn, spawn
-from fsdpx.array.random import Random
-from fsdpx.comm import Axes, Counters, Mesh, alone, connect
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm import Axes, Counters, Mesh, alone, connect
 from fsdpx.nn.init import values
 from fsdpx.nn.layer import Env, time_of
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.random import Random
-from fsdpx.comm.mesh import alone
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm.mesh import alone
 from fsdpx.nn import Env, Layer
 from fsdpx.nn.init import values
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fsdpx import nn
-from fsdpx.array.kernels import choice
-from fsdpx.engine.warm import warm_kernels
+from fsdpx.core.array.kernels import choice
+from fsdpx.core.engine.warmup import warm_kernels
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import runs_of
 from fsdpx.testing import LayerContract

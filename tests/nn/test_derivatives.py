@@ -11,9 +11,9 @@ from grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, run_alone, run_o
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.parts import MODES
+from fsdpx.ext.fields.halo import MODES
 from fsdpx.testing import LossContract
 
 

@@ -12,11 +12,12 @@ import pytest
 from amount import few, in_full
 
 import fsdpx
-from fsdpx import FakeCommunicator, Trainer, nn, optim, shapes, spawn
-from fsdpx.array.random import Random
-from fsdpx.checkpoint.read import contents
-from fsdpx.comm import Axes, Communicator, Mesh, connect
-from fsdpx.comm.mesh import alone
+from fsdpx import FakeCommunicator, Trainer, nn, optim, spawn
+from fsdpx.core.array import shapes
+from fsdpx.core.array.random import Random
+from fsdpx.core.checkpoint.read import contents
+from fsdpx.core.comm import Axes, Communicator, Mesh, connect
+from fsdpx.core.comm.mesh import alone
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.nn.container import Recomputed
 from fsdpx.nn.init import normal

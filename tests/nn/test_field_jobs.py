@@ -12,7 +12,7 @@ from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 
 SHAPE = (7, 10)
 ROWS = 5

@@ -11,9 +11,9 @@ from grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, loss_over, part
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.cut import Parts
+from fsdpx.nn.sharding import Parts
 from fsdpx.testing import LossContract
 
 SHAPE = 9, 11

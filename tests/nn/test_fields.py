@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from fsdpx import nn
-from fsdpx.array.random import Random
-from fsdpx.comm.mesh import alone
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm.mesh import alone
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cut import Parts
+from fsdpx.ext.fields.halo import MODES, Reach, reaches
+from fsdpx.ext.fields.halo_slabs import Shift, fold, widen
 from fsdpx.nn.layer import Env
-from fsdpx.nn.parts import MODES, Reach, reaches
-from fsdpx.nn.rims import Shift, fold, widen
+from fsdpx.nn.sharding import Parts
 from fsdpx.testing import demand_close
 
 ENV = Env(np, alone(), Random(0))

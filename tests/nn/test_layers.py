@@ -8,12 +8,12 @@ import pytest
 from amount import few, in_full
 
 from fsdpx import nn
-from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.comm.mesh import Mesh, connect
-from fsdpx.comm.opening import spawn
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.comm.init import spawn
+from fsdpx.core.comm.mesh import Mesh, connect
 from fsdpx.errors import ConfigError, DataError, ShapeError
+from fsdpx.nn.gradient_accumulation import Entries, Gradients, destination
 from fsdpx.nn.layer import branches
-from fsdpx.nn.numeric import Entries, Gradients, destination
 from fsdpx.testing import LayerContract
 
 from .setting import env, gradients, normal, parameters
@@ -376,7 +376,7 @@ def test_the_example_learns(capsys):
 def test_the_example_does_the_same_on_three_ranks():
     import pytest
 
-    from fsdpx.comm.opening import spawn
+    from fsdpx.core.comm.init import spawn
     from fsdpx.examples.custom_layer import main
 
     alone = main(steps=5)

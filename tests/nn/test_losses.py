@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx import nn, optim, shapes
+from fsdpx import nn, optim
+from fsdpx.core.array import shapes
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import LossContract
 

@@ -8,7 +8,7 @@ import pytest
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.plan import parallelise
+from fsdpx.nn.tensor_plan import parallelise
 
 from .ranks import compare, environment, full, local, on_axis
 

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import on_ranks
 
-from fsdpx import FakeCommunicator, nn, shapes, spawn
+from fsdpx import FakeCommunicator, nn, spawn
+from fsdpx.core.array import shapes
+from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ShapeError
-from fsdpx.nn import moves
-from fsdpx.nn.cut import share
-from fsdpx.shapes import ShapeArray
+from fsdpx.nn import collectives
+from fsdpx.nn.sharding import share
 
 
 def flow(model):
@@ -208,7 +209,7 @@ def value(kind, name, shape, dim, comm):
     if kind == "each":
         return normal(name, comm.rank, shape=shape)
     whole = normal(name, shape=shape)
-    return whole if kind == "replicated" else moves.part(whole, dim, *share(shape[dim], comm.rank, comm.size))
+    return whole if kind == "replicated" else collectives.part(whole, dim, *share(shape[dim], comm.rank, comm.size))
 
 
 def inner(kind, pairs):
@@ -228,7 +229,7 @@ PAIRS = {
 
 
 def run(name, comm, x, dim, total):
-    move = getattr(moves, name)
+    move = getattr(collectives, name)
     extra = {"copy": (), "sum": (), "gather": (dim, total), "join": (dim, total)}.get(name, (dim,))
     return move(np, comm, x, *extra)
 
@@ -270,9 +271,9 @@ def test_exchange_is_undone_by_its_adjoint(width, sizes, dims):
 
     def body(comm):
         x = value("cut", "x", sizes, merge, comm)
-        y = moves.exchange(np, comm, x, split, merge, sizes[merge])
-        np.testing.assert_array_equal(y, moves.part(whole, split, *share(sizes[split], comm.rank, width)))
-        np.testing.assert_array_equal(moves.exchange(np, comm, y, merge, split, sizes[split]), x)
+        y = collectives.exchange(np, comm, x, split, merge, sizes[merge])
+        np.testing.assert_array_equal(y, collectives.part(whole, split, *share(sizes[split], comm.rank, width)))
+        np.testing.assert_array_equal(collectives.exchange(np, comm, y, merge, split, sizes[split]), x)
 
     spawn(body, width)
 
@@ -287,9 +288,9 @@ def test_the_adjoint_of_dispatch(width, seed, shape):
         leaving, arriving = table[comm.rank].tolist(), table[:, comm.rank].tolist()
         x = normal("x", comm.rank, shape=(sum(leaving), *shape))
         y = normal("y", comm.rank, shape=(sum(arriving), *shape))
-        there = moves.dispatch(np, comm, x, leaving, arriving)
-        np.testing.assert_array_equal(moves.dispatch(np, comm, there, arriving, leaving), x)
-        return (there, y), (x, moves.dispatch(np, comm, y, arriving, leaving))
+        there = collectives.dispatch(np, comm, x, leaving, arriving)
+        np.testing.assert_array_equal(collectives.dispatch(np, comm, there, arriving, leaving), x)
+        return (there, y), (x, collectives.dispatch(np, comm, y, arriving, leaving))
 
     both = spawn(body, width)
     left, right = inner("each", [pair[0] for pair in both]), inner("each", [pair[1] for pair in both])
@@ -299,8 +300,8 @@ def test_the_adjoint_of_dispatch(width, seed, shape):
 def test_what_is_moved():
     def body(comm):
         x = np.arange(6.0).reshape(2, 3) + comm.rank
-        mine = moves.scatter_sum(np, comm, x, 1)
-        return moves.sum(np, comm, x), mine, moves.gather(np, comm, mine, 1, 3)
+        mine = collectives.scatter_sum(np, comm, x, 1)
+        return collectives.sum(np, comm, x), mine, collectives.gather(np, comm, mine, 1, 3)
 
     for rank, (total, mine, whole) in enumerate(spawn(body, 2)):
         want = [[1, 3, 5], [7, 9, 11]]
@@ -312,26 +313,26 @@ def test_what_is_moved():
 @on_ranks(1)
 def test_one_rank_copies_nothing(comm):
     x = np.ones((2, 4))
-    for move in (moves.copy, moves.sum):
+    for move in (collectives.copy, collectives.sum):
         assert move(np, comm, x) is x
-    for move in (moves.gather, moves.scatter_sum, moves.join):
+    for move in (collectives.gather, collectives.scatter_sum, collectives.join):
         assert move(np, comm, x, 1) is x
-    assert np.shares_memory(moves.cut(np, comm, x, 1), x)
-    assert moves.exchange(np, comm, x, 0, 1) is x
-    assert moves.dispatch(np, comm, x, [2], [2]) is x
+    assert np.shares_memory(collectives.cut(np, comm, x, 1), x)
+    assert collectives.exchange(np, comm, x, 0, 1) is x
+    assert collectives.dispatch(np, comm, x, [2], [2]) is x
 
 
 def test_shapes_without_data():
     comm, x = FakeCommunicator(1, 3), shapes.ShapeArray((2, 7, 5), np.float32)
-    assert moves.sum(shapes, comm, x).shape == (2, 7, 5)
-    assert moves.scatter_sum(shapes, comm, x, 1).shape == (2, 2, 5)
-    assert moves.cut(shapes, comm, x, 1).shape == (2, 2, 5)
-    assert moves.gather(shapes, comm, moves.cut(shapes, comm, x, 1), 1, 7).shape == (2, 7, 5)
-    assert moves.exchange(shapes, comm, x, 1, 2).shape == (2, 2, 15)
+    assert collectives.sum(shapes, comm, x).shape == (2, 7, 5)
+    assert collectives.scatter_sum(shapes, comm, x, 1).shape == (2, 2, 5)
+    assert collectives.cut(shapes, comm, x, 1).shape == (2, 2, 5)
+    assert collectives.gather(shapes, comm, collectives.cut(shapes, comm, x, 1), 1, 7).shape == (2, 7, 5)
+    assert collectives.exchange(shapes, comm, x, 1, 2).shape == (2, 2, 15)
 
 
 def test_a_sequence_that_must_divide_evenly():
     with pytest.raises(
         ShapeError, match=r"h.0 input: dim 1 of an array .* is 7, which is not a multiple of the 3 ranks"
     ):
-        moves.want_even((2, 7, 5), 1, 3, "h.0 input")
+        collectives.want_even((2, 7, 5), 1, 3, "h.0 input")

@@ -8,10 +8,11 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx import FakeCommunicator, nn, shapes
-from fsdpx.array.random import Random
-from fsdpx.comm import Axes, Mesh, connect
-from fsdpx.comm.opening import world as open_world
+from fsdpx import FakeCommunicator, nn
+from fsdpx.core.array import shapes
+from fsdpx.core.array.random import Random
+from fsdpx.core.comm import Axes, Mesh, connect
+from fsdpx.core.comm.init import world as open_world
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.layer import Env
 

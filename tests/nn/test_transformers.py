@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
-from fsdpx.comm import Communicator, spawn  # noqa: E402
-from fsdpx.nn.heads import frequencies  # noqa: E402
+from fsdpx.core.comm import Communicator, spawn  # noqa: E402
+from fsdpx.nn.per_head import frequencies  # noqa: E402
 
 from .setting import env  # noqa: E402
 

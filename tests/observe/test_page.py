@@ -13,18 +13,19 @@ import pytest
 from amount import in_full
 from models import CASES, make
 
-from fsdpx import Mesh, data, messages, spawn
+from fsdpx import Mesh, data, spawn
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator
+from fsdpx.core.base import messages
+from fsdpx.core.comm import Communicator
+from fsdpx.core.program.schedules import schedule
+from fsdpx.core.program.simulator import Costs, Event, simulate
+from fsdpx.core.program.verbs import parse
 from fsdpx.errors import ConfigError, install_hint
-from fsdpx.observe.chrome import RankTrace, TraceHeader
-from fsdpx.observe.folder import RunFolder
-from fsdpx.observe.measure import Reading
-from fsdpx.observe.page import waits
-from fsdpx.observe.plots import DARKER, THEMES, StepLanes, draw, figure
-from fsdpx.program.machine import Costs, Event, simulate
-from fsdpx.program.schedules import schedule
-from fsdpx.program.verbs import parse
+from fsdpx.ext.observe.chrome import RankTrace, TraceHeader
+from fsdpx.ext.observe.folder import RunFolder
+from fsdpx.ext.observe.measure import Reading
+from fsdpx.ext.observe.page import waits
+from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw, figure
 
 
 def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:

@@ -25,11 +25,10 @@ from trials import ROOT
 import fsdpx
 from fsdpx import Elastic, Mesh, Trace, nn, spawn
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator
-from fsdpx.engine.recording import Acted, TransferSpan, Turn
+from fsdpx.core.comm import Communicator
+from fsdpx.core.program import VERBS, Action
 from fsdpx.errors import ConfigError
-from fsdpx.nn import models
-from fsdpx.observe.chrome import (
+from fsdpx.ext.observe.chrome import (
     MERGED,
     SIMULATED,
     RankTrace,
@@ -41,9 +40,10 @@ from fsdpx.observe.chrome import (
     read,
     waits_of,
 )  # fmt: skip
-from fsdpx.observe.measure import Reading, offset_at, synchronise
+from fsdpx.ext.observe.measure import Reading, offset_at, synchronise
+from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn
+from fsdpx.nn import models
 from fsdpx.plan import predict
-from fsdpx.program import VERBS, Action
 
 
 def trained(comm: Communicator, folder: Any, steps: int = 3, case: str = "gpt", **options: Any) -> Any:

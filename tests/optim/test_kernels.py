@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx import optim
-from fsdpx.array import kernels
-from fsdpx.array.kernels import choice
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels import choice
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim import optimizer as updates
 from fsdpx.optim.average import AVERAGE, Averaged

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import fsdpx
 from fsdpx import optim
-from fsdpx.array import kernels
-from fsdpx.array.sums import PARTS, expansion, padded
+from fsdpx.core.array import kernels
+from fsdpx.core.array.sums import PARTS, expansion, padded
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim import Run, Segment, Segments, schedules
 from fsdpx.optim.average import Averaged

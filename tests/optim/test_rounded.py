@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx import optim
-from fsdpx.array import kernels
-from fsdpx.array.namespace import dtype
+from fsdpx.core.array import kernels
+from fsdpx.core.array.namespace import dtype
 from fsdpx.errors import ShapeError
+from fsdpx.ext.half.rounded import BLOCK, Rounded
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import zeros
-from fsdpx.optim.rounded import BLOCK, Rounded
 
 BF16 = dtype("bf16")
 UNIT = 2.0**-8

@@ -11,7 +11,7 @@ import pytest
 import fsdpx
 from fsdpx import data, nn, optim, spawn
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, measuring
 from fsdpx.plan.auto import MACHINE

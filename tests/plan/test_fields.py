@@ -16,7 +16,7 @@ from steps import demand_equal, observed
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Level, Machine, predict
 

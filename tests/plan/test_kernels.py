@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpx import nn, shapes
-from fsdpx.array import kernels
-from fsdpx.comm.local import single
+from fsdpx import nn
+from fsdpx.core.array import kernels, shapes
+from fsdpx.core.array.shapes.flop_counter import Pass, Product, Work, counting
+from fsdpx.core.comm.local import single
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Level, Machine, measuring, predict, probes
 from fsdpx.plan.kernels import LONG, SHORT, KernelRates
 from fsdpx.plan.measuring import machine_text
 from fsdpx.plan.prediction import prepared
-from fsdpx.plan.seconds import work_seconds
-from fsdpx.shapes.work import Pass, Product, Work, counting
+from fsdpx.plan.time_model import work_seconds
 
 GRID = [[a, b, 3, n, 1e9 * a * b * (1 + (n > 64))] for a in (1, 16) for b in (1, 16) for n in (64, 4096)]
 RATES = KernelRates(

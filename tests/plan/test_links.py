@@ -17,7 +17,7 @@ from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
-from fsdpx.comm import Call, Communicator, Handle, Wrapper, single
+from fsdpx.core.comm import Call, Communicator, Handle, Wrapper, single
 from fsdpx.plan import Compute, Level, Machine, measuring, predict
 
 HOST, RANKS, STEPS = 2, 4, 3

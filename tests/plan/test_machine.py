@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fsdpx import nn
-from fsdpx.comm import DONE, Communicator, Handle, Wrapper, spawn
+from fsdpx.core.array.shapes.flop_counter import Product, Work
+from fsdpx.core.comm import DONE, Communicator, Handle, Wrapper, spawn
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Machine, measuring, predict
-from fsdpx.plan.seconds import work_seconds
-from fsdpx.shapes.work import Product, Work
+from fsdpx.plan.time_model import work_seconds
 
 GOOD = """\
 name = "mine"

@@ -10,9 +10,9 @@ import pytest
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator
-from fsdpx.facade.dryrun import DryRun
+from fsdpx.core.comm import Communicator
 from fsdpx.plan import predict
+from fsdpx.plan.dry_run import DryRun
 from fsdpx.plan.peak import Change, Holding, Peak, lowered, lowered_text
 
 WIDTH = 64
@@ -71,7 +71,7 @@ def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None
         trainer = chain().as_distributed(
             loss=nn.MSE(), optimizer=optim.SGD(), group_bytes=0, tune=False, comm=comm, **options
         )
-        from fsdpx.engine.recording import Recording
+        from fsdpx.ext.observe.recording import Recording
 
         recording = trainer.inspect.engine.recording = Recording(1)
         trainer.step(x, x)

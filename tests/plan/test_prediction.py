@@ -13,20 +13,20 @@ import pytest
 from steps import demand_equal, observed
 
 import fsdpx
-from fsdpx import nn, optim, shapes
-from fsdpx.array import kernels
-from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.comm import Communicator
+from fsdpx import nn, optim
+from fsdpx.core.array import kernels, shapes
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.array.shapes.flop_counter import counting
+from fsdpx.core.comm import Communicator
+from fsdpx.core.program import VERBS, Action, compiler, passes, prove
+from fsdpx.core.program.pipeline import Stage
+from fsdpx.core.state.gradients import rows_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.sort import once
+from fsdpx.nn.linearize import once
 from fsdpx.plan import Compute, Level, Machine, costing, predict
 from fsdpx.plan.prediction import prepared
-from fsdpx.plan.seconds import Lines, StepTimes
-from fsdpx.program import VERBS, Action, compiler, passes, prove
-from fsdpx.program.pipeline import Stage
-from fsdpx.shapes import ShapeArray
-from fsdpx.shapes.work import counting
-from fsdpx.state.gradients import rows_of
+from fsdpx.plan.time_model import Lines, StepTimes
 
 TOKENS = "int64"
 FLAT = Machine("flat", (Level("host", 0.0, 1e9),), Compute({"float32": 1e12, "bf16": 1e12}, 1e30))
@@ -304,7 +304,7 @@ def test_nothing_is_counted_outside() -> None:
 
 def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two ranks that have met predicts for two, and waits for no other."""
-    module = import_module("fsdpx.facade.distribute")
+    module = import_module("fsdpx.core.trainer.distribute")
     met = SimpleNamespace(size=2, all_gather=None, reduce_scatter=None)
     monkeypatch.setattr(module.defaults, "current", lambda: SimpleNamespace(comm=met))
     monkeypatch.setattr(module.environment, "read", lambda: SimpleNamespace(expected_size=2, ulfm=False))
@@ -422,7 +422,7 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
 
 def test_a_pipe_that_is_too_wide_is_refused_before_its_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is long, of hundreds of ranks."""
-    monkeypatch.setattr("fsdpx.state.placement.schedule", None)
+    monkeypatch.setattr("fsdpx.core.state.placement.schedule", None)
     with pytest.raises(ConfigError, match=r"^512 stages, but the model has only 7 layers to cut between"):
         predict(gpt(), batch(512), ranks=512, machine=FLAT, mesh=fsdpx.Mesh(pipe=512), schedule="zb-h1")
 
@@ -459,9 +459,9 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
 def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers are put in order twice, as given and as it is cut, and its shapes are found once for each size: by
     all four ranks together. Outside of a prediction nothing is kept."""
-    sort = import_module("fsdpx.nn.sort")
+    sort = import_module("fsdpx.nn.linearize")
     calls: list[str] = []
-    for module, name in ((import_module("fsdpx.trainer.assemble"), "sort"), (sort, "_values")):
+    for module, name in ((import_module("fsdpx.core.trainer.assemble"), "sort"), (sort, "_values")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
     predict(gpt(), batch(8), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=4)

@@ -15,8 +15,8 @@ import fsdpx
 from fsdpx import nn
 from fsdpx.__main__ import COMMANDS, main
 from fsdpx.errors import ConfigError
+from fsdpx.ext.observe import plots
 from fsdpx.launch.show import lanes
-from fsdpx.observe import plots
 from fsdpx.plan import Machine, Plan, predict
 from fsdpx.plan.grounds import unmeasured
 from fsdpx.plan.kernels import KernelRates

@@ -15,17 +15,17 @@ from steps import steps_of_a100s
 import fsdpx
 from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
+from fsdpx.core.base.messages import bytes_text
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.launch import plan as plan_command
-from fsdpx.messages import bytes_text
 from fsdpx.plan import Level, Machine, Plan, predict, searching
-from fsdpx.plan.depth import deeper
-from fsdpx.plan.found import SHOWN
-from fsdpx.plan.least import least_seconds
+from fsdpx.plan.lower_bound import least_seconds
 from fsdpx.plan.machine import Storage
+from fsdpx.plan.max_depth import deeper
 from fsdpx.plan.measuring import machine_text
 from fsdpx.plan.prediction import step_of
 from fsdpx.plan.printed import call_text
+from fsdpx.plan.result import SHOWN
 from fsdpx.plan.searching import CLOSE
 
 X = ((16, 8), "int64")

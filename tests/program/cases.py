@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from fsdpx.program import Program, Request, Slot, Stage, compile, pipeline, schedule
-from fsdpx.strategies.local import Outer, Rounds
+from fsdpx.core.program import Program, Request, Slot, Stage, compile, pipeline, schedule
+from fsdpx.ext.asynchronous.local import Outer, Rounds
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""

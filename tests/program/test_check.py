@@ -9,8 +9,7 @@ from cases import CHAIN, PLACEMENTS, STAGES, TIED, everything, golden, kept, pip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.errors import ProgramError
-from fsdpx.program import (
+from fsdpx.core.program import (
     SLOTS,
     VERBS,
     Action,
@@ -29,6 +28,7 @@ from fsdpx.program import (
     pipeline,
     traffic,
 )
+from fsdpx.errors import ProgramError
 
 PROGRAMS = golden()
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from cases import PLACEMENTS, pipe, pipes, twins
 
+from fsdpx.core.program import SCHEDULES, Action, ActionTimes, Program, check, check_pipe, pipeline, simulate_programs
 from fsdpx.errors import ProgramError
-from fsdpx.program import SCHEDULES, Action, ActionTimes, Program, check, check_pipe, pipeline, simulate_programs
 
 PIPES = pipes() | {f"{name}-again": pipe(name, 2, recompute=True) for name in SCHEDULES}
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from cases import TWINS, requests, twins
 
-from fsdpx.errors import ProgramError
-from fsdpx.program import (
+from fsdpx.core.program import (
     SLOTS,
     VERBS,
     Action,
@@ -29,6 +28,7 @@ from fsdpx.program import (
     simulate_programs,
     traffic,
 )
+from fsdpx.errors import ProgramError
 from fsdpx.testing import ScheduleContract
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdpx.core.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, schedule
+from fsdpx.core.program.simulator import Costs, Event, PipelineSchedule, arrow, grid, simulate
+from fsdpx.core.program.verbs import Action, parse
+from fsdpx.core.program.verifier import validate
 from fsdpx.errors import ConfigError, ProgramError
-from fsdpx.program.check import validate
-from fsdpx.program.machine import Costs, Event, PipelineSchedule, arrow, grid, simulate
-from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, schedule
-from fsdpx.program.verbs import Action, parse
 from fsdpx.testing import ScheduleContract
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)

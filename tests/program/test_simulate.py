@@ -8,9 +8,9 @@ from cases import CHAIN, STAGES, pipe, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.errors import ConfigError, ProgramError
-from fsdpx.program import Action, Program, Request, compile, pipeline
-from fsdpx.program.machine import (
+from fsdpx.core.program import Action, Program, Request, compile, pipeline
+from fsdpx.core.program.schedules import schedule
+from fsdpx.core.program.simulator import (
     ActionTimes,
     Costs,
     Event,
@@ -23,7 +23,7 @@ from fsdpx.program.machine import (
     simulate_programs,
     walk,
 )
-from fsdpx.program.schedules import schedule
+from fsdpx.errors import ConfigError, ProgramError
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
 EQUAL = Costs(1, 1, 1)

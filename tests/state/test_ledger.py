@@ -14,18 +14,18 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.checkpoint.pieces import held, owned
-from fsdpx.comm import Communicator
-from fsdpx.comm.local import single
+from fsdpx.core.array.shapes.array import ShapeArray, as_one, metered
+from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.checkpoint.local_shards import held, owned
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.local import single
+from fsdpx.core.state import footprint as module_of_footprint
+from fsdpx.core.state import ledger
+from fsdpx.core.state.flat_parameters import Range
+from fsdpx.core.state.footprint import Footprint, ProcessBytes
+from fsdpx.core.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.errors import ConfigError
-from fsdpx.facade.dryrun import Baseline
-from fsdpx.layout.pages import Range
-from fsdpx.messages import bytes_text
-from fsdpx.shapes.array import ShapeArray, as_one, metered
-from fsdpx.state import footprint as module_of_footprint
-from fsdpx.state import ledger
-from fsdpx.state.footprint import Footprint, ProcessBytes
-from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
+from fsdpx.plan.dry_run import Baseline
 
 F32 = np.dtype(np.float32)
 
@@ -171,7 +171,7 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
 
 
 def test_averages_survive_the_death_of_a_rank() -> None:
-    from fsdpx.comm.local import Died
+    from fsdpx.core.comm.local import Died
 
     def run(comm: Communicator, dies: bool) -> tuple[bytes, str]:
         trainer = nn.Chain(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).as_distributed(
@@ -340,7 +340,7 @@ def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(mon
 
 
 def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatch):
-    from fsdpx.facade import dryrun as module
+    from fsdpx.plan import dry_run as module
 
     asked = []
     answer = module.Baseline(1, 2, 3, 4)
@@ -356,7 +356,7 @@ def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("width", "found"), [(64, 2 * 64 * 64 * 4), (2048, 3 * MIB)])
 def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, found, monkeypatch):
-    from fsdpx.facade import dryrun as module
+    from fsdpx.plan import dry_run as module
 
     monkeypatch.setattr(module, "baseline", lambda *_: Baseline(MIB, MIB, workspace=3 * MIB))
     batch = ((32, width), "float32")
@@ -367,7 +367,7 @@ def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, 
 
 
 def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
-    from fsdpx.facade import dryrun as module
+    from fsdpx.plan import dry_run as module
 
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_ask", lambda mpi, *_: "no MPI" if mpi else module.Baseline(1, 2))
@@ -383,7 +383,7 @@ def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     large = np.ones(60 * MIB)
-    code = "from fsdpx.state.footprint import peak_rss; print(peak_rss())"
+    code = "from fsdpx.core.state.footprint import peak_rss; print(peak_rss())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < large.nbytes
 

@@ -15,11 +15,11 @@ from bits import Bits, bits
 import fsdpx
 from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
 from fsdpx.__main__ import main
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, OffloadError
-from fsdpx.state import disk
-from fsdpx.state import disk as spilling
-from fsdpx.state.disk import Spilled, spill
+from fsdpx.ext.offload import disk
+from fsdpx.ext.offload import disk as spilling
+from fsdpx.ext.offload.disk import Spilled, spill
 
 BOTH = ("optimizer", "parameters")
 ALL = (*BOTH, "activations", "gradients")
@@ -277,7 +277,7 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.M
 def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
     """While another process has it; once that is dead, its traces are none."""
     other = (
-        "import sys\nfrom pathlib import Path\nfrom fsdpx.state.disk import taken\n"
+        "import sys\nfrom pathlib import Path\nfrom fsdpx.ext.offload.disk import taken\n"
         "taken(Path(sys.argv[1]), 'process 7 on elsewhere, 123')\nprint('has it', flush=True)\nsys.stdin.read()"
     )
     with subprocess.Popen(

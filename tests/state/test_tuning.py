@@ -13,12 +13,14 @@ import pytest
 from amount import few, in_full
 
 import fsdpx
-from fsdpx import environment, nn, optim
-from fsdpx.array import blas
-from fsdpx.array.blas import libraries, onednn
+from fsdpx import nn, optim
+from fsdpx.core.array import blas
+from fsdpx.core.array.blas import libraries
+from fsdpx.core.base import environment
+from fsdpx.core.state import tuning
+from fsdpx.core.state.tuning import stored, tune_for
+from fsdpx.ext.half import onednn
 from fsdpx.launch.info import info
-from fsdpx.state import tuning
-from fsdpx.state.tuning import stored, tune_for
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def _single():
-    from fsdpx.comm.local import single
+    from fsdpx.core.comm.local import single
 
     return single()
 

@@ -15,11 +15,11 @@ from ranks import OVER_GLOO, carrier
 
 import fsdpx
 from fsdpx import Offload, nn, optim, spawn
-from fsdpx.comm import Communicator, Mesh
-from fsdpx.comm.opening import node_of
-from fsdpx.comm.opening import world as open_world
+from fsdpx.core.comm import Communicator, Mesh
+from fsdpx.core.comm.init import node_of
+from fsdpx.core.comm.init import world as open_world
+from fsdpx.core.state.allocate import memory_of
 from fsdpx.errors import ConfigError
-from fsdpx.state.allocate import memory_of
 from fsdpx.testing import demand_close
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
@@ -35,7 +35,7 @@ def world() -> Iterator[Communicator]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Communicator]:
     """Machines of two ranks where that comes out even, else of different sizes; neighbours on different machines."""
-    from fsdpx.comm.node.node import NodeCommunicator
+    from fsdpx.core.comm.node.node import NodeCommunicator
 
     messages = carrier(60)
     size = messages.size
@@ -120,10 +120,10 @@ def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None
 
 
 def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.comm.node import memory
+    from fsdpx.core.comm.node import shared_windows
 
     _, want, first = train(world, "mlp", "zero2", precision="float32")
-    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
+    monkeypatch.setattr(shared_windows, "free_bytes", lambda: 0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         _, got, trainer = train(world, "mlp", "zero2", precision="float32")
@@ -153,7 +153,7 @@ def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from fsdpx.state.tuning import stored, tune_for
+    from fsdpx.core.state.tuning import stored, tune_for
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
     found = tune_for(world, True, np)
@@ -168,7 +168,7 @@ def test_ranks_that_measure_differently_choose_the_same(
     world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """What each rank found by itself would send some of them into a collective call and others not."""
-    from fsdpx.state import tuning
+    from fsdpx.core.state import tuning
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
     monkeypatch.setattr(tuning.blas, "measure", lambda count: dict.fromkeys(tuning.blas.available(), 50.0 + world.rank))

@@ -11,8 +11,8 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Async, Gossip, Mesh, nn, optim, spawn
-from fsdpx.comm import Communicator, Died, FakeCommunicator
-from fsdpx.comm.communicator import Wrapper
+from fsdpx.core.comm import Communicator, Died, FakeCommunicator
+from fsdpx.core.comm.communicator import Wrapper
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import VirtualTime
 

@@ -10,8 +10,8 @@ from models import CASES, make
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm.opening import world as open_world
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.init import world as open_world
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.testing import demand_close
 
@@ -56,8 +56,8 @@ def test_backward_gives_what_the_model_gives() -> None:
     directions = np.random.default_rng(1).normal(size=(12, 6)), np.random.default_rng(2).normal(size=(12, 3))
 
     def total(step: float) -> float:
-        from fsdpx.array.random import Random
-        from fsdpx.comm.mesh import alone
+        from fsdpx.core.array.random import Random
+        from fsdpx.core.comm.mesh import alone
         from fsdpx.nn import Env
 
         moved = x[0] + step * directions[0], x[1], x[2] + step * directions[1]

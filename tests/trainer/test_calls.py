@@ -16,13 +16,13 @@ import pytest
 
 import fsdpx
 from fsdpx import Local, Machinery, Mesh, Offload, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.comm.local import single
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.local import single
+from fsdpx.core.trainer.option_rules import ELASTIC, LOCAL, OWN, TABLE, Beside, Excluded, demand_together, table
+from fsdpx.core.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.data import ArrayDataset, DataLoader
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError
-from fsdpx.layout.grid import Grid
-from fsdpx.trainer.choices import ELASTIC, LOCAL, OWN, TABLE, Beside, Excluded, demand_together, table
-from fsdpx.trainer.recipe import Distribution, Recipe, Training
+from fsdpx.ext.fields.grid import Grid
 
 X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])
 
@@ -266,7 +266,7 @@ def test_no_decay_of_models_whose_norms_are_called_so(model: Any) -> None:
 
 def test_no_decay_knows_the_norms_of_torch() -> None:
     torch = pytest.importorskip("torch")
-    from fsdpx.interop.torch import from_torch
+    from fsdpx.ext.interop.torch import from_torch
 
     class OwnRMSNorm(torch.nn.Module):
         def __init__(self) -> None:

@@ -20,14 +20,15 @@ from amount import in_full
 from bits import bits
 from models import CASES, make, part
 
-from fsdpx import Checkpoints, Elastic, Mesh, data, environment, messages, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.engine.warm import make_ready
+from fsdpx import Checkpoints, Elastic, Mesh, data, nn, optim, spawn
+from fsdpx.core.base import environment, messages
+from fsdpx.core.comm import Communicator
+from fsdpx.core.engine.warmup import make_ready
+from fsdpx.core.state.tuning import Tuning
+from fsdpx.core.trainer import assemble
+from fsdpx.core.trainer import callbacks as logs
+from fsdpx.core.trainer.fit_checkpoints import History
 from fsdpx.errors import CheckpointError, ConfigError, DataError, install_hint
-from fsdpx.state.tuning import Tuning
-from fsdpx.trainer import assemble
-from fsdpx.trainer import callbacks as logs
-from fsdpx.trainer.saves import History
 
 
 def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
@@ -234,7 +235,7 @@ def test_callbacks_that_would_never_be_called() -> None:
 
 
 def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpx.trainer.callbacks.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.core.trainer.callbacks.SECONDS", 0.0)
 
     def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp", clip_norm=1.0)
@@ -260,7 +261,7 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
             writes.append(text)
             return len(text)
 
-    monkeypatch.setattr("fsdpx.trainer.callbacks.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.core.trainer.callbacks.SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr", Unbuffered())
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
@@ -298,8 +299,8 @@ def test_without_standard_error_it_is_silent(monkeypatch: pytest.MonkeyPatch, cl
 def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A clock that only validation moves: then steps take no time, and the rate is not of this world."""
     clock = [0.0]
-    monkeypatch.setattr("fsdpx.trainer.fit.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("fsdpx.trainer.callbacks.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.core.trainer.fit.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("fsdpx.core.trainer.callbacks.SECONDS", 0.0)
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
 
     def batches(steps: int = 3) -> Any:

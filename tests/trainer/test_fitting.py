@@ -8,9 +8,9 @@ import pytest
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.array import arena
-from fsdpx.state import footprint
-from fsdpx.trainer import fit
+from fsdpx.core.array import arena
+from fsdpx.core.state import footprint
+from fsdpx.core.trainer import fit
 
 ROWS = 8
 

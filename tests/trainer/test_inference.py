@@ -10,8 +10,8 @@ from bits import Bits, bits
 from models import make, mlp
 
 from fsdpx import EMA, Mesh, Trainer, nn, optim, spawn
-from fsdpx.comm import Communicator
-from fsdpx.engine.engine import Engine
+from fsdpx.core.comm import Communicator
+from fsdpx.core.engine.engine import Engine
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
@@ -68,7 +68,11 @@ def test_one_rank_exchanges_nothing_and_compiles_once(monkeypatch: pytest.Monkey
     trainer = nn.Linear(12, 12).as_distributed()
     trainer.predict(X)
     before = trainer.predict(X)  # as every later one: memory that programs share is planned for those that have run
-    for name in ("fsdpx.trainer.session.infer", "fsdpx.trainer.session.Request", "fsdpx.trainer.batch.exchange"):
+    for name in (
+        "fsdpx.core.trainer.session.infer",
+        "fsdpx.core.trainer.session.Request",
+        "fsdpx.core.trainer.batch.exchange",
+    ):
         monkeypatch.setattr(name, None)
     np.testing.assert_array_equal(trainer.predict(X), before)
 

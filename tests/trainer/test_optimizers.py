@@ -13,13 +13,13 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.array.sums import PARTS
-from fsdpx.checkpoint.pieces import held
-from fsdpx.checkpoint.state import restore, scalars_of
-from fsdpx.comm import Communicator
-from fsdpx.elastic.recut import recut
+from fsdpx.core.array.sums import PARTS
+from fsdpx.core.checkpoint.local_shards import held
+from fsdpx.core.checkpoint.scalars import restore, scalars_of
+from fsdpx.core.comm import Communicator
+from fsdpx.core.program import Traffic
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.program import Traffic
+from fsdpx.ext.elastic.reshard import recut
 
 X, Y = (np.random.default_rng(7).standard_normal((12, n)).astype(np.float32) for n in (6, 3))
 MAKE: dict[str, Any] = {

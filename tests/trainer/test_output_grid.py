@@ -11,7 +11,7 @@ from grids import grid_at, place_of, random_cuts
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 
 NETS: dict[str, Callable[[], nn.Layer]] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsdpx
 from fsdpx import nn, spawn
-from fsdpx.comm import Communicator
+from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, FsdpxError, ShapeError
 
 CELLS = 3, 4

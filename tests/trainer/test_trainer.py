@@ -11,11 +11,11 @@ from bits import Bits, bits
 from models import CASES, make, mlp, part, placed, train
 
 from fsdpx import Precision, Sharding, Trainer, data, nn, optim, spawn
-from fsdpx.comm import Communicator, Handle
-from fsdpx.comm.communicator import Call, Wrapper
+from fsdpx.core.comm import Communicator, Handle
+from fsdpx.core.comm.communicator import Call, Wrapper
+from fsdpx.core.trainer.fit_checkpoints import History
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.testing import demand_close, difference
-from fsdpx.trainer.saves import History
 
 
 def test_parameters_load_at_another_world_size_and_strategy() -> None:

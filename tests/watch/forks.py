@@ -6,7 +6,7 @@ import signal
 import threading
 
 import fsdpx
-from fsdpx.watch.preempt import Preemption
+from fsdpx.ext.watch.preempt import Preemption
 
 
 def in_thread() -> None:

@@ -111,7 +111,7 @@ def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], li
 
 PROCESS = """
 from pathlib import Path
-from fsdpx import environment
+from fsdpx.core.base import environment
 from fsdpx.testing.chaos import StepLog, parse, strike
 start, last = environment.read().restart, Path("last")
 ledger = StepLog(Path("ledger"))

@@ -13,10 +13,10 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.comm.calls import frames_of
-from fsdpx.watch.flight import LENGTH, FlightRecorder, label, log, read, read_all
-from fsdpx.watch.report import first_word, overdue, report
-from fsdpx.watch.watchdog import line_of_script
+from fsdpx.core.comm.calls import frames_of
+from fsdpx.ext.watch.flight_recorder import LENGTH, FlightRecorder, label, log, read, read_all
+from fsdpx.ext.watch.report import first_word, overdue, report
+from fsdpx.ext.watch.watchdog import line_of_script
 
 
 def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> FlightRecorder:

@@ -16,9 +16,9 @@ from trials import ENDLESS, MPIEXEC, STEPS, TRAINER, asked_to_stop, job, none_le
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.watch.flight import FlightRecorder, read
-from fsdpx.watch.leaving import all_left, missed, parted
-from fsdpx.watch.preempt import PREEMPTED, Preempted, Preemption
+from fsdpx.ext.watch.flight_recorder import FlightRecorder, read
+from fsdpx.ext.watch.preempt import PREEMPTED, Preempted, Preemption
+from fsdpx.ext.watch.rank_exits import all_left, missed, parted
 
 ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
 SECONDS = 40.0
@@ -86,7 +86,7 @@ def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
 
 BEHIND = """
 import os, sys, time, fsdpx
-from fsdpx.watch.watchdog import Watchdog
+from fsdpx.ext.watch.watchdog import Watchdog
 made = Watchdog.__init__
 def late(*arguments, **options):
     time.sleep(1)
@@ -310,7 +310,7 @@ def test_a_handler_of_the_program_is_called_too_and_put_back(number: signal.Sign
 QUITS = """
 import faulthandler, signal, sys
 from fsdpx import Preemption
-from fsdpx.guest import SignalHandler
+from fsdpx.core.base.hooks import SignalHandler
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
 numbers = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
 if sys.argv[1:]: faulthandler.register(signal.SIGQUIT)

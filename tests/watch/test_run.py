@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from trials import ENDLESS, MPIEXEC, ROOT, STEPS, TRAINER, asked_to_stop, environment, none_left
 
 from fsdpx.__main__ import main
-from fsdpx.launch.endings import Ending, Evidence, RestartPlan, decide
-from fsdpx.launch.join import _listener
-from fsdpx.launch.notes import Note, read_notes
+from fsdpx.ext.watch.preempt import PREEMPTED, Preemption
+from fsdpx.launch.elastic_join import _listener
+from fsdpx.launch.exit_status import Ending, Evidence, RestartPlan, decide
 from fsdpx.launch.rank import OwnNote, _note_handlers
-from fsdpx.watch.preempt import PREEMPTED, Preemption
+from fsdpx.launch.rank_status import Note, read_notes
 
 KINDS = st.sampled_from(["died", "hung", "error"])
 ENDINGS = st.builds(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
-from fsdpx.watch.flight import FlightRecorder
-from fsdpx.watch.watchdog import unwatch, watch
+from fsdpx.ext.watch.flight_recorder import FlightRecorder
+from fsdpx.ext.watch.watchdog import unwatch, watch
 
 pytestmark = pytest.mark.jobs
 
@@ -55,9 +55,9 @@ def test_a_rank_that_sleeps_outside_is_named_with_its_stack(tmp_path):
 def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
     """The user's own barrier on rank 0 against a step on rank 1."""
     barrier = (
-        "from mpi4py import MPI\nimport fsdpx.watch.report\n"
+        "from mpi4py import MPI\nimport fsdpx.ext.watch.report\n"
         "def outside(step):\n"
-        "    if step == 2: fsdpx.watch.report.FIRST_WORD = 0.5\n"
+        "    if step == 2: fsdpx.ext.watch.report.FIRST_WORD = 0.5\n"
         "    if step == 2 and comm.rank == 0: MPI.COMM_WORLD.Barrier()\n"
     )
     done = job(tmp_path, TRAINER + barrier + STEPS, ranks=2, FSDPX_TIMEOUT=str(TIMEOUT))
@@ -76,7 +76,7 @@ def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
 
 def test_a_report_that_is_not_heard_is_made_again(tmp_path):
     """The rank whose turn it is is on the other side of a network that is cut: its end of the job comes never."""
-    deaf = "import fsdpx.watch.watchdog as w\nif comm.rank == 0: w.Watchdog._abort = lambda *_: time.sleep(60)\n"
+    deaf = "import fsdpx.ext.watch.watchdog as w\nif comm.rank == 0: w.Watchdog._abort = lambda *_: time.sleep(60)\n"
     done = run(tmp_path, f"{deaf}def outside(step):\n    if step == 2 and comm.rank == 1: time.sleep(60)\n")
     assert done.status == 124, done.err
     assert done.err.count("fsdpx watchdog: no rank has made progress for 2 s") == 1

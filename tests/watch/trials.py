@@ -39,7 +39,7 @@ else: trainer.inspect.fingerprint()
 """
 
 ENDLESS = """
-from fsdpx.watch.preempt import Preemption
+from fsdpx.ext.watch.preempt import Preemption
 
 def save():
     open(f"saved-{comm.rank}", "w").write(str(trainer.steps))

@@ -1,0 +1,12 @@
+"""Matrix products by the chosen libraries, written or added in place."""
+
+from fsdpx.ext.half import matmul as halves
+from fsdpx.core.array.blas.libraries import available, choose, chosen, pointer, present, threads
+from fsdpx.core.array.blas.measure import measure
+from fsdpx.core.array.blas.pools import limit, limited
+from fsdpx.core.array.blas.products import affine, gemm, linear_backward, linear_gradients
+
+__all__ = [
+    "affine", "available", "choose", "chosen", "gemm", "halves", "limit", "limited", "linear_backward",
+    "linear_gradients", "measure", "pointer", "present", "threads",
+]  # fmt: skip

@@ -1,0 +1,121 @@
+"""The threads of the BLAS that NumPy calls, which are the program's: limited while fsdpx computes, then as before.
+
+Ranks of a host share its cores, and a product that is cut among threads must run each piece on one. Between steps the
+program multiplies on as many threads as it has chosen."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdpx.core.array.blas import libraries
+from fsdpx.core.base import environment
+
+__all__ = ["limit", "limited"]
+
+
+class BlasThreads(NamedTuple):
+    """A library's threads. get, set: their number."""
+
+    path: str
+    get: Callable[[], int]
+    set: Callable[[int], object]
+
+
+class _State:
+    """most: threads of each pool while fsdpx computes, None where the user has said. plan: (pool, threads), None where
+    it has to be made. inside: blocks of `limited` that are open. changed: (pool, threads now, threads before)."""
+
+    most: int | None = None
+    pools: list[BlasThreads] | None = None
+    plan: list[tuple[BlasThreads, int]] | None = None
+    chosen = ""
+    inside = 0
+    changed: list[tuple[BlasThreads, int, int]]
+
+
+_state, _lock = _State(), threading.Lock()
+_state.changed = []
+
+
+def limit(threads: int | None) -> None:
+    """Let the BLAS of NumPy use up to `threads` threads while fsdpx computes; None: as many as the user has said.
+
+    Libraries that were loaded since the last call are found."""
+    with _lock:
+        _state.most, _state.pools, _state.plan = threads, None, None
+
+
+class limited:  # noqa: N801
+    """Within the block NumPy's BLAS has the threads of a rank at most, and one where it is the library that fsdpx cuts
+    products for. Any thread may open it at any time; the last to leave puts back what the program had."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        with _lock:
+            _state.inside += 1
+            if _state.inside > 1:
+                return
+            if _state.plan is None or _state.chosen != libraries.chosen():
+                _plan()
+            for pool, most in _state.plan or ():
+                found = pool.get()
+                if found > most:
+                    pool.set(most)
+                    _state.changed.append((pool, most, found))
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            _state.inside -= 1
+            while _state.changed and not _state.inside:
+                pool, now, before = _state.changed.pop()
+                if pool.get() == now:  # else the program has changed it since
+                    pool.set(before)
+
+
+def _plan() -> None:
+    if _state.pools is None:
+        _state.pools = _found()
+    _state.chosen = libraries.chosen()
+    used = libraries.library(_state.chosen) if _state.chosen in libraries.NAMES else None
+    most = [1 if used is not None and Path(pool.path).samefile(used.path) else _state.most for pool in _state.pools]
+    _state.plan = [(pool, n) for pool, n in zip(_state.pools, most, strict=True) if n is not None]
+
+
+def _found() -> list[BlasThreads]:
+    """The libraries that are loaded, but for those that a wheel of another package has brought for itself."""
+    with environment.unchanged():  # threadpoolctl sets a variable for OpenMP when it is loaded
+        from threadpoolctl import ThreadpoolController
+    loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
+    return [BlasThreads(one.filepath, *_functions(one)) for one in loaded if _may_be_numpys(Path(one.filepath))]
+
+
+def _may_be_numpys(path: Path) -> bool:
+    own = path.parent.name.endswith(".libs") or path.parent.name == ".dylibs"
+    return not own or "numpy" in path.parts[-2] or "numpy" in path.parts[-3]
+
+
+def _functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
+    """OpenBLAS's own: looking their names up at each call, as threadpoolctl does, takes five times as long."""
+    if library.internal_api == "openblas":
+        loaded = ctypes.CDLL(library.filepath)  # it is loaded already
+        for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
+            get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
+            if get is not None and set is not None:
+                return get, set
+    return library.get_num_threads, library.set_num_threads
+
+
+def _after_fork() -> None:
+    """A child process has no thread that computes, and may have a lock that one of them held."""
+    global _lock
+    _lock, _state.inside = threading.Lock(), 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,31 @@
+"""The cores of a host, divided among its ranks: by default BLAS starts one thread per core in every rank."""
+
+import os
+
+from fsdpx.core.array import blas, parallel
+from fsdpx.core.base import environment
+
+__all__ = ["cores", "share_cores", "threads_of"]
+
+
+def share_cores(ranks_here: int) -> int:
+    """Let fsdpx compute on cores / ranks threads (at least 1), or on as many as the user set. Returns the number.
+
+    Without this, R ranks on a host run R x cores threads, which slow each other down. The program's own products keep
+    the threads that it has chosen."""
+    wanted, threads = environment.read().threads, threads_of(ranks_here)
+    blas.limit(threads if wanted is None else None)
+    parallel.set_threads(threads)
+    blas.threads(threads)
+    return threads
+
+
+def threads_of(ranks_here: int) -> int:
+    """How many threads each rank uses on a host with `ranks_here` of them."""
+    wanted = environment.read().threads
+    return wanted if wanted is not None else max(cores() // ranks_here, 1)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,234 @@
+"""Element by element: activations, gates, sums with what follows them (residuals, biases), and random numbers by
+position.
+
+`gelu_recompute` differentiates GELU from its argument: its result need not be saved from forward to backward."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels.dispatch import kernel
+from fsdpx.core.array.random import Stretch
+from fsdpx.errors import ConfigError
+
+__all__ = [
+    "add", "add_bias", "bias_gelu", "drop", "drop_backward", "gated", "gated_backward", "gelu", "gelu_backward",
+    "gelu_recompute", "relu", "relu_backward", "sigmoid", "silu", "silu_backward", "sum_rows",
+]  # fmt: skip
+
+SHIFT = 4.0
+LIMIT = 40.0  # density(LIMIT) is 0
+TAIL64 = (
+    0.7552851304157514, -0.607896641971893, 0.3871374007422266, -0.1865218579595787, 0.06039657489036092,
+    -0.007540188968891619, -0.0034796923566515025, 0.0016308184854735856, 0.00013334420916014778,
+    -0.00023109513778728935, -1.907676030719098e-06, 3.514560235904452e-05, 7.146021531267462e-07,
+    -5.922893777541928e-06, -6.249551077565178e-07, 1.026984070143193e-06, 2.647337281979868e-07,
+    -1.622316320853567e-07, -7.878360342693638e-08, 1.9569608939974048e-08, 1.60673869573294e-08,
+    -1.277235143295772e-09, -1.6886576966786735e-09,
+)  # fmt: skip
+TAIL32 = (
+    0.7552851438522339, -0.6078963875770569, 0.38713738322257996, -0.18652671575546265, 0.060396648943424225,
+    -0.007512231357395649, -0.0034799545537680387, 0.0015637868782505393, 0.00013365338963922113,
+    -0.00015732056635897607, -1.7310823068328318e-06,
+)  # fmt: skip
+
+
+def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
+    """Horner's rule, in the dtype of x."""
+    result = x * coefficients[-1] + coefficients[-2]
+    for c in coefficients[-3::-1]:
+        result *= x
+        result += c
+    return result
+
+
+def density(xp: Any, x: Any) -> Any:
+    """exp(-x^2 / 2), without its constant, as exp of a square without rounding times exp of a small rest (Cody 1969):
+    in the tail the rounding of x^2 would count."""
+    x = xp.clip(x, -LIMIT, LIMIT)
+    near = xp.rint(x * 16.0) * 0.0625
+    return xp.exp(near * near * -0.5) * xp.exp((x - near) * (x + near) * -0.5)
+
+
+def tail(xp: Any, x: Any, bell: Any) -> Any:
+    """Phi(-|x|), given `bell = density(x)`."""
+    inverse = 1.0 / (xp.abs(x) + SHIFT)
+    t = 1.0 - (2.0 * SHIFT) * inverse
+    return polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
+
+
+def integral(xp: Any, x: Any, bell: Any) -> Any:
+    """Phi(x), given `bell = density(x)`."""
+    below = tail(xp, x, bell)
+    return xp.where(x < 0, below, 1.0 - below)
+
+
+def keep_mask(xp: Any, numbers: Stretch, shape: tuple[int, ...], p: float) -> Any:
+    """True, with probability 1 - p, where an element is kept: where its random number is p or more."""
+    return numbers.fractions(xp).reshape(shape) >= p
+
+
+@kernel()
+def drop(xp: Any, x: Any, numbers: Stretch, p: float) -> tuple[Any, Any]:
+    """x / (1 - p) where kept, else 0, and the mask; element i is compared with number i."""
+    keep = keep_mask(xp, numbers, x.shape, p)
+    return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
+
+
+@kernel()
+def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
+    """dy / (1 - p) where kept, else 0; with a given mask this is also forward."""
+    dx = dy * keep
+    dx *= scale(p)
+    return dx
+
+
+def scale(p: float) -> float:
+    """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
+    return 1.0 / (1.0 - p) if p < 1.0 else 1.0
+
+
+def threshold(p: float) -> int:
+    """The least 24-bit number that means "kept": `number 2^-24 >= p` in float32."""
+    return math.ceil(float(np.float32(p)) * 2.0**24)
+
+
+FORMS = ("silu", "gelu", "gelu tanh")
+"""SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
+
+
+@kernel()
+def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
+    """act(a) b, element by element (Shazeer 2020); form: one of `FORMS`."""
+    return _activated(xp, a, form) * b
+
+
+@kernel(narrow=2)
+def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tuple[Any, Any]:
+    """The gradients of a and b: dy b act'(a), and dy act(a)."""
+    plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
+    da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, approximate(form))
+    return da, dy * _activated(xp, a, form)
+
+
+def approximate(form: str) -> str:
+    """The name that `gelu` has for a form."""
+    if form not in FORMS:
+        raise ConfigError(f"gated: form must be one of {', '.join(map(repr, FORMS))}, got {form!r}")
+    return "tanh" if form == "gelu tanh" else "none"
+
+
+def _activated(xp: Any, a: Any, form: str) -> Any:
+    if form == "silu":
+        return silu.__wrapped__(xp, a)  # type: ignore[attr-defined]
+    return gelu.__wrapped__(xp, a, approximate(form))  # type: ignore[attr-defined]
+
+
+CUBIC = 0.044715
+SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # 1/2 (1 + tanh(u)) = sigmoid(2u): no cancellation for large negative u
+DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
+
+
+@kernel()
+def relu(xp: Any, x: Any) -> Any:
+    """max(x, 0)."""
+    return xp.maximum(x, 0)
+
+
+@kernel()
+def relu_backward(xp: Any, y: Any, dy: Any) -> Any:
+    """dy where y, the result of `relu`, is above 0, else 0."""
+    return xp.where(y > 0, dy, xp.zeros((), dtype=dy.dtype))
+
+
+@kernel()
+def sigmoid(xp: Any, x: Any) -> Any:
+    """1 / (1 + exp(-x)), without overflow: exp is only taken of -|x|."""
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x < 0, e, 1.0) / (e + 1.0)
+
+
+@kernel()
+def silu(xp: Any, x: Any) -> Any:
+    """x sigmoid(x) (Elfwing et al. 2018)."""
+    return x * sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
+
+
+@kernel()
+def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
+    """dy (s + x s (1 - s)) with s = sigmoid(x)."""
+    s = sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
+    return dy * (s + x * s * (1.0 - s))
+
+
+@kernel()
+def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
+    """x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016)."""
+    if exact(approximate):
+        return x * integral(xp, x, density(xp, x))
+    return x * sigmoid.__wrapped__(xp, _argument(x))  # type: ignore[attr-defined]
+
+
+@kernel()
+def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
+    """dy d gelu / dx: dy (Phi(x) + x phi(x)), or of the tanh form dy (s + x s (1 - s) u') with s = sigmoid(u)."""
+    if exact(approximate):
+        bell = density(xp, x)
+        return dy * (integral(xp, x, bell) + x * bell * DENSITY)
+    s = sigmoid.__wrapped__(xp, _argument(x))  # type: ignore[attr-defined]
+    slope = (x * x * (3.0 * CUBIC) + 1.0) * SLOPE
+    return dy * (s + x * s * (1.0 - s) * slope)
+
+
+@cache
+def exact(approximate: str) -> bool:
+    """Whether the GELU is the exact one, and not its tanh form."""
+    if approximate not in ("none", "tanh"):
+        raise ConfigError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
+    return approximate == "none"
+
+
+def _argument(x: Any) -> Any:
+    """u of 1/2 (1 + tanh(u / 2)) = sigmoid(u)."""
+    return x * (x * x * CUBIC + 1.0) * SLOPE
+
+
+@kernel()
+def add(xp: Any, a: Any, b: Any) -> Any:
+    """a + b for two arrays of one shape."""
+    return a + b
+
+
+@kernel(narrow=0, into=("y",))
+def add_bias(xp: Any, y: Any, bias: Any) -> None:
+    """y += bias, for bias of the shape of y's last dims."""
+    y += bias
+
+
+@kernel(into=("h",))
+def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
+    """h += bias, in place, and returns gelu(h); bias (features,) or None."""
+    if bias is not None:
+        h += bias
+    return gelu(xp, h, approximate)
+
+
+@kernel(narrow=0, into=("out",))
+def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
+    """out += the sum of rows (n, ...) over n, or out = it; 16-bit rows are added in float32, rounded once."""
+    total = xp.sum(rows, axis=0)
+    if accumulate:
+        out += total
+    else:
+        out[...] = total
+
+
+@kernel(into=("dy",))
+def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
+    """gelu(x), with the bits of `gelu`; dy is replaced by the gradient of x in place."""
+    dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]
+    return gelu.__wrapped__(xp, x, approximate)  # type: ignore[attr-defined]

@@ -1,0 +1,157 @@
+"""Attention: scores, softmax, and rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import matmul
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels.dispatch import kernel
+from fsdpx.core.array.namespace import joined
+from fsdpx.core.array.shapes.flop_counter import alike
+from fsdpx.ext.gpu.head_layout import merged, time_first
+
+__all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
+
+
+@kernel()
+def softmax(xp: Any, x: Any) -> Any:
+    """exp(x) / sum exp(x) over the last dim; x (rows, columns) or any shape with columns last."""
+    y = xp.exp(x - xp.max(x, axis=-1, keepdims=True))
+    y /= xp.sum(y, axis=-1, keepdims=True)
+    return y
+
+
+@kernel()
+def softmax_backward(xp: Any, y: Any, dy: Any) -> Any:
+    """y (dy - sum(y dy)): the gradient of `softmax` at its result y."""
+    return y * (dy - xp.sum(y * dy, axis=-1, keepdims=True))
+
+
+@kernel()
+def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
+    """(a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su et al. 2021, in the order of Llama).
+
+    x: (B, T, H, D); cos, sin: (T, D / 2) of the dtype that is computed in. The gradient is `rotate` with -sin."""
+    half = x.shape[3] // 2
+    c, s = cos[None, :, None, :], sin[None, :, None, :]
+    a, b = x[..., :half], x[..., half:]
+    return joined(xp, (a * c - b * s, b * c + a * s))
+
+
+@kernel()
+def attention(
+    xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
+) -> tuple[Any, Any]:
+    """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position attends to none that is later.
+
+    q: (B, H, T, D); k, v: (B, G, T, D), or (B, G, S, D) if not causal, each of G heads for H / G heads of q (Ainslie et
+    al. 2023); any strides, S > 0. window: with `causal` a position attends to itself and the window - 1 before it; 0:
+    to all before it. segments: (B, T) of integers, k as long as q: a position attends to those of its own number only.
+    Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that
+    backward needs (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak:
+    one head's T x S; compiled, 64 rows of it."""
+    o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
+    earlier, group = _earlier(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    for b, h in _heads(xp, q):
+        seen = _within(earlier, segments, b)
+        scores = _scores(xp, q[b, h], k[b, h // group], seen, scale)
+        top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
+        scores = xp.exp(scores - top)
+        total = xp.sum(scores, axis=-1, keepdims=True)
+        o[b, h] = compute_seen(xp, partial(multiply_seen, scores, v[b, h // group]), seen) / total
+        lse[b, h] = (top + xp.log(total))[:, 0]
+    return o, lse
+
+
+@kernel(narrow=3)
+def attention_backward(
+    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
+    segments: Any = None,
+) -> Any:  # fmt: skip
+    """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities recomputed from lse (Dao et al. 2022).
+
+    In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product. Where k has
+    another length than q, or fewer heads, three arrays.
+
+    With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q."""
+    d = merged(xp, q, k)
+    dq, dk, dv = d[0], d[1], d[2]
+    earlier, group = _earlier(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    for b, h in _heads(xp, q):
+        at, first = (b, h // group), h % group == 0
+        seen = _within(earlier, segments, b)
+        p = xp.exp(_scores(xp, q[b, h], k[at], seen, scale) - lse[b, h][:, None])
+        head = partial(_slopes, xp, p, q[b, h], k[at], v[at], o[b, h], do[b, h], scale)
+        dq[b, h], more_k, more_v = compute_seen(xp, head, seen)
+        dv[at] = more_v if first else dv[at] + more_v
+        dk[at] = more_k if first else dk[at] + more_k
+    return d
+
+
+def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
+    """Every (sample, head); for arrays without data the first one only."""
+    if getattr(xp, "holds_no_data", False):
+        return alike((0, 0), q.shape[0] * q.shape[1])
+    return np.ndindex(*q.shape[:2])
+
+
+def _slopes(xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any) -> tuple[Any, ...]:
+    """The gradients of q, k and v of a head with probabilities p."""
+    seeing = None if seen is None else seen.T
+    along = xp.sum(do * o, axis=-1, keepdims=True)
+    ds = clear_hidden(p * (do @ v.T - along) * scale, seen)
+    dv = multiply_seen(clear_hidden(p, seen).T, do, seeing)
+    return multiply_seen(ds, k, seen), multiply_seen(ds.T, q, seeing), dv
+
+
+def compute_seen(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
+    """Compute products whose weights are 0 for rows that are hidden. compute(None) is as good as compute(seen) unless
+    there is NaN or Inf, which 0 does not take away. Arrays other than NumPy's are computed once.
+
+    seen: (T, S), false where the weight of a row is 0; None: all count."""
+    found = compute(None)
+    if xp is not np or seen is None:
+        return found
+    parts = found if isinstance(found, tuple) else (found,)
+    return found if all(np.isfinite(one).all() for one in parts) else compute(seen)
+
+
+def multiply_seen(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
+    """Multiply weights (..., T, S) by rows (..., S, D), where NaN and Inf in rows that are not seen add nothing."""
+    if seen is None:
+        return multiply(weights, rows)
+    finite, nothing = np.isfinite(rows), rows.dtype.type(0)
+    total = multiply(weights, np.where(finite, rows, nothing))
+    for s in np.flatnonzero(~finite.all(axis=-1).reshape(-1, rows.shape[-2]).all(axis=0)):
+        odd = seen[:, s, None] & ~finite[..., s, None, :]
+        total = total + np.where(odd, weights[..., s, None] * rows[..., s, None, :], nothing)
+    return total
+
+
+def clear_hidden(x: Any, seen: Any) -> Any:
+    """Set weights (..., T, S) of rows that are not seen to 0, which are NaN if others of theirs are."""
+    return x if seen is None else np.where(seen, x, x.dtype.type(0))
+
+
+def _scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
+    scores = (q @ k.T) * scale
+    return scores if seen is None else xp.where(seen, scores, xp.full((), -np.inf, dtype=q.dtype))
+
+
+def _earlier(xp: Any, q: Any, window: int) -> Any:
+    """Whether a position is the one that attends or before it, and in its window, (T, T)."""
+    time = xp.arange(q.shape[2])
+    seen = time[None, :] <= time[:, None]
+    return seen & (time[None, :] > time[:, None] - window) if window else seen
+
+
+def _within(earlier: Any, segments: Any, b: int) -> Any:
+    """Which positions are seen in sample b: of those, the ones in the same segment; None: all."""
+    if segments is None:
+        return earlier
+    same = segments[b][None, :] == segments[b][:, None]
+    return same if earlier is None else earlier & same

@@ -1,0 +1,574 @@
+"""Convolutions of one to three dims with channels last, whose windows are read where they lie: no copy of them is made.
+
+A strip of neighbouring outputs, some lanes of channels of each, stays in registers while the cells under their windows
+run by: each number of a cell is multiplied by a row of weights. Where windows reach beyond the field, only the places
+inside count. Where there are few outputs, their lanes are channels of the field instead, which are added up at the end.
+The gradient of the weights keeps some rows of them in registers while outputs run by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array import parallel
+from fsdpx.core.array.kernels.compiled.half import owned
+from fsdpx.core.array.kernels.compiled.scalar import widest
+from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.ext.native.compiled import jit
+from fsdpx.ext.native.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
+
+__all__ = [
+    "WIDE", "pointer", "read", "row_of_strips", "sums", "sums_backward_input", "sums_backward_weight", "times",
+]  # fmt: skip
+
+WIDE, NARROW = 64, 32
+"""Bytes of channels that are computed together, and of the last ones of a result."""
+WIDE_ROWS, NARROW_ROWS = 6, 8
+"""Outputs of a strip, at most: as many as registers hold."""
+FEW = (8, 6, 4, 3)
+"""Cells of a strip of one, two, three, four outputs, at most."""
+NEAR = 3 << 13
+"""Bytes of the cells and of the slopes over which a gradient of weights runs again and again: they stay near."""
+
+
+def strip_of(nbytes: int, most: int) -> Any:
+    """The loop of a strip: y[b] = start[b] + the sum over places (i, j, k) and r of x[b + place, r] w[place, r], each w
+    a row of `nbytes`. Addresses and steps are in bytes."""
+
+    @intrinsic
+    def strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
+              x_step: Any, w: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            like, rows, y, y_step, start, start_step, x, x_step, w, counts, x_steps, w_steps, run = arguments
+            vector, word = vector_of(like, nbytes)
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(most)]
+            counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
+
+            def body(many: int) -> None:
+                for total in sums[:many]:
+                    builder.store(ir.Constant(vector, None), total)
+                with ExitStack() as stack:
+                    at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
+                    cells, row = along(builder, x, at, x_steps), along(builder, w, at, w_steps)
+                    with cgutils.for_range(builder, run) as r:
+                        weights = read(builder, vector, builder.add(row, times(builder, r.index, nbytes)), None, 0)
+                        cell = builder.add(cells, times(builder, r.index, word))
+                        for b in range(many):
+                            add_product(builder, sums[b], read(builder, like.type, cell, x_step, b), weights)
+                for b in range(many):
+                    to = pointer(builder, vector, builder.add(y, times(builder, y_step, b)))
+                    begin = read(builder, vector, start, start_step, b)
+                    builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
+
+            each_size(builder, rows, most, body)
+            return context.get_dummy_value()
+
+        three = types.UniTuple(types.int64, 3)
+        return types.void(like, *[types.int64] * 8, three, three, three, types.int64), code
+
+    return strip
+
+
+def dots_of(outputs: int, most: int) -> Any:
+    """The loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over places (i, j, k) and r of
+    x[b + place, r] w[o, place, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
+
+    @intrinsic
+    def dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
+             x_step: Any, w: Any, w_step: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            like, rows, y, y_step, start, start_step, x, x_step, w, w_step, counts, x_steps, w_steps, run = arguments
+            vector, word = vector_of(like, NARROW)
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(outputs)] for _ in range(most)]
+            counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
+
+            def body(many: int) -> None:
+                for total in (total for row in sums[:many] for total in row):
+                    builder.store(ir.Constant(vector, None), total)
+                with ExitStack() as stack:
+                    at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in (*counts, run)]
+                    cells, row = (along(builder, base, at, (*steps, w.type(NARROW)))
+                                  for base, steps in ((x, x_steps), (w, w_steps)))  # fmt: skip
+                    weights = [read(builder, vector, row, w_step, o) for o in range(outputs)]
+                    for b in range(many):
+                        cell = read(builder, vector, cells, x_step, b)
+                        for total, weight in zip(sums[b], weights, strict=True):
+                            add_product(builder, total, cell, weight)
+                for b, o in product(range(many), range(outputs)):
+                    begin, to = (builder.add(base, base.type(o * word)) for base in (start, y))
+                    number = read(builder, like.type, begin, start_step, b)
+                    to = pointer(builder, like.type, builder.add(to, times(builder, y_step, b)))
+                    builder.store(builder.fadd(number, total_of(builder, builder.load(sums[b][o]))), to)
+
+            each_size(builder, rows, most, body)
+            return context.get_dummy_value()
+
+        three = types.UniTuple(types.int64, 3)
+        return types.void(like, *[types.int64] * 9, three, three, three, types.int64), code
+
+    return dots
+
+
+def total_of(builder: Any, row: Any) -> Any:
+    """The sum of a row, by halves."""
+    index = ir.IntType(32)
+    while (half := row.type.count // 2) > 0:
+        none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
+        low = builder.shuffle_vector(row, none, ir.Constant(kind, [*range(half)]))
+        high = builder.shuffle_vector(row, none, ir.Constant(kind, [*range(half, 2 * half)]))
+        row = builder.fadd(low, high)
+    return builder.extract_element(row, index(0))
+
+
+def outer_of(nbytes: int, most: int) -> Any:
+    """The loop of some rows of a gradient: w[b] += the sum over places (i, j) of x[place, b] dy[place], each w and dy a
+    row of `nbytes`."""
+
+    @intrinsic
+    def outer(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
+              dy_steps: Any) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            like, rows, w, x, dy, counts, x_steps, dy_steps = arguments
+            vector, word = vector_of(like, nbytes)
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(most)]
+            counts, x_steps, dy_steps = (cgutils.unpack_tuple(builder, one, 2) for one in (counts, x_steps, dy_steps))
+
+            def body(many: int) -> None:
+                rows_at = [builder.add(w, w.type(b * nbytes)) for b in range(many)]
+                for b in range(many):
+                    builder.store(read(builder, vector, rows_at[b], None, 0), sums[b])
+                with ExitStack() as stack:
+                    at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
+                    cell = along(builder, x, at, x_steps)
+                    slope = read(builder, vector, along(builder, dy, at, dy_steps), None, 0)
+                    for b in range(many):
+                        number = read(builder, like.type, builder.add(cell, cell.type(b * word)), None, 0)
+                        add_product(builder, sums[b], number, slope)
+                for b in range(many):
+                    builder.store(builder.load(sums[b]), pointer(builder, vector, rows_at[b]), align=word)
+
+            each_size(builder, rows, most, body)
+            return context.get_dummy_value()
+
+        two = types.UniTuple(types.int64, 2)
+        return types.void(like, *[types.int64] * 4, two, two, two), code
+
+    return outer
+
+
+def vector_of(like: Any, nbytes: int) -> tuple[Any, int]:
+    """A row of numbers, and the bytes of one."""
+    word = 4 if like.type == ir.FloatType() else 8
+    return ir.VectorType(like.type, nbytes // word), word
+
+
+def times(builder: Any, step: Any, n: Any) -> Any:
+    return builder.mul(step, step.type(n))
+
+
+def pointer(builder: Any, kind: Any, at: Any) -> Any:
+    return builder.inttoptr(at, kind.as_pointer())
+
+
+def read(builder: Any, kind: Any, base: Any, step: Any, n: int) -> Any:
+    at = builder.add(base, times(builder, step, n)) if n else base
+    return builder.load(pointer(builder, kind, at), align=4)
+
+
+def add_product(builder: Any, into: Any, number: Any, row: Any) -> None:
+    """into += number row, with one number for all lanes or a row of them."""
+    if number.type != row.type:
+        none, index = ir.Constant(row.type, ir.Undefined), ir.IntType(32)
+        zeros = ir.Constant(ir.VectorType(index, row.type.count), [0] * row.type.count)
+        number = builder.shuffle_vector(builder.insert_element(none, number, index(0)), none, zeros)
+    term = builder.fmul(number, row, flags=["contract"])
+    builder.store(builder.fadd(builder.load(into), term, flags=["contract"]), into)
+
+
+def along(builder: Any, base: Any, at: Sequence[Any], steps: Sequence[Any]) -> Any:
+    for index, step in zip(at, steps, strict=True):
+        base = builder.add(base, builder.mul(index, step))
+    return base
+
+
+def each_size(builder: Any, rows: Any, most: int, body: Any) -> None:
+    """`body(n)` for the n from 1 to `most` that `rows` is."""
+    end = builder.append_basic_block("sized")
+    switch = builder.switch(rows, end)
+    for n in range(1, most + 1):
+        block = builder.append_basic_block(f"size{n}")
+        switch.add_case(rows.type(n), block)
+        builder.position_at_end(block)
+        body(n)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+_wide_strip, _narrow_strip = strip_of(WIDE, WIDE_ROWS), strip_of(NARROW, NARROW_ROWS)
+_one, _two, _three, _four = (dots_of(n + 1, most) for n, most in enumerate(FEW))
+_wide_outer, _narrow_outer = outer_of(WIDE, 6), outer_of(NARROW, 12)
+
+
+@register_jitable
+def _few(outputs, nbytes):
+    """Whether so many outputs are few: so that lanes are channels, of so many bytes."""
+    return outputs <= len(FEW) and nbytes % NARROW == 0
+
+
+@jit
+def _pack(weight, packed, places, turned, back):
+    """packed[block, places, c, lane] = weight[o, c, places], but of `_few` outputs packed[block, lane, places, c];
+    places (3 dims, 3): how many, the first, and the step to the next. turned: of channels in place of outputs. back:
+    the other way, added."""
+    outer, inner = (weight.shape[1], weight.shape[0]) if turned else (weight.shape[0], weight.shape[1])
+    word, first, base = weight.itemsize, 0, 0
+    while first < outer:
+        lanes = (WIDE if outer - first > NARROW // word else NARROW) // word
+        few = not back and _few(outer - first, inner * word)
+        near, far = (1, places[0, 0] * places[1, 0] * places[2, 0] * inner) if few else (lanes, 1)
+        for c in range(inner):
+            at = base + c * near
+            for i in range(places[0, 0]):
+                for j in range(places[1, 0]):
+                    for k in range(places[2, 0]):
+                        p, q = places[0, 1] + i * places[0, 2], places[1, 1] + j * places[1, 2]
+                        r = places[2, 1] + k * places[2, 2]
+                        for lane in range(min(lanes, outer - first)):
+                            o, n = (c, first + lane) if turned else (first + lane, c)
+                            if back:
+                                weight[o, n, p, q, r] += packed[at + lane]
+                            else:
+                                packed[at + lane * far] = weight[o, n, p, q, r]
+                        at += inner * near
+        base += places[0, 0] * places[1, 0] * places[2, 0] * inner * lanes
+        first += lanes
+
+
+@register_jitable
+def _rows(left, most):
+    """Outputs of the next strip of a line: in the end two strips of about one size, rather than a full one and little
+    of another."""
+    return most if left >= 2 * most or left == most else min(left, most) if left <= most else (left + 1) // 2
+
+
+@register_jitable
+def _lanes(scratch, rows, valid, at, step):
+    """The first lanes of rows."""
+    for r in range(rows):
+        for v in range(valid):
+            scratch[r, v] = _get(scratch.dtype.type(0), at + r * step + v * scratch.itemsize)
+
+
+@intrinsic
+def _get(typingctx: Any, like: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(pointer(builder, arguments[0].type, arguments[1]))
+
+    return like(like, types.int64), code
+
+
+@intrinsic
+def _put(typingctx: Any, value: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[0], pointer(builder, arguments[0].type, arguments[1]))
+        return context.get_dummy_value()
+
+    return types.void(value, types.int64), code
+
+
+@register_jitable
+def row_of_strips(like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run):
+    """The strips of a line of outputs. valid: lanes; fewer than a row has, of the last channels, go through
+    `scratch`."""
+    at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
+    partial = valid * word < (WIDE if wide else NARROW)
+    while at < long:
+        rows = _rows(long - at, most)
+        xs, ys = x + at * x_step, y + at * y_step
+        begin, step = (ys, y_step) if add else (start, 0)
+        to, to_step = ys, y_step
+        if partial:
+            _lanes(scratch, rows, valid, begin, step)
+            begin = to = scratch.ctypes.data
+            step = to_step = WIDE
+        if wide:
+            _wide_strip(like, rows, to, to_step, begin, step, xs, x_step, w, counts, x_steps, w_steps, run)
+        else:
+            _narrow_strip(like, rows, to, to_step, begin, step, xs, x_step, w, counts, x_steps, w_steps, run)
+        if partial:
+            for r in range(rows):
+                for v in range(valid):
+                    _put(scratch[r, v], ys + r * y_step + v * word)
+        at += rows
+
+
+@register_jitable
+def _short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
+    """The strips of a line of few outputs. run: bytes."""
+    at, most, run = 0, FEW[outputs - 1], run // NARROW
+    while at < long:
+        rows = _rows(long - at, most)
+        xs, ys = x + at * x_step, y + at * y_step
+        begin, step = (ys, y_step) if add else (start, 0)
+        if outputs == 1:
+            _one(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        elif outputs == 2:
+            _two(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        elif outputs == 3:
+            _three(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        else:
+            _four(like, rows, ys, y_step, begin, step, xs, x_step, w, w_step, counts, x_steps, w_steps, run)
+        at += rows
+
+
+@register_jitable
+def _line_of(line, runs):
+    """A line's sample, its run of outputs with the same places, and its output of the first dim."""
+    lines, a = 0, 0
+    for run in range(runs.shape[0]):
+        lines += runs[run, 1] - runs[run, 0]
+    n, left = line // lines, line % lines
+    while left >= runs[a, 1] - runs[a, 0]:
+        left -= runs[a, 1] - runs[a, 0]
+        a += 1
+    return n, a, runs[a, 0] + left
+
+
+@jit
+def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
+    """Outputs of some lines of all samples' first dim, strip by strip.
+
+    x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
+    sample, then along each dim. moves (3 dims, 3): bytes in x from an output to the next, from a place to the next, and
+    before the first. runs: (start, stop, first place, last place) of outputs with the same places, bounds[d] of them
+    for dim d. sizes: places of the window. start: for outputs that are not added to."""
+    widest()
+    like, word = packed.dtype.type(0), packed.itemsize
+    places = sizes[0] * sizes[1] * sizes[2]
+    merged = moves[2, 1] == channels * word
+    scratch = np.zeros((NARROW_ROWS, WIDE // word), packed.dtype)
+    for line in range(from_line, to_line):
+        n, a, i = _line_of(line, runs[0, : bounds[0]])
+        lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
+        x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
+        y_line = y + n * y_steps[0] + i * y_steps[1]
+        first, block = 0, packed.ctypes.data
+        while first < start.size:
+            wide = start.size - first > NARROW // word
+            nbytes = WIDE if wide else NARROW
+            valid = min(nbytes // word, start.size - first)
+            few = _few(valid, channels * word)
+            cell = channels * (word if few else nbytes)
+            steps = (sizes[1] * sizes[2] * cell, sizes[2] * cell, cell)
+            for b in range(bounds[1]):
+                for c in range(bounds[2]):
+                    lo1, n1, lo2, n2 = runs[1, b, 2], runs[1, b, 3], runs[2, c, 2], runs[2, c, 3]
+                    n1, n2 = n1 - lo1, n2 - lo2
+                    down, right = runs[1, b, 0], runs[2, c, 0]
+                    high, long = runs[1, b, 1] - down, runs[2, c, 1] - right
+                    x_at = x_line + down * moves[1, 0] + moves[1, 2] + lo1 * moves[1, 1]
+                    x_at += right * moves[2, 0] + moves[2, 2] + lo2 * moves[2, 1]
+                    y_at = y_line + down * y_steps[2] + right * y_steps[3] + first * word
+                    w_at = block + lo0 * steps[0] + lo1 * steps[1] + lo2 * steps[2]
+                    counts = (n0, n1, 1 if merged else n2)
+                    run = n2 * channels if merged else channels
+                    x_out, x_in, y_out, y_in = moves[1, 0], moves[2, 0], y_steps[2], y_steps[3]
+                    if high > long:
+                        high, long, x_out, x_in, y_out, y_in = long, high, x_in, x_out, y_in, y_out
+                    start_at, x_moves = start.ctypes.data + first * word, (moves[0, 1], moves[1, 1], moves[2, 1])
+                    for h in range(high):
+                        xs, ys = x_at + h * x_out, y_at + h * y_out
+                        if few:
+                            _short_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
+                                        counts, x_moves, steps, run * word)  # fmt: skip
+                        else:
+                            row_of_strips(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch, w_at,
+                                          counts, x_moves, steps, run)  # fmt: skip
+            first += nbytes // word
+            block += places * channels * nbytes
+
+
+@jit
+def _products(
+    from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
+):
+    """packed += the gradient of the weights, of some places of the first two dims; the other arguments are those of
+    `_strips`."""
+    widest()
+    like, word = packed.dtype.type(0), packed.itemsize
+    merged = moves[2, 1] == channels * word
+    for n in range(samples):
+        for a in range(bounds[0]):
+            for i in range(runs[0, a, 0], runs[0, a, 1]):
+                for b in range(bounds[1]):
+                    down, below = runs[1, b, 0], runs[1, b, 1]
+                    for c in range(bounds[2]):
+                        right, long = runs[2, c, 0], runs[2, c, 1] - runs[2, c, 0]
+                        tall = max(NEAR // (long * (moves[2, 0] + outputs * word)), 1)
+                        for j in range(down, below, tall):
+                            high = min(tall, below - j)
+                            x_at = x + n * x_steps[0] + i * moves[0, 0] + j * moves[1, 0] + right * moves[2, 0]
+                            x_at += moves[0, 2] + moves[1, 2] + moves[2, 2]
+                            y_at = dy + n * y_steps[0] + i * y_steps[1] + j * y_steps[2] + right * y_steps[3]
+                            for plane in range(from_plane, to_plane):
+                                p, q = plane // sizes[1], plane % sizes[1]
+                                if not (runs[0, a, 2] <= p < runs[0, a, 3] and runs[1, b, 2] <= q < runs[1, b, 3]):
+                                    continue
+                                for place in range(runs[2, c, 2], runs[2, c, 2] + 1 if merged else runs[2, c, 3]):
+                                    run = (runs[2, c, 3] - place) * channels if merged else channels
+                                    cell = x_at + p * moves[0, 1] + q * moves[1, 1] + place * moves[2, 1]
+                                    row = ((p * sizes[1] + q) * sizes[2] + place) * channels
+                                    first, block = 0, packed.ctypes.data
+                                    while first < outputs:
+                                        wide = outputs - first > NARROW // word
+                                        nbytes, most = (WIDE, 6) if wide else (NARROW, 12)
+                                        at = 0
+                                        while at < run:
+                                            rows = _rows(run - at, most)
+                                            to, source = block + (row + at) * nbytes, cell + at * word
+                                            slope, steps = y_at + first * word, (y_steps[2], y_steps[3])
+                                            if wide:
+                                                _wide_outer(like, rows, to, source, slope, (high, long),
+                                                            (moves[1, 0], moves[2, 0]), steps)  # fmt: skip
+                                            else:
+                                                _narrow_outer(like, rows, to, source, slope, (high, long),
+                                                              (moves[1, 0], moves[2, 0]), steps)  # fmt: skip
+                                            at += rows
+                                        first += nbytes // word
+                                        block += sizes[0] * sizes[1] * sizes[2] * channels * nbytes
+
+
+def sums(
+    x: np.ndarray, weight: np.ndarray, start: Any, strides: Strides, y: np.ndarray, add: bool, places: Any = None
+) -> None:
+    """y (+)= the sums over windows of x by the weights, plus `start` (outputs,) where y is not added to. x and y with
+    channels last. places: of the weights that count, of which those of channels then stand for outputs."""
+    if not y.size:
+        return
+    turned, kernel = places is not None, _in_three(weight)
+    if places is None:
+        places = tuple((k, 0, 1) for k in kernel.shape[2:])
+    strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
+    runs = _runs(strides, y.shape[1:-1], x.shape[1:-1], add)
+    if runs is None:
+        return
+    met = zip(runs.met, places, strict=True)
+    found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
+    lanes, sizes = _packed(y.shape[-1], x.dtype), found[:, 0].copy()
+    make = np.empty if lanes == y.shape[-1] else np.zeros
+    packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
+    _pack(kernel, packed, found, turned, False)
+    begin = np.zeros(y.shape[-1], x.dtype) if start is None else owned(start, x.dtype)
+    (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(y)
+    total, count = x.shape[0] * runs.lines, parallel.threads()
+    cuts = [total * i // count for i in range(count + 1)]
+    rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
+    pairs = zip(cuts, cuts[1:], strict=False)
+    parallel.run(_strips, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
+
+
+def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: Strides, dx: np.ndarray, start: Any) -> None:
+    """dx = the gradient of the field, plus `start` (channels,): each cell is a sum over the outputs whose windows it
+    is under, which lie next to each other if only every stride-th cell is looked at."""
+    for phase in product(*map(range, strides.stride)):
+        firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
+        for r, k, s, d, first in zip(phase, *strides[:4], strict=True):
+            begin, step = (0, 1) if s == 1 else ((r - first) % s, s)
+            many = len(range(begin, k, step))
+            last = begin + step * (many - 1)
+            places.append((many, last, -step))
+            firsts.append((r - first - last * d) // s)
+            into.append(slice(r, None, s))
+        part = dx[tuple(into)]
+        if not all(many for many, *_ in places):
+            part[...] = 0 if start is None else start
+            continue
+        ones = (1,) * len(phase)
+        reverse = Strides(ones, ones, strides.dilation, tuple(firsts), 1)
+        sums(dy, weight, start, reverse, part, False, tuple(places))
+
+
+def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: Strides, dw: np.ndarray) -> None:
+    """dw (outputs, channels, *kernel) += the gradient of the weights."""
+    runs = _runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
+    if runs is None or not dy.size:
+        return
+    outputs, channels, lanes = dy.shape[-1], x.shape[-1], _packed(dy.shape[-1], x.dtype)
+    if outputs < lanes:
+        dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
+        dy[..., :outputs] = narrow
+    places = np.array([(b - a, a, 1) for a, b in runs.met])
+    sizes = places[:, 0].copy()
+    packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
+    (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(dy)
+    planes, count = int(sizes[0] * sizes[1]), parallel.threads()
+    cuts = [planes * i // count for i in range(count + 1)]
+    moves = runs.moves * x_steps[1:, None]
+    rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
+    parallel.run(_products, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
+    kernel = _in_three(dw)
+    _pack(kernel, packed, places, False, True)
+    if not np.may_share_memory(kernel, dw):
+        dw[...] = kernel.reshape(dw.shape)
+
+
+def _packed(outputs: int, dtype: Any) -> int:
+    """Lanes of all outputs."""
+    narrow = NARROW // dtype.itemsize
+    return -(-outputs // narrow) * narrow
+
+
+def _in_three(weight: np.ndarray) -> np.ndarray:
+    more = 5 - weight.ndim
+    return owned(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
+
+
+def _placed(x: np.ndarray) -> tuple[int, np.ndarray]:
+    """The address of a field with channels last, and the bytes from sample to sample and along each of three dims."""
+    steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
+    return x.__array_interface__["data"][0], np.array(steps)
+
+
+class _Runs(NamedTuple):
+    """Outputs with the same places of the window inside of the field, see `_strips`. met: the places that count, of
+    which the first is 0 in `table` and `moves`, which are in cells. lines: outputs of the first dim."""
+
+    table: np.ndarray
+    bounds: np.ndarray
+    moves: np.ndarray
+    met: tuple[tuple[int, int], ...]
+    lines: int
+
+
+@lru_cache(1 << 10)
+def _runs(strides: Strides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool) -> _Runs | None:
+    """None: there are no outputs. add: without those that no place counts for."""
+    rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
+    rows = [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows
+    found, met, moves = [], [], []
+    for k, s, d, first, size, n in rows:
+        begin = first + s * np.arange(size)
+        low = np.clip(-(begin // d), 0, k)
+        high = np.maximum(np.clip(-((begin - n) // d), 0, k), low)
+        edges = [0, *(np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1).tolist(), size]
+        runs = [(a, b, int(low[a]), int(high[a])) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        runs = [run for run in runs if run[3] > run[2] or not add]
+        some = [run for run in runs if run[3] > run[2]]
+        least = min((run[2] for run in some), default=0)
+        most = max((run[3] for run in some), default=least)
+        met.append((least, most))
+        found.append([(a, b, low - least, high - least) if high > low else (a, b, 0, 0) for a, b, low, high in runs])
+        moves.append((s, d, first + least * d))
+    if not all(found):
+        return None
+    table = np.zeros((3, max(map(len, found)), 4), np.int64)
+    for dim, runs in enumerate(found):
+        table[dim, : len(runs)] = runs
+    lines = sum(b - a for a, b, *_ in found[0])
+    return _Runs(table, np.array([len(runs) for runs in found]), np.array(moves), tuple(met), lines)

@@ -1,0 +1,358 @@
+"""Arrays as compiled loops take them: float32, float64 or bfloat16 in one layout, rows in vector lanes, and casts to
+and from the 16-bit formats on their bits, rounded to nearest, ties to even; sums in float32.
+
+Numba compiles again for read-only or unaligned arrays, so there is one layout. Loads and stores are uint32 and uint16
+views, so nothing depends on what the processor or Numba know of 16-bit floats. Numba knows no bfloat16: the dispatcher
+passes views of the bits (uint16); loops read elements by `real` and write by `put`, which for float32 and float64 are
+nothing at all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels.choice import form
+from fsdpx.core.array.kernels.compiled.scalar import exp, order, unorder, widest
+from fsdpx.core.array.namespace import dtype as bfloat16
+from fsdpx.core.array.parallel import over
+from fsdpx.core.array.random import MIX, Stretch
+from fsdpx.ext.native.compiled import REORDER, jit
+from fsdpx.ext.native.lazy_numba import intrinsic, ir, overload, register_jitable, types
+
+__all__ = [
+    "dot", "exponentials", "fallback", "in_line", "largest", "number", "numbers", "owned", "prefetch", "put", "real",
+    "square_distance", "through_bfloat16", "through_float16", "total", "wide", "zero",
+]  # fmt: skip
+
+WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
+INFINITE = 0x7F800000
+SIGN, REST = 0x80000000, 0x7FFFFFFF
+
+
+@intrinsic
+def to_bfloat16(typingctx: Any, x: Any) -> Any:
+    """The upper half, plus one if the lower half is more than a tie, or a tie and the upper half is odd."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.bitcast(arguments[0], WORD)
+        upper = builder.lshr(n, WORD(16))
+        odd = builder.and_(upper, WORD(1))
+        rounded = builder.lshr(builder.add(n, builder.add(odd, WORD(0x7FFF))), WORD(16))
+        nan = builder.icmp_unsigned(">", builder.and_(n, WORD(REST)), WORD(INFINITE))
+        return builder.trunc(builder.select(nan, builder.or_(upper, WORD(0x40)), rounded), HALF)
+
+    return types.uint16(types.float32), code
+
+
+@intrinsic
+def from_bfloat16(typingctx: Any, h: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], WORD), WORD(16)), REAL)
+
+    return types.float32(types.uint16), code
+
+
+@intrinsic
+def to_float16(typingctx: Any, x: Any) -> Any:
+    """Three cases by magnitude: too large (or NaN), normal, and subnormal, which adding 0.5 rounds at the right bit."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.bitcast(arguments[0], WORD)
+        sign = builder.lshr(builder.and_(n, WORD(SIGN)), WORD(16))
+        size = builder.and_(n, WORD(REST))
+        odd = builder.and_(builder.lshr(size, WORD(13)), WORD(1))
+        lowered = builder.sub(builder.add(size, builder.add(odd, WORD(0xFFF))), WORD(112 << 23))
+        half = ir.Constant(REAL, 0.5)
+        summed = builder.bitcast(builder.fadd(builder.bitcast(size, REAL), half), WORD)
+        small = builder.sub(summed, builder.bitcast(half, WORD))
+        nan = builder.icmp_unsigned(">", size, WORD(INFINITE))
+        result = builder.select(
+            builder.icmp_unsigned("<", size, WORD(113 << 23)), small, builder.lshr(lowered, WORD(13))
+        )
+        large = builder.icmp_unsigned(">=", size, WORD(143 << 23))
+        result = builder.select(large, builder.select(nan, WORD(0x7E00), WORD(0x7C00)), result)
+        return builder.trunc(builder.or_(result, sign), HALF)
+
+    return types.uint16(types.float32), code
+
+
+@intrinsic
+def from_float16(typingctx: Any, h: Any) -> Any:
+    """Exponent and mantissa moved up; the exponents of Inf and NaN, and of 0 and subnormals, are put right."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.zext(arguments[0], WORD)
+        sign = builder.shl(builder.and_(n, WORD(0x8000)), WORD(16))
+        size = builder.shl(builder.and_(n, WORD(0x7FFF)), WORD(13))
+        normal = builder.add(size, WORD(112 << 23))
+        top = builder.icmp_unsigned(">=", size, WORD(0x7C00 << 13))
+        result = builder.select(top, builder.add(normal, WORD(112 << 23)), normal)
+        least = ir.Constant(REAL, 2.0**-14)
+        raised = builder.bitcast(builder.add(normal, WORD(1 << 23)), REAL)
+        small = builder.bitcast(builder.fsub(raised, least), WORD)
+        result = builder.select(builder.icmp_unsigned("<", size, WORD(1 << 23)), small, result)
+        return builder.bitcast(builder.or_(result, sign), REAL)
+
+    return types.float32(types.uint16), code
+
+
+def through_bfloat16(builder: Any, x: Any) -> Any:
+    """`from_bfloat16(to_bfloat16(x))` of a vector of float32."""
+    c = partial(_same, x.type.count)
+    n = builder.bitcast(x, c(0).type)
+    odd = builder.and_(builder.lshr(n, c(16)), c(1))
+    nan = builder.icmp_unsigned(">", builder.and_(n, c(REST)), c(INFINITE))
+    rounded = builder.add(n, builder.add(odd, c(0x7FFF)))
+    kept = builder.select(nan, builder.or_(n, c(0x40 << 16)), rounded)
+    return builder.bitcast(builder.and_(kept, c(0xFFFF0000)), x.type)
+
+
+def through_float16(builder: Any, x: Any) -> Any:
+    """`from_float16(to_float16(x))` of a vector of float32."""
+    c = partial(_same, x.type.count)
+    n = builder.bitcast(x, c(0).type)
+    size = builder.and_(n, c(REST))
+    odd = builder.and_(builder.lshr(size, c(13)), c(1))
+    rounded = builder.and_(builder.add(size, builder.add(odd, c(0xFFF))), c(0xFFFFE000))
+    half = ir.Constant(x.type, [ir.Constant(REAL, 0.5)] * x.type.count)
+    small = builder.bitcast(builder.fsub(builder.fadd(builder.bitcast(size, x.type), half), half), n.type)
+    rounded = builder.select(builder.icmp_unsigned("<", size, c(113 << 23)), small, rounded)
+    large = builder.icmp_unsigned(">=", rounded, c(143 << 23))
+    nan = builder.icmp_unsigned(">", size, c(INFINITE))
+    rounded = builder.select(large, builder.select(nan, c(0x7FC00000), c(INFINITE)), rounded)
+    return builder.bitcast(builder.or_(rounded, builder.and_(n, c(SIGN))), x.type)
+
+
+def _same(count: int, number: int) -> Any:
+    """A word in every lane."""
+    return ir.Constant(ir.VectorType(WORD, count), [WORD(number)] * count)
+
+
+def _loops(name: str, to: Any, back: Any) -> dict[str, Any]:
+    """The loops of a format: out = x rounded to it, out = x of it as float32, and out += that."""
+
+    def narrow(x, out):
+        for i in range(x.size):
+            out[i] = to(x[i])
+
+    def widen(x, out):
+        for i in range(x.size):
+            out[i] = back(x[i])
+
+    def add(x, out):
+        for i in range(x.size):
+            out[i] += back(x[i])
+
+    return {loop.__name__: jit(loop, name=f"{loop.__name__}_{name}") for loop in (narrow, widen, add)}
+
+
+LOOPS = {
+    "float16": _loops("float16", to_float16, from_float16),
+    "bfloat16": _loops("bfloat16", to_bfloat16, from_bfloat16),
+}
+
+
+@form()
+def store(x: np.ndarray, out: np.ndarray) -> None:
+    """out = x for contiguous arrays, one of float32 and one of 16 bits."""
+    if x.dtype.itemsize == 2:
+        over(LOOPS[x.dtype.name]["widen"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+    else:
+        over(LOOPS[out.dtype.name]["narrow"], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
+
+
+@form()
+def add_widened(x: np.ndarray, out: np.ndarray) -> None:
+    """out += x for contiguous arrays, x of 16 bits and out of float32."""
+    over(LOOPS[x.dtype.name]["add"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+
+
+def mixed(builder: Any, n: Any) -> Any:
+    """The mixing of `Stretch.chances`."""
+    for shift, factor in ((16, MIX[0]), (15, MIX[1])):
+        n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
+    return builder.xor(n, builder.lshr(n, WORD(16)))
+
+
+@intrinsic
+def by_chance(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
+    """The upper half of x after 16 bits of chance were added to its lower half; Inf and NaN stay what they are."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.bitcast(arguments[0], WORD)
+        place, key0, key1 = (builder.trunc(a, WORD) for a in arguments[1:])
+        number = mixed(builder, builder.xor(mixed(builder, builder.xor(place, key0)), key1))
+        upper = builder.lshr(builder.add(n, builder.lshr(number, WORD(16))), WORD(16))
+        size, kept = builder.and_(n, WORD(REST)), builder.lshr(n, WORD(16))
+        nan = builder.icmp_unsigned(">", size, WORD(INFINITE))
+        special = builder.select(nan, builder.or_(kept, WORD(0x40)), kept)
+        return builder.trunc(builder.select(builder.icmp_unsigned(">=", size, WORD(INFINITE)), special, upper), HALF)
+
+    return types.uint16(types.float32, types.int64, types.int64, types.int64), code
+
+
+@jit
+def _round(x, out, start, key0, key1):
+    for i in range(x.size):
+        out[i] = by_chance(x[i], start + i, key0, key1)
+
+
+@form()
+def round_randomly(x: np.ndarray, out: np.ndarray, numbers: Stretch) -> None:
+    """out = x rounded by chance, see `array.kernels.half`."""
+    bits = out.view(np.uint16)
+    for at, start, key0, key1 in numbers.words():
+        _round(x[at], bits[at], start, key0, key1)
+
+
+def real(x: Any) -> Any:
+    """An element as a number to compute with: float32 for bfloat16."""
+    raise NotImplementedError("for compiled code")
+
+
+def put(array: Any, x: Any) -> Any:
+    """x as an element of `array`, rounded once."""
+    raise NotImplementedError("for compiled code")
+
+
+def zero(array: Any) -> Any:
+    """0 in the format in which elements of `array` are added up."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(zero, inline="always")
+def _zero(array):
+    return (lambda array: np.float32(0)) if array.dtype == types.uint16 else (lambda array: array.dtype.type(0))
+
+
+@overload(real, inline="always")
+def _real(x):
+    return (lambda x: from_bfloat16(x)) if x == types.uint16 else (lambda x: x)
+
+
+@overload(put, inline="always")
+def _put(array, x):
+    return (lambda array, x: to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)
+
+
+def number(array: Any) -> Any:
+    """bfloat16 for an array of its bits, all else as it is."""
+    return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
+
+
+def fallback(kernel: Any, xp: Any, *arguments: Any) -> Any:
+    """A kernel without the compiled code for this format, for what that does not take."""
+    result = kernel.fallback(xp, *map(number, arguments))
+    return tuple(map(_bits, result)) if isinstance(result, tuple) else _bits(result)
+
+
+def _bits(a: Any) -> Any:
+    return a.view(np.uint16) if a is not None and a.dtype.name == "bfloat16" else a
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """The format in which elements of `dtype` are added up."""
+    return np.dtype(np.float32) if dtype == np.uint16 else dtype
+
+
+def owned(x: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """x itself where it is contiguous, aligned, writable and of `dtype` (its own if None), else a copy."""
+    flags = x.flags
+    if flags.c_contiguous and flags.aligned and flags.writeable and (dtype is None or x.dtype == dtype):
+        return x
+    return np.array(x, dtype, order="C")
+
+
+CACHE_LINE = 64
+
+
+@intrinsic
+def in_line(typingctx: Any, x: Any) -> Any:
+    """A row that has unit stride, as an array of which the compiler knows it: it is read in vectors."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        context.nrt.incref(builder, signature.return_type, arguments[0])
+        return arguments[0]
+
+    return x.copy(layout="C")(x), code
+
+
+@intrinsic
+def _prefetch(typingctx: Any, at: Any) -> Any:
+    """Ask for the cache line at an address, which need not be one of ours."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [place], kind)
+        read, into_l2, data = number(0), number(2), number(1)
+        builder.call(function, [builder.inttoptr(arguments[0], place), read, into_l2, data])
+        return context.get_dummy_value()
+
+    return types.void(at), code
+
+
+@register_jitable
+def prefetch(x, ahead):
+    """Ask for as much memory as x has, from `ahead` bytes behind its beginning on.
+
+    A processor that guesses what is read next stops at each page of 4 KiB, and a core that reads one array from memory
+    waits a quarter of its time for that."""
+    begin = x.ctypes.data + ahead
+    for at in range(begin, begin + x.size * x.itemsize, CACHE_LINE):
+        _prefetch(at)
+
+
+@jit
+def numbers(x, out):
+    """out = x, in the format in which its elements are added up."""
+    for j in range(x.size):
+        out[j] = real(x[j])
+
+
+@jit
+def exponentials(x, top):
+    """x to exp(x - top), in place."""
+    widest()
+    for j in range(x.size):
+        x[j] = exp(x[j] - top)
+
+
+@register_jitable
+def largest(x):
+    """max(x); -inf of an empty row."""
+    best = order(x.dtype.type(-np.inf))
+    for j in range(x.size):
+        n = order(x[j])
+        best = n if n > best else best
+    return unorder(best)
+
+
+@jit(fastmath=REORDER)
+def total(x):
+    """sum(x)."""
+    result = zero(x)
+    for j in range(x.size):
+        result += real(x[j])
+    return result
+
+
+@jit(fastmath=REORDER)
+def square_distance(x, centre):
+    """sum((x - centre)^2)."""
+    result = zero(x)
+    for j in range(x.size):
+        d = real(x[j]) - centre
+        result += d * d
+    return result
+
+
+@jit(fastmath=REORDER)
+def dot(a, b):
+    """sum(a b)."""
+    result = zero(a)
+    for j in range(a.size):
+        result += real(a[j]) * real(b[j])
+    return result

@@ -1,0 +1,168 @@
+"""Calls of cblas gemm by address, fused with biases in forward and their gradients in backward; products of small
+bfloat16 matrices, which are widened, multiplied by cblas in float32 and rounded in one compiled call.
+
+The address is an argument, because it differs between processes and compiled code is cached on disk. For small matrices
+a call of another library takes longer than the product; all their arrays are in C order, so that loops run through
+memory in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.blas.libraries import FEW
+from fsdpx.core.array.kernels.compiled.activation import column_sums
+from fsdpx.core.array.kernels.compiled.half import dot, in_line, prefetch, put, real
+from fsdpx.core.array.kernels.compiled.scalar import widest
+from fsdpx.ext.native.compiled import jit
+from fsdpx.ext.native.lazy_numba import intrinsic, ir, register_jitable, types
+
+__all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply", "small_product"]
+
+ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
+AHEAD = 8192
+"""Bytes by which a matrix is prefetched before it is read: less is late, more leaves the cache again. Measured."""
+
+
+@intrinsic
+def cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any, b: Any,
+          ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
+    """cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at address `at`; sizes are int64."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        enum, size, real = ir.IntType(32), ir.IntType(64), arguments[6].type
+        kinds = [enum, enum, enum, size, size, size, real, size, size, size, size, real, size, size]
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
+        flags = [builder.trunc(flag, enum) for flag in arguments[1:3]]
+        builder.call(function, [enum(ROW_MAJOR), *flags, *arguments[3:]])
+        return context.get_dummy_value()
+
+    return types.void(at, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), code
+
+
+@register_jitable
+def _order(size, rows, columns, down, across):
+    """The transpose flag of a matrix for cblas and its leading dimension, 0 if neither dim has unit stride. Of numbers,
+    not of an array, so that it is compiled once for all formats and layouts."""
+    if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
+        return PLAIN, max(down // size, columns, 1)
+    if (down == size or rows == 1) and across % size == 0 and (across >= rows * size or columns == 1):
+        return TURNED, max(across // size, rows, 1)
+    return PLAIN, 0
+
+
+@register_jitable
+def _dots(out, a, b):
+    """out = a b of few rows, the columns of b lying in lines. An element does not depend on how many rows there are;
+    whose bits must be alike call `widest`, on which the order of a sum depends."""
+    for j in range(out.shape[1]):
+        column = in_line(b[:, j])
+        prefetch(column, AHEAD)
+        for i in range(out.shape[0]):
+            out[i, j] = dot(in_line(a[i]), column)
+
+
+@register_jitable
+def multiply(at, out, a, b, alpha, beta):
+    """out = alpha a b + beta out, 2-D; False, without effect, if BLAS cannot take their shapes or strides, or if it has
+    to and is not there (at is 0)."""
+    m, n, k = out.shape[0], out.shape[1], a.shape[1]
+    if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
+        return False
+    ta, lda = _order(a.itemsize, m, k, a.strides[0], a.strides[1])
+    tb, ldb = _order(b.itemsize, k, n, b.strides[0], b.strides[1])
+    to, ldc = _order(out.itemsize, m, n, out.strides[0], out.strides[1])
+    if lda == 0 or ldb == 0 or ldc == 0:
+        return False
+    if m <= FEW and to == PLAIN and ta == PLAIN and tb == TURNED and alpha == 1 and beta == 0:
+        _dots(out, a, b)
+    elif at == 0:
+        return False
+    elif to == PLAIN:
+        cblas(at, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
+    else:  # out^T = b^T a^T
+        ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
+        cblas(at, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
+    return True
+
+
+@jit
+def gemm(at, out, a, b, accumulate):
+    widest()
+    one = out.dtype.type(1)
+    return multiply(at, out, a, b, one, one if accumulate else out.dtype.type(0))
+
+
+@jit
+def affine(at, out, x, weight, bias):
+    """out = x weight^T + bias (none if it is empty)."""
+    widest()
+    one, zero = out.dtype.type(1), out.dtype.type(0)
+    if bias.size not in (0, out.shape[1]) or not multiply(at, out, x, weight.T, one, zero):
+        return False
+    if bias.size:
+        for i in range(out.shape[0]):
+            for j in range(bias.size):
+                out[i, j] += bias[j]
+    return True
+
+
+@jit
+def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
+    """dweight (+)= dy^T x and dbias (+)= the column sums of dy; an empty one is left out."""
+    one, zero = dy.dtype.type(1), dy.dtype.type(0)
+    if dbias.size not in (0, dy.shape[1]):
+        return False
+    if dweight.size and not multiply(at, dweight, dy.T, x, one, one if accumulate_weight else zero):
+        return False
+    if dbias.size:
+        column_sums(0, dbias.size, dy, dbias, accumulate_bias)
+    return True
+
+
+@jit
+def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
+    """dx = dy weight, and `linear_gradients`."""
+    one, zero = dy.dtype.type(1), dy.dtype.type(0)
+    if not multiply(at, dx, dy, weight, one, zero):
+        return False
+    return linear_gradients(at, dweight, dbias, dy, x, add_weight, add_bias)
+
+
+@register_jitable
+def _wide(x, out):
+    x, out = x.reshape(x.size), out.reshape(out.size)
+    for i in range(x.size):
+        out[i] = real(x[i])
+
+
+@register_jitable
+def _finish(out, total, bias, accumulate):
+    """out = total + bias (none if it is empty), or out += total; rounded once."""
+    for i in range(out.shape[0]):
+        row, sums = out[i], total[i]
+        if bias.size:
+            for j in range(row.size):
+                row[j] = put(row, sums[j] + real(bias[j]))
+        elif accumulate:
+            for j in range(row.size):
+                row[j] = put(row, real(row[j]) + sums[j])
+        else:
+            for j in range(row.size):
+                row[j] = put(row, sums[j])
+
+
+@jit
+def small_product(at, out, a, b, bias, accumulate, turned_a, turned_b):
+    """out = a b + bias (none if it is empty), or out += a b, into bits or float32. a, b: bits; a^T and b^T where
+    `turned`."""
+    x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
+    one, zero = np.float32(1), np.float32(0)
+    _wide(a, x)
+    _wide(b, y)
+    left, right = x.T if turned_a else x, y.T if turned_b else y
+    fits = multiply(at, total, left, right, one, zero)
+    if fits:
+        _finish(out, total, bias, accumulate)
+    return fits

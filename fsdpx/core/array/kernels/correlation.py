@@ -1,0 +1,232 @@
+"""Windows over fields of any dims, place by place: convolutions as products, with strides, dilation, groups; pools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from fsdpx.core.array.kernels.dispatch import kernel
+
+__all__ = [
+    "avg_pool", "avg_pool_backward", "correlate", "correlate_backward_input", "correlate_backward_params", "max_pool",
+    "max_pool_backward",
+]  # fmt: skip
+
+Sum = tuple[Any, bool] | None
+"""Where a gradient goes, and whether it is added to what is there; None: it is not wanted."""
+
+
+def put(into: Any, value: Any) -> None:
+    """Write or add a gradient to where it goes."""
+    out, add = into
+    if add:
+        out += value.astype(out.dtype, copy=False)
+    else:
+        out[...] = value
+
+
+class Strides(NamedTuple):
+    """A window that moves over cells: output i of a dim meets the cells i stride + place dilation + first, for all
+    places of the kernel; those outside of the field count as zeros."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    first: tuple[int, ...]
+    groups: int
+
+    def places(
+        self, sizes: Sequence[int], cells: Sequence[int]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
+        """Each place of the window, the outputs of `sizes` for which it lies inside of the field, and the cells that it
+        meets then."""
+        for place in product(*map(range, self.kernel)):
+            outputs, met = [slice(None)] * 2, [slice(None)] * 2
+            for i, s, d, first, size, n in zip(place, *self[1:4], sizes, cells, strict=True):
+                begin = first + i * d
+                start, stop = max(-(begin // s), 0), min((n - 1 - begin) // s + 1, size)
+                outputs.append(slice(start, max(stop, start)))
+                met.append(slice(begin + start * s, begin + (stop - 1) * s + 1, s) if stop > start else slice(0, 0))
+            if all(one.stop is None or one.stop > one.start for one in outputs):
+                yield place, tuple(outputs), tuple(met)
+
+    def number(self, place: tuple[int, ...]) -> int:
+        """The number of a place among all places of the window."""
+        at = 0
+        for i, many in zip(place, self.kernel, strict=True):
+            at = at * many + i
+        return at
+
+
+LANES = 16
+"""Channels that Winograd's way takes at a time; the number of channels must be a multiple."""
+TILE = 4
+"""Rows and columns of results of its tiles."""
+FEWEST = 32
+"""Tiles from which less work pays for reading the weights."""
+FILLED = 0.6
+"""Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
+MANY = 8
+"""Groups from which products of small matrices by array code are faster than a call for each."""
+BY_PLACE = "by place"
+"""The name of that way."""
+
+
+def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
+    """Whether images and weights of these shapes can go this way, and it pays."""
+    same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
+    if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
+        return False
+    if any(size != n - 2 - 2 * strides.first[0] for size, n in zip(sizes, shape[2:], strict=True)):
+        return False
+    tiles = tiles_of(sizes[0]) * tiles_of(sizes[1])
+    filled = math.prod(sizes) >= FILLED * tiles * TILE * TILE
+    return filled and shape[0] * tiles >= FEWEST and weight[0] % LANES == 0 and weight[1] % LANES == 0
+
+
+def tiles_of(size: int) -> int:
+    """Tiles along a dim of so many results."""
+    return -(-size // TILE)
+
+
+def is_dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the window is one cell, moved by one cell at a time, over the whole field: BLAS multiplies it."""
+    one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
+    return one and tuple(cells) == tuple(sizes)
+
+
+def _way(
+    strides: Strides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
+) -> tuple[str, float]:
+    """The way of the compiled convolutions of a field of shape `cells`, and how many windows a row has where that
+    counts: at its ends less lies inside. Windows of a cell are one row. alone: nothing is added to the result."""
+    if strides.groups >= MANY:
+        return BY_PLACE, 1.0
+    if alone and is_dot(strides, cells[2:], sizes):
+        return "of a cell", float(cells[0] * math.prod(sizes))
+    winograd = alone and suits_winograd(cells, weight, strides, sizes)
+    return "winograd" * winograd, sizes[-1] / strides.kernel[-1]
+
+
+def _way_forward(
+    x: Any, weight: Any, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
+) -> tuple[str, float]:
+    return _way(strides, x.shape, weight.shape, sizes, out is None)
+
+
+def _way_back(weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any = None) -> tuple[str, float]:
+    if any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True)):
+        return BY_PLACE, 1.0
+    return _way(strides, shape, weight.shape, dy.shape[2:], bias is None)
+
+
+def _way_of_params(x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> tuple[str, float]:
+    return ("", 1.0) if weight is None else _way(strides, x.shape, weight[0].shape, dy.shape[2:])
+
+
+@kernel(bits=False, into=("out",), way=_way_forward)
+def correlate(
+    xp: Any, x: Any, weight: Any, bias: Any | None, strides: Strides, sizes: Sequence[int], out: Any = None
+) -> Any:
+    """y[b, o] = sum over c and places of weight[o, c, place] x[b, c, window at place] + bias[o].
+
+    x: (samples, channels, *cells); weight: (outputs, channels / groups, *kernel); y: (samples, outputs, *sizes), added
+    in the order of places. out: y is added to it, without a bias."""
+    y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
+    groups = strides.groups
+    for place, outputs, cells in strides.places(sizes, x.shape[2:]):
+        into = y[outputs]
+        products = xp.matmul(_of_place(weight, place, groups), _grouped(x[cells], groups))
+        into += products.reshape(into.shape).astype(y.dtype, copy=False)
+    if bias is not None:
+        y += bias.reshape(-1, *(1,) * len(sizes))
+    return y
+
+
+@kernel(bits=False, way=_way_back)
+def correlate_backward_input(
+    xp: Any, weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any | None = None
+) -> Any:
+    """The gradient of x, of `shape`, plus bias (channels,)."""
+    groups, sizes = strides.groups, dy.shape[2:]
+    dx = xp.zeros(tuple(shape), dtype=dy.dtype)
+    for place, outputs, cells in strides.places(sizes, shape[2:]):
+        into = dx[cells]
+        turned = _of_place(weight, place, groups).swapaxes(1, 2)
+        into += xp.matmul(turned, _grouped(dy[outputs], groups)).reshape(into.shape)
+    if bias is not None:
+        dx += bias.reshape(-1, *(1,) * len(sizes))
+    return dx
+
+
+@kernel(narrow=0, bits=False, way=_way_of_params)
+def correlate_backward_params(xp: Any, x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> None:
+    """The gradients of weight and bias."""
+    sizes, groups = dy.shape[2:], strides.groups
+    if weight is not None:
+        out, add = weight
+        if not add:
+            out[...] = 0
+        for place, outputs, cells in strides.places(sizes, x.shape[2:]):
+            there, here = _grouped(dy[outputs], groups), _grouped(x[cells], groups)
+            into = out[(slice(None), slice(None), *place)]
+            into += xp.matmul(there, here.swapaxes(2, 3)).sum(axis=0).reshape(into.shape)
+    if bias is not None:
+        put(bias, dy.sum(axis=(0, *range(2, dy.ndim))))
+
+
+def _of_place(weight: Any, place: tuple[int, ...], groups: int) -> Any:
+    """(groups, outputs / groups, channels / groups)."""
+    return weight[(slice(None), slice(None), *place)].reshape(groups, weight.shape[0] // groups, weight.shape[1])
+
+
+def _grouped(x: Any, groups: int) -> Any:
+    """(samples, groups, channels / groups, cells)."""
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))
+
+
+@kernel(bits=False)
+def max_pool(xp: Any, x: Any, strides: Strides, sizes: Sequence[int]) -> tuple[Any, Any]:
+    """The largest value of each window of x (samples, channels, *cells), NaN before all others, and its place
+    in the window, int32: the first of equals."""
+    y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
+    winner = xp.zeros(y.shape, dtype="int32")
+    for place, outputs, cells in strides.places(sizes, x.shape[2:]):
+        value, best = x[cells], y[outputs]
+        better = (value > best) | (value != value)
+        y[outputs] = xp.where(better, value, best)
+        winner[outputs] = xp.where(better, strides.number(place), winner[outputs])
+    return y, winner
+
+
+@kernel(bits=False)
+def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: Strides, shape: Sequence[int]) -> Any:
+    """dy to the cell that won, in a field of this shape."""
+    dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
+    for place, outputs, cells in strides.places(dy.shape[2:], shape[2:]):
+        into = dx[cells]
+        into += xp.where(winner[outputs] == strides.number(place), dy[outputs], nothing)
+    return dx
+
+
+@kernel(bits=False)
+def avg_pool(xp: Any, x: Any, strides: Strides, sizes: Sequence[int], divisor: int) -> Any:
+    """The sum of each window of x (samples, channels, *cells) over `divisor`."""
+    y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
+    for _, outputs, cells in strides.places(sizes, x.shape[2:]):
+        into = y[outputs]
+        into += x[cells]
+    y /= divisor
+    return y
+
+
+@kernel(bits=False)
+def avg_pool_backward(xp: Any, dy: Any, strides: Strides, shape: Sequence[int], divisor: int) -> Any:
+    """dy / divisor to all cells of its window, in a field of this shape."""
+    dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
+    for _, outputs, cells in strides.places(dy.shape[2:], shape[2:]):
+        into = dx[cells]
+        into += share[outputs]
+    return dx

@@ -1,0 +1,85 @@
+"""16-bit floats to and from float32, and sums of them in float32."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels.choice import compiled, on_device
+from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.shapes.flop_counter import note
+
+__all__ = ["add_widened", "narrowed", "round_randomly", "store", "widened"]
+
+FORMATS = ("float16", "bfloat16")
+
+
+def store(xp: Any, x: Any, out: Any) -> None:
+    """out = x for arrays of one shape, in the dtype of out; too large for it becomes Inf, without a warning."""
+    fits = xp is np and x.shape == out.shape and (_fit(x, out) or _fit(out, x))
+    if fits and (body := compiled("store")):
+        body(x, out)
+        return
+    if x.shape == out.shape and (form := on_device("store", xp, (x, out))):
+        form(xp, x, out)
+        return
+    if getattr(xp, "holds_no_data", False):
+        note(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")  # of the narrower format
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = x.astype(out.dtype)
+
+
+def add_widened(xp: Any, x: Any, out: Any) -> None:
+    """out += x for arrays of one shape, x of 16 bits and out of float32."""
+    fits = xp is np and x.shape == out.shape and _fit(x, out)
+    if fits and (body := compiled("add_widened")):
+        body(x, out)
+        return
+    if x.shape == out.shape and (form := on_device("add_widened", xp, (x, out))):
+        form(xp, x, out)
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        out += x.astype(out.dtype)
+
+
+def round_randomly(xp: Any, x: Any, out: Any, numbers: Stretch) -> None:
+    """out = float32 x rounded to one of its two neighbours in bfloat16, flat arrays of one size: away from zero with
+    the probability that makes it right in the mean (Gupta et al. 2015).
+
+    numbers: element i is rounded by chance i of `numbers.chances`. Inf and NaN stay what they are."""
+    if xp is np and _fit(out, x) and (body := compiled("round_randomly")):
+        body(x, out, numbers)
+        return
+    chance = xp.asarray(numbers.chances())
+    bits, nearest = x.view(np.uint32), narrowed(xp, x, out.dtype).view(np.uint16)
+    special = (bits & 0x7F800000) == 0x7F800000
+    out.view(np.uint16)[...] = xp.where(special, nearest, ((bits + chance) >> 16).astype(np.uint16))
+
+
+def widened(xp: Any, x: Any) -> Any:
+    """16-bit floats (bf16 has kind "V") as float32, all else as it is."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
+        return x
+    return narrowed(xp, x, np.float32)
+
+
+def narrowed(xp: Any, x: Any, dtype: Any) -> Any:
+    """x rounded to `dtype`, of 16 bits or float32, in the order in which it lies in memory; x itself where it has that
+    dtype."""
+    if x.dtype == dtype:
+        return x
+    if xp is np and not x.flags.c_contiguous:
+        out = np.empty_like(x, dtype)
+        order = sorted(range(x.ndim), key=out.strides.__getitem__, reverse=True)
+        store(xp, x.transpose(order), out.transpose(order))
+        return out
+    out = xp.empty(x.shape, dtype=dtype)
+    store(xp, x, out)
+    return out
+
+
+def _fit(half: Any, wide: Any) -> bool:
+    """Whether the compiled code takes this pair of arrays."""
+    formats = wide.dtype == np.float32 and half.dtype.name in FORMATS
+    return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))

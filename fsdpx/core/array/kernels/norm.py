@@ -1,0 +1,188 @@
+"""Norms and sums along rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels.dispatch import kernel
+from fsdpx.core.array.shapes.flop_counter import alike
+
+__all__ = [
+    "channel_affine", "channel_norm_backward", "channel_scales", "channel_slopes", "channel_squares", "channel_sums",
+    "channel_sums_with", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm",
+    "rms_norm_backward_input", "rms_norm_backward_params", "square_sum", "square_sums",
+]  # fmt: skip
+
+
+@kernel()
+def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+    """(x - mean) rstd weight + bias per row of x (rows, features), rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
+
+    weight, bias: (features,) or None. Returns y, and mean and rstd of shape (rows,), float32 for 16-bit x."""
+    mean = xp.mean(x, axis=1)
+    centred = x - mean[:, None]
+    rstd = 1.0 / xp.sqrt(xp.mean(xp.square(centred), axis=1) + eps)
+    y = centred * rstd[:, None]
+    if weight is not None:
+        y = y * weight
+    return (y if bias is None else y + bias), mean, rstd
+
+
+@kernel()
+def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
+    """rstd (h - mean(h) - n mean(h n)) with h = dy weight and n the normalised row."""
+    n = (x - mean[:, None]) * rstd[:, None]
+    h = dy if weight is None else dy * weight
+    along = xp.mean(h * n, axis=1)[:, None]
+    return (h - xp.mean(h, axis=1)[:, None] - n * along) * rstd[:, None]
+
+
+@kernel(narrow=0, into=("gw", "gb"))
+def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
+    """Adds sum(dy n) into gw and sum(dy) into gb, over rows; either may be None."""
+    if gw is not None:
+        gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
+    if gb is not None:
+        gb += xp.sum(dy, axis=0)
+
+
+@kernel()
+def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    """x rstd weight per row of x (rows, features), rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
+
+    weight: (features,) or None. Returns y, and rstd of shape (rows,), float32 for 16-bit x."""
+    rstd = 1.0 / xp.sqrt(xp.mean(xp.square(x), axis=1) + eps)
+    y = x * rstd[:, None]
+    return (y if weight is None else y * weight), rstd
+
+
+@kernel()
+def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
+    """rstd (h - n mean(h n)) with h = dy weight and n = x rstd."""
+    n = x * rstd[:, None]
+    h = dy if weight is None else dy * weight
+    return (h - n * xp.mean(h * n, axis=1)[:, None]) * rstd[:, None]
+
+
+@kernel(narrow=0, into=("gw",))
+def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
+    """Adds sum(dy x rstd) over rows into gw."""
+    gw += xp.sum(dy * (x * rstd[:, None]), axis=0)
+
+
+@kernel(narrow=0)
+def channel_sums(xp: Any, x: Any) -> Any:
+    """The sum of each channel of x (samples, channels, ...), float64."""
+    return xp.sum(x, axis=_others(x), dtype=np.float64)
+
+
+@kernel(narrow=0)
+def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
+    """The sum of (x - mean)^2 of each channel, float64; mean (channels,)."""
+    return xp.sum(xp.square(x - _broad(mean, x)), axis=_others(x), dtype=np.float64)
+
+
+@kernel()
+def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
+    """(x - mean) scale + shift, each (channels,)."""
+    return (x - _broad(mean, x)) * _broad(scale, x) + _broad(shift, x)
+
+
+@kernel(narrow=0)
+def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+    """The sums of dy, then those of dy (x - mean) rstd, of each channel: (2 channels,) float64."""
+    normal = (x - _broad(mean, x)) * _broad(rstd, x)
+    sums = [xp.sum(a, axis=_others(x), dtype=np.float64) for a in (dy, dy * normal)]
+    return xp.concatenate(sums)
+
+
+@kernel()
+def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
+    """(dy - along - (x - mean) across) scale, each (channels,)."""
+    return (dy - _broad(along, x) - (x - _broad(mean, x)) * _broad(across, x)) * _broad(scale, x)
+
+
+@kernel(narrow=0, into=("running_mean", "running_var"))
+def channel_scales(
+    xp: Any, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float, eps: float,
+    momentum: float,
+) -> tuple[Any, Any]:  # fmt: skip
+    """rstd = 1 / sqrt(var + eps) with var = squares / count, and rstd weight, each (channels,) float64.
+
+    weight, running_mean, running_var: (channels,) or None; the running ones move by `momentum` towards mean and
+    unbiased variance."""
+    var = squares / max(count, 1.0)
+    rstd = 1.0 / xp.sqrt(var + eps)
+    if count:
+        unbiased = var * (count / max(count - 1.0, 1.0))
+        for running, now in ((running_mean, mean), (running_var, unbiased)):
+            if running is not None:
+                running *= 1.0 - momentum
+                running += (momentum * now).astype(running.dtype)
+    return rstd, rstd if weight is None else rstd * weight
+
+
+@kernel(narrow=0)
+def channel_slopes(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
+    """What `channel_norm_backward` takes after the mean, (channels,) float64 each: from the sums of
+    `channel_sums_with` over `count` elements, and rstd and weight, which may be None, of `channel_scales`."""
+    whole = sums / max(count, 1.0)
+    scale = rstd if weight is None else rstd * weight
+    return scale, whole[: rstd.size], whole[rstd.size :] * rstd
+
+
+def _others(x: Any) -> tuple[int, ...]:
+    return (0, *range(2, x.ndim))
+
+
+def _broad(channels: Any, x: Any) -> Any:
+    """One value per channel, in shape and dtype to be combined with x."""
+    return channels.astype(x.dtype, copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))
+
+
+BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
+LANES = 64  # partial sums of a block, one element in so many
+PIECE = 1 << 18  # elements converted at a time: the float64 copy stays in cache
+
+
+@kernel(narrow=0)
+def square_sum(xp: Any, flat: Any) -> float:
+    """Add the squares of a 1-D array in float64: the sums of its blocks of `BLOCK` elements, added in lanes."""
+    sums = [square_sums(xp, flat[start : start + PIECE], BLOCK) for start in _starts(xp, flat.shape[0], PIECE)]
+    return float(add_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
+
+
+@kernel(narrow=0)
+def square_sums(xp: Any, flat: Any, grain: int) -> Any:
+    """Add the squares of each block of `grain` elements of a 1-D array, the last one perhaps shorter.
+
+    The sums are float64, and their bits are the same in each form of the kernel and on each processor, whatever the
+    width of its vectors: they are added in lanes.
+    """
+    squares = xp.square(flat.astype(np.float64))
+    rows = xp.zeros((-(-squares.size // grain), grain))
+    rows.reshape(-1)[: squares.size] = squares
+    return add_in_lanes(xp, rows)
+
+
+def _starts(xp: Any, size: int, step: int) -> Iterable[int]:
+    """Where each piece of `step` elements begins; of arrays without data the first one stands for all."""
+    if getattr(xp, "holds_no_data", False):
+        return alike(0, -(-size // step))
+    return range(0, size, step)
+
+
+def add_in_lanes(xp: Any, rows: Any) -> Any:
+    """Add up each row in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after the other, and
+    the upper half of the lanes is added to the lower half until one is left."""
+    lanes = xp.zeros((rows.shape[0], LANES))
+    for start in _starts(xp, rows.shape[1], LANES):
+        some = rows[:, start : start + LANES]
+        lanes[:, : some.shape[1]] += some
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]

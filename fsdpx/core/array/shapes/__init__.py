@@ -1,0 +1,186 @@
+"""The namespace of shape-only arrays: NumPy's function names on arrays that hold no data.
+
+Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost."""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from math import inf, nan, pi
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.shapes.array import ShapeArray, broadcasting, product, reduced, view
+from fsdpx.core.array.shapes.functions import (
+    argsort,
+    concatenate,
+    copied,
+    cumprod,
+    cumsum,
+    diff,
+    dot,
+    einsum,
+    fft,
+    linalg,
+    pad,
+    put_along_axis,
+    refuse,
+    repeat,
+    roll,
+    sort,
+    stack,
+    take,
+    take_along_axis,
+    tensordot,
+    tile,
+    tril,
+)
+from fsdpx.core.array.shapes.flop_counter import note, note_copy
+
+__all__ = [
+    "ShapeArray", "argsort", "concatenate", "cumprod", "cumsum", "diff", "dot", "einsum", "fft", "holds_no_data", "inf",
+    "linalg", "nan", "newaxis", "pad", "pi", "put_along_axis", "repeat", "roll", "sort", "stack", "take",
+    "take_along_axis", "tensordot", "tile", "tril",
+]  # fmt: skip
+
+holds_no_data = True
+newaxis, dtype, finfo, iinfo = None, np.dtype, np.finfo, np.iinfo
+result_type, can_cast = np.result_type, np.can_cast
+bool_, float16, float32, float64 = np.bool_, np.float16, np.float32, np.float64
+int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
+uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
+
+Array = Any
+
+# NumPy's own: a ShapeArray says what they give
+exp, exp2, expm1, log, log2, log10, log1p = np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p
+sqrt, square, reciprocal, sign, negative = np.sqrt, np.square, np.reciprocal, np.sign, np.negative
+absolute, sin, cos, tan, tanh, sinh, cosh = np.absolute, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh
+floor, ceil, trunc, rint, isfinite, isnan = np.floor, np.ceil, np.trunc, np.rint, np.isfinite, np.isnan
+isinf, signbit, add, subtract, multiply, divide = np.isinf, np.signbit, np.add, np.subtract, np.multiply, np.divide
+power, true_divide, floor_divide, remainder = np.power, np.true_divide, np.floor_divide, np.remainder
+maximum, minimum, copysign, hypot, equal = np.maximum, np.minimum, np.copysign, np.hypot, np.equal
+not_equal, less, less_equal, greater = np.not_equal, np.less, np.less_equal, np.greater
+greater_equal, logical_and, logical_or = np.greater_equal, np.logical_and, np.logical_or
+logical_not, bitwise_and, bitwise_or, bitwise_xor = np.logical_not, np.bitwise_and, np.bitwise_or, np.bitwise_xor
+abs = absolute
+clip = partial(broadcasting, np.clip)
+sum, mean, max, min, prod = map(reduced, ("sum", "mean", "max", "min", "prod"))
+any, all, argmax, argmin, var, std = map(reduced, ("any", "all", "argmax", "argmin", "var", "std"))
+matmul = product
+
+
+zeros = empty = ones = ShapeArray
+reshape, ravel, transpose, swapaxes = map(view, (np.reshape, np.ravel, np.transpose, np.swapaxes))
+squeeze, moveaxis, expand_dims = map(view, (np.squeeze, np.moveaxis, np.expand_dims))
+flip, rot90, diagonal = map(view, (np.flip, np.rot90, np.diagonal))
+triu = tril
+
+
+def where(condition: Any, *values: Any) -> ShapeArray:
+    """One of two values for each element; where the condition alone is given, the size depends on data."""
+    if len(values) != 2:
+        raise TypeError("where(condition) gives as many places as are true, which shapes do not tell: give both values")
+    return broadcasting(np.where, condition, *values)
+
+
+def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:
+    return ShapeArray(shape, np.asarray(fill_value).dtype if dtype is None else dtype)
+
+
+def zeros_like(x: Array, dtype: Any = None) -> ShapeArray:
+    return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
+
+
+empty_like = ones_like = zeros_like
+
+
+def full_like(x: Array, fill_value: Any, dtype: Any = None) -> ShapeArray:
+    return zeros_like(x, dtype)
+
+
+def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ShapeArray:
+    first, last = (0, start) if stop is None else (start, stop)
+    kind = np.result_type(*(np.asarray(v).dtype for v in (first, last, step))) if dtype is None else dtype
+    count = int(np.ceil((last - first) / step))
+    return ShapeArray((count if count > 0 else 0,), kind)
+
+
+def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
+    """The shape and dtype of `x`: an array of any library, a number or nested lists."""
+    x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
+    if not isinstance(x, ShapeArray):
+        return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
+    if not copy and dtype in (None, x.dtype):
+        return ShapeArray(x.shape, x.dtype, x.root)
+    note_copy(x)
+    return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
+
+
+array = ascontiguousarray = copy = partial(asarray, copy=True)
+
+
+def copyto(dst: ShapeArray, src: Any) -> None:
+    dst[...] = src
+
+
+def eye(n: int, m: int | None = None, dtype: Any = np.float64) -> ShapeArray:
+    return ShapeArray((n, n if m is None else m), dtype)
+
+
+def shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+
+
+def broadcast_to(x: Array, shape: Sequence[int]) -> ShapeArray:
+    if np.broadcast_shapes(x.shape, tuple(shape)) != tuple(shape):
+        raise ValueError(f"operands could not be broadcast together: {x.shape} to {tuple(shape)}")
+    return ShapeArray(shape, x.dtype)
+
+
+def split(x: Array, sections: int | Sequence[int], axis: int = 0) -> list[ShapeArray]:
+    return [ShapeArray(part.shape, x.dtype, x.root) for part in np.split(np.empty(x.shape, "V0"), sections, axis=axis)]
+
+
+def searchsorted(x: Array, values: Any, side: str = "left", sorter: Any = None) -> ShapeArray:
+    return copied(shape(values), np.int64, values)
+
+
+def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = None) -> ShapeArray:
+    return ShapeArray(num, np.float64 if dtype is None else dtype)
+
+
+def hstack(arrays: Sequence[Array]) -> ShapeArray:
+    return concatenate(arrays, axis=0 if arrays[0].ndim == 1 else 1)
+
+
+def vstack(arrays: Sequence[Array]) -> ShapeArray:
+    return concatenate([a[None] if a.ndim == 1 else a for a in arrays])
+
+
+def nan_to_num(x: Array, copy: bool = True, nan: float = 0.0, posinf: Any = None, neginf: Any = None) -> ShapeArray:
+    return copied(x.shape, x.dtype, x)
+
+
+def round(x: Array, decimals: int = 0) -> ShapeArray:
+    return copied(x.shape, x.dtype, x)
+
+
+def real(x: Array) -> ShapeArray:
+    return ShapeArray(x.shape, np.empty(0, x.dtype).real.dtype, x.root)
+
+
+imag = real
+
+
+def __getattr__(name: str) -> Any:
+    """NumPy's ufuncs and constants; all else is refused by name."""
+    found = getattr(np, name, None)
+    if isinstance(found, type | float) or (isinstance(found, np.ufunc) and found.nout == 1):
+        return found
+    refuse(sys.modules[__name__], name, np)
+
+
+def array_equal(a: Array, b: Array) -> bool:
+    note(a, b)
+    return shape(a) == shape(b)

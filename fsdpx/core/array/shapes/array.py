@@ -1,0 +1,405 @@
+"""The shape-only array: a shape and a dtype that behave like an array of them, and no data."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.shapes.flop_counter import note, note_copy, note_product
+
+__all__ = [
+    "Meter", "ShapeArray", "as_one", "broadcasting", "dtype_of_result", "metered", "product", "reduced", "selected",
+    "view",
+]  # fmt: skip
+
+
+def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
+    """The shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
+
+    Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data."""
+    if type(index) is tuple and len(index) <= len(shape) and all(type(part) is slice for part in index):
+        sizes = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
+        return (*sizes, *shape[len(index) :])
+    parts = _spelled_out(index if isinstance(index, tuple) else (index,), len(shape))
+    arrays = [n for n, part in enumerate(parts) if _is_array(part)]
+    if arrays:  # beside an index array a whole number counts as one too
+        arrays = [n for n, part in enumerate(parts) if _is_array(part) or _is_number(part)]
+    out: list[int] = []
+    place, dim = 0, 0
+    for n, part in enumerate(parts):
+        if n in arrays and n == arrays[0]:
+            place = len(out)
+        if part is None:
+            out.append(1)
+            continue
+        if isinstance(part, slice):
+            out.append(len(range(*part.indices(shape[dim]))))
+        elif _is_number(part):
+            _check(int(part), shape[dim], dim)
+        dim += 1
+    if arrays:
+        together = arrays[-1] - arrays[0] == len(arrays) - 1
+        place = place if together else 0
+        shapes = [() if _is_number(parts[n]) else tuple(parts[n].shape) for n in arrays]
+        out[place:place] = np.broadcast_shapes(*shapes)
+    return tuple(out)
+
+
+def _spelled_out(index: tuple[Any, ...], ndim: int) -> list[Any]:
+    """One part per dim, besides None: `...` and what is left out are full slices."""
+    parts = [_as_array(part) for part in index]
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    dots = [n for n, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if used > ndim:
+        raise IndexError(f"too many indices for array: array is {ndim}-dimensional, but {used} were indexed")
+    at = dots[0] if dots else len(parts)
+    return [*parts[:at], *[slice(None)] * (ndim - used), *parts[at + len(dots) :]]
+
+
+def _as_array(part: Any) -> Any:
+    """Lists become arrays; TypeError or IndexError for what cannot be an index."""
+    if isinstance(part, list):
+        part = np.asarray(part)
+    if part is None or part is Ellipsis or isinstance(part, slice) or _is_number(part):
+        return part
+    kind = getattr(getattr(part, "dtype", None), "kind", None)
+    if kind == "b":
+        raise TypeError("a mask selects a number of elements that depends on data: a shape-only array has none")
+    if kind not in ("i", "u"):
+        raise IndexError(f"only integers, slices, `...`, None and integer arrays are valid indices, not {part!r}")
+    return part
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, int | np.integer) and not isinstance(part, bool | np.bool_)
+
+
+def _is_array(part: Any) -> bool:
+    return hasattr(part, "dtype") and not _is_number(part)
+
+
+def _check(number: int, size: int, dim: int) -> None:
+    if not -size <= number < size:
+        raise IndexError(f"index {number} is out of bounds for axis {dim} with size {size}")
+
+
+class Meter:
+    """Bytes that are alive, and the most there have been. inside: calls under way that count when they end."""
+
+    __slots__ = ("inside", "live", "peak")
+
+    def __init__(self) -> None:
+        self.live = self.peak = self.inside = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live += nbytes
+        if self.live > self.peak and not self.inside:
+            self.peak = self.live
+
+
+class _Meters(threading.local):
+    """The meters of this thread: two ranks that are threads may make dry runs at once."""
+
+    def __init__(self) -> None:
+        self.open: list[Meter] = []
+
+
+_meters = _Meters()
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Count the memory of the arrays that are made inside the block, as long as they live."""
+    _meters.open.append(Meter())
+    try:
+        yield _meters.open[-1]
+    finally:
+        _meters.open.pop()
+
+
+def as_one(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """`call` counted by what is there when it ends: what runs in its place on NumPy arrays is compiled, with
+    temporaries in registers and caches."""
+    meter = _meters.open[-1] if _meters.open else None
+    if meter is None:
+        return call(*arguments, **options)
+    meter.inside += 1
+    try:
+        return call(*arguments, **options)
+    finally:
+        meter.inside -= 1
+        meter.add(0)
+
+
+class Root:
+    """The memory that an array and its views would share."""
+
+    __slots__ = ("meter", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.meter = _meters.open[-1] if _meters.open else None
+        if self.meter is not None:
+            self.meter.add(nbytes)
+
+    def __del__(self) -> None:
+        if self.meter is not None:
+            self.meter.live -= self.nbytes
+
+
+def view(function: Any) -> Callable[..., ShapeArray]:
+    """A function of NumPy that gives a view, by what it makes of an array whose elements have no bytes."""
+
+    def viewed(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
+        return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)
+
+    return viewed
+
+
+class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of `shape` and `dtype` without elements; converted to a number it is 0, to a bool False.
+
+    Results have the shape and dtype that NumPy gives, and errors are of the type that NumPy raises."""
+
+    __slots__ = ("dtype", "root", "shape")
+    holds_no_data = True
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64, root: Root | None = None) -> None:
+        dims = (shape,) if isinstance(shape, int | np.integer) else shape
+        self.shape: tuple[int, ...] = tuple(map(operator.index, dims))
+        if self.shape and min(self.shape) < 0:
+            raise ValueError(f"negative dimensions are not allowed: {self.shape}")
+        self.dtype = np.dtype(dtype)
+        self.root = root or Root(self.nbytes)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def T(self) -> ShapeArray:
+        return self.transpose()
+
+    def __repr__(self) -> str:
+        return f"ShapeArray({self.shape}, {self.dtype.name})"
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise TypeError(f"{self!r} has no data for numpy")
+
+    def __getattr__(self, name: str) -> Any:
+        known = "arrays without data do not know, nor what they cost"
+        why = known if hasattr(np.ndarray, name) else "no array has"
+        raise AttributeError(f"{name} of an array, which {why}", name=name, obj=self)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dims")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[ShapeArray]:
+        return (self[i] for i in range(len(self)))
+
+    reshape, ravel = view(np.ndarray.reshape), view(np.ndarray.ravel)
+    transpose, swapaxes, squeeze = map(view, (np.ndarray.transpose, np.ndarray.swapaxes, np.ndarray.squeeze))
+    flatten = ravel
+
+    def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
+        if not copy and np.dtype(dtype) == self.dtype:
+            return self
+        made = ShapeArray(self.shape, dtype)
+        note(self, made, kernel="copy")
+        return made
+
+    def copy(self) -> ShapeArray:
+        note_copy(self)
+        return ShapeArray(self.shape, self.dtype)
+
+    def view(self, dtype: Any) -> ShapeArray:
+        """The same bytes as another dtype: the last dim changes."""
+        nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
+        if nbytes % item or (not self.shape and item != self.itemsize):
+            raise ValueError(f"{self!r} cannot be seen as {np.dtype(dtype).name}: its last dim does not divide")
+        return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
+
+    def fill(self, value: Any) -> None:
+        """There are no elements; it is work all the same."""
+        note(self, kernel="copy")
+
+    def item(self) -> Any:
+        if self.size != 1:
+            raise ValueError(f"only an array of one element is a number, not shape {self.shape}")
+        return self.dtype.type(0).item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __getitem__(self, index: Any) -> ShapeArray:
+        if _is_basic(index):
+            return ShapeArray(selected(self.shape, index), self.dtype, self.root)
+        made = ShapeArray(selected(self.shape, index), self.dtype)
+        note(made, made, *(index if isinstance(index, tuple) else (index,)), kernel="copy")
+        return made
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(_is_mask(i) for i in parts):
+            note(self, *parts, kernel="copy")  # how many elements a mask selects depends on data
+            return
+        want, got = selected(self.shape, index), np.shape(value) if not isinstance(value, ShapeArray) else value.shape
+        more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
+        if not _broadcasts(got[more:], want) or any(n != 1 for n in got[:more]):
+            raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
+        picks = () if _is_basic(index) else parts
+        note(value, ShapeArray(want, self.dtype, self.root), *picks, kernel="copy")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
+        """What operators and NumPy's ufuncs give; beside calls only `at`."""
+        if method == "at":
+            array, index, values = operands
+            array[index] = values
+            return None
+        if method != "__call__" or ufunc.nout > 1:
+            return NotImplemented
+        if ufunc is np.matmul:
+            return product(operands[0], operands[1], out[0])
+        return broadcasting(ufunc, *operands, out=out[0], **options)
+
+    def __pow__(self, power: Any) -> Any:
+        return broadcasting(operator.pow, self, power)  # of small numbers not what np.power gives
+
+
+def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
+    """The dtype of `function` of the operands in NumPy, from a call with empty arrays; Python numbers stay numbers.
+    Arrays without dims are such in the call, too: to NumPy 1 they are numbers."""
+    kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
+    try:
+        return _dtype_of(function, *kinds, **options)
+    except TypeError:  # of operands that are lists
+        return _dtype_of.__wrapped__(function, *kinds, **options)
+
+
+@functools.lru_cache(4096, typed=True)
+def _dtype_of(function: Callable[..., Any], *kinds: Any, **options: Any) -> np.dtype:
+    empty = [np.ones((0,) * kind[1], kind[0]) if isinstance(kind, tuple) else kind for kind in kinds]
+    return np.asarray(function(*empty, **options)).dtype
+
+
+def broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
+    """What a function of NumPy gives whose operands broadcast."""
+    shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
+    result = ShapeArray(shape, dtype_of_result(function, *operands, **options))
+    note(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
+    return result if out is None else stored(out, result)
+
+
+FUNCTIONS = {
+    np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh,
+    np.power, np.hypot, operator.pow,
+}  # fmt: skip
+"""That take several times as long for each element as a sum or a product."""
+
+
+def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
+    """`out`, if NumPy would let `result` be written into it."""
+    if not np.can_cast(result.dtype, out.dtype, "same_kind"):
+        raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
+    if not _broadcasts(result.shape, out.shape):
+        raise ValueError(f"non-broadcastable output operand with shape {out.shape} for shape {result.shape}")
+    return out
+
+
+def product(a: Any, b: Any, out: Any = None) -> ShapeArray:
+    """The matrix product, stacked over leading dims."""
+    left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
+    if not left or not right:
+        raise ValueError("matmul: an operand has no dims")
+    m, n = left if len(left) > 1 else (1, *left), right if len(right) > 1 else (*right, 1)
+    if m[-1] != n[-2]:
+        raise ValueError(f"matmul: {left} @ {right}: {m[-1]} columns meet {n[-2]} rows")
+    stack = np.broadcast_shapes(m[:-2], n[:-2])
+    rows, columns = m[-2:-1] if len(left) > 1 else (), n[-1:] if len(right) > 1 else ()
+    kinds = (x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in (a, b))
+    made = ShapeArray((*stack, *rows, *columns), _dtype_of_product(*kinds))
+    note_product(m[-2], m[-1], n[-1], math.prod(stack), made.itemsize)
+    return made if out is None else stored(out, made)
+
+
+@functools.cache
+def _dtype_of_product(left: np.dtype, right: np.dtype) -> np.dtype:
+    return np.matmul(np.empty((0, 0), left), np.empty((0, 0), right)).dtype
+
+
+def reduced(name: str) -> Callable[..., Any]:
+    """The shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
+    function = getattr(np, name)
+
+    @functools.cache
+    def kind(given: np.dtype, dtype: Any) -> np.dtype:
+        return np.asarray(function(np.ones(1, given), **({} if dtype is None else {"dtype": dtype}))).dtype
+
+    def reduction(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ShapeArray:
+        dims: Any = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
+        gone = {_dim(d, x.ndim) for d in dims}
+        if name in ("max", "min", "argmax", "argmin") and any(x.shape[d] == 0 for d in gone):
+            raise ValueError(f"{name} over a dim of size 0 has no identity: shape {x.shape}")
+        shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdims or d not in gone]
+        result = ShapeArray(shape, kind(x.dtype, dtype))
+        note(x, result, kernel="sums")
+        return result if out is None else stored(out, result)
+
+    reduction.__name__ = name
+    return reduction
+
+
+def _broadcasts(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` can be broadcast to `into`."""
+    pairs = zip(reversed(shape), reversed(into), strict=False)
+    return len(shape) <= len(into) and all(n in (1, m) for n, m in pairs)
+
+
+def _dim(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # where it is in NumPy 1.24 and since 1.25
+    return dim % ndim
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index gives a view: slices, numbers, None and Ellipsis do, arrays copy."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
+
+
+def _is_mask(index: Any) -> bool:
+    return getattr(index, "dtype", None) == np.bool_ and getattr(index, "ndim", 0) > 0
+
+
+for _name in "sum mean max min prod any all argmax argmin var std".split():
+    setattr(ShapeArray, _name, reduced(_name))

@@ -1,0 +1,339 @@
+"""The choices of a user as values: what is sharded for how long, in which number formats, and how an elastic run goes
+on.
+
+A strategy is the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO: Rajbhandari
+et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from os import PathLike
+from typing import Any, Literal
+
+from fsdpx.core.base.name_hints import knowing, meant
+from fsdpx.errors import ConfigError
+
+__all__ = [
+    "PRESETS", "Elastic", "Lifetime", "Offload", "Precision", "Sharding", "byte_count", "half_name", "positive",
+    "precision", "python_fields", "python_number", "sharding",
+]  # fmt: skip
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
+_POWER = {"K": 1, "M": 2, "G": 3, "T": 4}
+_HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": "bf16"}
+
+
+def python_number(value: Any) -> Any:
+    """A number of NumPy, or an array or tensor of one number without a dim, as Python's, which does not decide on
+    formats; of a list, tuple or dict its numbers; all else as it is."""
+    if value.__class__ in _PYTHON:
+        return value
+    if isinstance(value, dict):
+        return {name: python_number(one) for name, one in value.items()}
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return type(value)(python_number(one) for one in value)
+    return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
+
+
+def python_fields(owner: Any) -> None:
+    """The same for all fields of a dataclass, before it checks them."""
+    for field in fields(owner):
+        object.__setattr__(owner, field.name, python_number(getattr(owner, field.name)))
+
+
+_PYTHON = (int, float, bool, str, type(None))
+
+
+def byte_count(value: Any, what: str) -> int:
+    """A number of bytes: itself, or what "1MiB" (2**20), "1MB" (10**6), "512K" or "4096" says; ConfigError otherwise.
+
+    what: the option that is meant, for the error."""
+    with suppress(TypeError):  # of what is no whole number, or an array of several
+        if not isinstance(value, bool) and operator.index(value) >= 0:
+            return operator.index(value)
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{what}={value!r}: a number of bytes is needed, such as 1048576, '1MiB' or '2GB'")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()]) if unit else int(float(number))
+
+
+def half_name(name: Any) -> Any:
+    """A 16-bit float format by its name here, "float16" or "bf16", from any of its names; all else as it is."""
+    return _HALVES.get(name, name) if isinstance(name, str) else name
+
+
+Lifetime = Literal["step", "use"]
+LIFETIMES = ("step", "use")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is sharded, and how long full parameters and gradients live; ConfigError for other values.
+
+    Parameters
+    ----------
+    replica, shard : widths of the two data-parallel mesh axes; None for one of them fills the world
+    full_params : "use" frees gathered parameters once their unit has run, "step" keeps them until the update
+    full_grads : "use" reduces the gradients of each microbatch, "step" adds those of all microbatches first
+    ahead : how many units beyond the running one may be gathered, and how many reduces may be in flight
+    """
+
+    replica: int | None = 1
+    shard: int | None = None
+    full_params: Lifetime = "use"
+    full_grads: Lifetime = "use"
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        for name in ("replica", "shard"):
+            width = getattr(self, name)
+            if width is not None and (not isinstance(width, int) or width < 1):
+                given = f"Sharding({name}={width!r})"
+                raise ConfigError(f"{given}: a mesh axis is at least 1 wide, or None to fill the world")
+        for name in ("full_params", "full_grads"):
+            if getattr(self, name) not in LIFETIMES:
+                raise ConfigError(f"Sharding({name}={getattr(self, name)!r}): choose one of {', '.join(LIFETIMES)}")
+        if not isinstance(self.ahead, int) or self.ahead < 0:
+            raise ConfigError(f"Sharding(ahead={self.ahead!r}): a number of units, 0 or more")
+
+
+PRESETS: dict[str, Sharding] = {
+    "ddp": Sharding(replica=None, shard=1, full_params="step", full_grads="step"),
+    "zero1": Sharding(full_params="step", full_grads="step"),
+    "zero2": Sharding(full_params="step", full_grads="use"),
+    "zero3": Sharding(full_params="use", full_grads="use"),
+    "fsdp": Sharding(full_params="use", full_grads="use"),
+    "hybrid": Sharding(replica=None, shard=None, full_params="use", full_grads="use"),
+}
+
+
+OTHERS = ("async", "gossip", "local_sgd", "diloco")
+"""Strategies by which ranks do not make every step together, by name: see `fsdpx.ext.asynchronous`."""
+
+
+def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
+    """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
+
+    "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
+    names = ", ".join((*PRESETS, *OTHERS))
+    if isinstance(strategy, str):
+        if strategy not in PRESETS:
+            raise ConfigError(
+                f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
+                + meant(strategy, (*PRESETS, *OTHERS))
+            )
+        strategy = PRESETS[strategy]
+    if not isinstance(strategy, Sharding):
+        hint = meant(getattr(strategy, "name", type(strategy).__name__), ())  # as an Enum of PyTorch has it
+        raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
+    replica, shard = strategy.replica, strategy.shard
+    if replica is None and shard is None:
+        shard = next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * d >= ranks)
+    if shard is None:
+        shard = max(ranks // (replica or 1), 1)
+    if replica is None:
+        replica = max(ranks // shard, 1)
+    if replica * shard != ranks:
+        product = f"replica {replica} x shard {shard} = {replica * shard}"
+        raise ConfigError(f"{product}, but {ranks} ranks are to share the data")
+    return replace(strategy, replica=replica, shard=shard)
+
+
+OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
+"""Choices of what lies in a slower level."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lies in files of a folder between uses, not in memory, one file per rank; ConfigError for other values.
+
+    Parameters
+    ----------
+    folder : an existing folder on a fast local disk, which no other job and no other trainer uses meanwhile
+    what : one of "optimizer" (its state, averages included), "parameters" (the master shard), "activations" (what
+        forward keeps for backward) and "gradients" (until the update), or several of them
+    direct : past the system's page cache (O_DIRECT); None: where the file system can do so
+    """
+
+    folder: str | os.PathLike[str]
+    what: str | Sequence[str] = "optimizer"
+    direct: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+            raise ConfigError(f"Offload(folder={self.folder!r}): the path of an existing folder is needed")
+        what = (self.what,) if isinstance(self.what, str) else self.what
+        if not isinstance(what, tuple | list) or not what or any(one not in OFFLOADED for one in what):
+            raise ConfigError(f"Offload(what={self.what!r}): choose from {', '.join(OFFLOADED)}")
+        object.__setattr__(self, "what", tuple(name for name in OFFLOADED if name in what))
+        object.__setattr__(self, "folder", os.path.expanduser(self.folder))
+        if self.direct not in (None, True, False):
+            raise ConfigError(f"Offload(direct={self.direct!r}): choose True, False or None")
+
+    @classmethod
+    def of(cls, choice: Offload | None) -> Offload | None:
+        """ConfigError for anything that says no folder."""
+        if choice is None or isinstance(choice, cls):
+            return choice
+        raise ConfigError(f"offload={choice!r}: say where, fsdpx.Offload('/local/disk', what='optimizer')")
+
+
+@dataclass(frozen=True, repr=False)
+class Precision:
+    """Number formats by role, as dtype names; ConfigError for other values.
+
+    Gradients of parameters add up in float32 (float64 where `compute` is). They are sums over the batch, not means, so
+    the loss scale can be smaller than elsewhere.
+
+    Parameters
+    ----------
+    compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers, what they give and keep
+    param : what parameters are sent as in the all-gather: compute (None), float32, or beside it 16 bits
+    reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
+    buffers : "float32" or "float64": of running statistics; None: float32 (float64 where compute is). They move by
+        less than the last bit of 16 bits
+    master : of the shard that the optimiser updates, and of its state; None: float32 (float64 where compute is).
+        "bf16" beside compute="bf16" trains in 16 bits alone
+    rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): up or down by chance,
+        right in the mean (Gupta et al. 2015); "kahan": what was rounded off is kept beside it, as a slot of the
+        optimiser (Kahan 1965; Zamirai et al. 2020)
+    loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
+    initial_scale : where a dynamic scale begins; it halves on overflow
+    growth_interval : steps without overflow after which a dynamic scale doubles
+    """
+
+    compute: str = "float32"
+    param: str | None = None
+    reduce: str | None = None
+    buffers: str | None = None
+    master: str | None = None
+    rounding: Literal["stochastic", "kahan"] | None = None
+    loss_scale: float | Literal["dynamic"] = 1.0
+    initial_scale: float = 256.0
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        for name in ("compute", "param", "reduce", "buffers", "master"):
+            object.__setattr__(self, name, half_name(getattr(self, name)))
+        self._choose("compute", "float32", "float64", "bf16", "float16")
+        full = "float64" if self.compute == "float64" else "float32"
+        self._choose("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
+        self._choose("reduce", None, full, "bf16", "float16")
+        self._choose("buffers", None, full, "float64")
+        self._choose("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
+        self._choose("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
+        for name in ("loss_scale", "initial_scale", "growth_interval"):
+            value = getattr(self, name)
+            if not (name == "loss_scale" and value == "dynamic") and not positive(value):
+                raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
+
+    def _choose(self, role: str, *choices: str | None) -> None:
+        value = getattr(self, role)
+        if value not in choices:
+            beside = f", compute={self.compute!r}" * (role != "compute")
+            beside += f", master={self.master!r}" * (role == "rounding")
+            names = " or ".join(str(choice) for choice in dict.fromkeys(choices))
+            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
+
+    def __repr__(self) -> str:
+        """The choices that differ from the defaults."""
+        chosen = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return f"Precision({', '.join(chosen)})"
+
+    @property
+    def gradients(self) -> str:
+        """The format in which gradients of parameters add up."""
+        return "float64" if self.compute == "float64" else "float32"
+
+    @property
+    def updated(self) -> str:
+        """The format of parameters that the optimiser updates, and of its state."""
+        return self.master or self.gradients
+
+    @property
+    def statistics(self) -> str:
+        """The format of running statistics."""
+        return self.buffers or self.gradients
+
+    @property
+    def wire(self) -> str:
+        """The format in which parameters are sent."""
+        return self.param or self.compute
+
+    @property
+    def sums(self) -> str:
+        """The format in which gradients are sent."""
+        return self.reduce or self.gradients
+
+
+def positive(value: object) -> bool:
+    """Whether `value` is a number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+PRECISIONS: dict[str, Precision] = {
+    "float64": Precision("float64"),
+    "float32": Precision(),
+    "bf16": Precision("bf16"),
+    "bf16-true": Precision("bf16", master="bf16"),
+    "float16": Precision(param="float16", reduce="float16", loss_scale="dynamic"),
+}
+
+
+def precision(choice: str | Precision | None) -> Precision:
+    """The `Precision` of a name; None means float32."""
+    if choice is None:
+        return PRECISIONS["float32"]
+    if isinstance(choice, Precision):
+        return choice
+    name = half_name(choice)
+    if not isinstance(name, str) or name not in PRECISIONS:
+        names = "float64, float32, bf16, bf16-true, fp16"
+        raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
+    return PRECISIONS[name]
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """For `distribute(..., elastic=Elastic(...))`; elastic=True is all defaults.
+
+    Parameters
+    ----------
+    copies : ranks that keep a copy of each rank's state, beside replicas: any of this number may die at once
+    every : steps between two copies; up to this many may have to be repeated (default: at about 1 % of the time)
+    ranks : how many train at first (default: all that the mesh can use); the others are idle and follow
+    resize : a file; whenever its text is another number, that many ranks train from the next step on
+    """
+
+    copies: int = 1
+    every: int | None = None
+    ranks: int | None = None
+    resize: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        for name, least in (("copies", 0), ("every", 1), ("ranks", 1)):
+            value = getattr(self, name)
+            if not (value is None and name != "copies") and (type(value) is not int or value < least):
+                raise ConfigError(f"Elastic({name}={value!r}): a whole number, {least} or more")
+
+    @classmethod
+    def of(cls, choice: Any) -> Elastic | None:
+        """From what `distribute(elastic=...)` was given; None for a run that is not elastic."""
+        if isinstance(choice, cls):
+            return choice
+        if isinstance(choice, bool) or choice is None:
+            return cls() if choice else None
+        raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.Elastic(...)")
+
+
+for _kind in (Elastic, Offload, Precision, Sharding):
+    knowing(_kind)

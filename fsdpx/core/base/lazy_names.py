@@ -1,0 +1,48 @@
+"""Names of a package that are imported when they are first used, declared once for type checkers and for Python."""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__ = ["attach"]
+
+
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package, from what its own source imports.
+
+    Every `from MODULE import NAME as NAME` of its `__init__.py` declares a name; those under `if TYPE_CHECKING` are
+    imported when they are first used. `NAME: Any` there declares a package that is called, which type checkers cannot
+    know. Where a package has the name of what is in it (`fsdpx.launch`), the package is meant.
+
+    Parameters
+    ----------
+    package : its `__name__`
+    """
+    module = sys.modules[package]
+    homes = _homes(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
+    names = sorted(homes)
+
+    def import_name(name: str) -> Any:
+        if name not in homes:
+            from fsdpx.core.base.name_hints import absent
+
+            raise absent(package, name, names)
+        if homes[name] == package:
+            return import_module(f"{package}.{name}")
+        home = __import__(homes[name], fromlist=[name])
+        return vars(module).setdefault(name, getattr(home, name))
+
+    return import_name, names.copy, names
+
+
+def _homes(package: str, source: str) -> dict[str, str]:
+    """Return the module of each name that the source of a package declares."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.name: node.module for alias in node.names if alias.name == alias.asname}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = package
+    return found

@@ -1,0 +1,230 @@
+"""Words of other libraries, and what to write here instead: one table for all errors about names that are unknown."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from fsdpx.core.base.arguments import check_arguments
+from fsdpx.errors import ConfigError, FsdpxError
+
+__all__ = [
+    "CALLS", "OTHERS", "absent", "demand_known", "demand_match", "knowing", "meant", "patterns_of", "refusing",
+]  # fmt: skip
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_MEANT = {
+    'strategy="fsdp"': "FULL_SHARD FSDP FullyShardedDataParallel",
+    'strategy="zero3"': "ZeRO-3",
+    'strategy="zero2"': "SHARD_GRAD_OP ZeRO-2",
+    'strategy="zero1"': "ZeRO-1 ZeroRedundancyOptimizer",
+    'strategy="hybrid"': "HYBRID_SHARD HSDP",
+    'strategy="ddp"': "NO_SHARD DDP DistributedDataParallel Horovod",
+    "strategy=": "sharding_strategy",
+    "loss=": "criterion loss_fn",
+    "optimizer=": "optim",
+    "optimizer=optim.AdamW(lr=...)": "learning_rate lr",
+    "optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))": "lr_scheduler scheduler",
+    "fsdpx.init(), which takes it from the launcher": "init_method",
+    "nothing: a trainer knows the parameters of its model, and groups= makes groups of them": "params",
+    "mpiexec -n, or fsdpx run -n: the launcher decides": "world_size nprocs num_processes",
+    "fsdpx run --nproc-per-node: the launcher decides": "nproc_per_node",
+    "fsdpx run --nodes: the launcher decides": "nnodes num_nodes num_machines",
+    "nothing: the launcher brings ranks together; leave it out": "rdzv_endpoint rdzv_backend rdzv_id",
+    "nothing: without a hostfile all ranks are on this host; leave it out": "standalone",
+    "comm=": "process_group group",
+    "mesh=fsdpx.Mesh(...)": "device_mesh",
+    "device_map=": "device_ids output_device",
+    "microbatches=, their number, not their size": "micro_batch_size train_micro_batch_size_per_gpu",
+    "microbatches=": "gradient_accumulation_steps accumulate_grad_batches num_microbatches",
+    "clip_norm=": "gradient_clipping max_grad_norm gradient_clip_val",
+    "precision=": "mixed_precision dtype",
+    'precision="fp16"': "fp16",
+    'precision="bf16"': "bf16",
+    "offload=fsdpx.Offload(folder), on disk": "cpu_offload",
+    'recompute="all"': "activation_checkpointing gradient_checkpointing",
+    "group_bytes=, such as '25MiB'": "bucket_cap_mb",
+    "group_bytes=: layers are units by themselves": "auto_wrap_policy",
+    "ahead=": "backward_prefetch limit_all_gathers forward_prefetch",
+    "nothing: parameters without a gradient are found; leave it out": "find_unused_parameters",
+    "nothing: a step is always known beforehand; leave it out": "static_graph",
+    "nothing: parameters keep their names; leave it out": "use_orig_params",
+    "nothing: all ranks begin with the same values; leave it out": "sync_module_states",
+    "nothing: the batch that step() is given counts; leave it out": "dataset_size",
+    'strategy="fsdp" for True, "zero2" for False': "reshard_after_forward",
+    "trainer.no_sync(), or microbatches=": "no_sync",
+    "nothing: gradients are views of flat buffers; leave it out": "gradient_as_bucket_view",
+    "nothing: running statistics are of the global batch; leave it out": "broadcast_buffers",
+    "frozen=, with name patterns": "ignored_modules",
+    "precision=fsdpx.Precision(compute=...)": "param_dtype",
+    "precision=fsdpx.Precision(reduce=...)": "reduce_dtype",
+    'strategy="zero1", "zero2" or "zero3"': "zero_stage",
+    "mesh=fsdpx.Mesh(tensor=...)": "tensor_parallel_size tensor_model_parallel_size tp",
+    "mesh=fsdpx.Mesh(pipe=...)": "pipeline_parallel_size pipeline_model_parallel_size pp",
+    "nothing: data ranks are those that pipe= and tensor= leave; leave it out": "data_parallel_size",
+    "mesh=fsdpx.Mesh(replica=...) for copies, shard=... for parts": "dp",
+    "mesh=fsdpx.Mesh(replica=...)": "dp_replicate",
+    "mesh=fsdpx.Mesh(shard=...)": "dp_shard",
+    'mesh=fsdpx.Mesh(tensor=...) and sequence="ring"': "context_parallel_size cp",
+    'mesh=fsdpx.Mesh(tensor=...) and sequence="parallel"': "sp",
+    'mesh=fsdpx.Mesh(tensor=...) and sequence="samples"': "expert_model_parallel_size ep",
+    "nothing: the axes are replica, shard, pipe and tensor": "mesh_dim_names",
+    "fsdpx.Mesh(replica=..., shard=..., pipe=..., tensor=...)": "mesh_shape",
+    "prefetch=, batches that a thread reads ahead": "num_workers prefetch_factor",
+    "nothing: batches are copied where a GPU needs them; leave it out": "pin_memory",
+    "data.DataLoader(dataset, batch_size)": "train_batch_size batch_size",
+    "trainer.fit(loader, epochs=...)": "num_epochs epochs",
+    "nn.Chain": "Sequential ModuleList",
+    "nn.Composite, or a torch.nn.Module, which distribute takes as it is": "Module",
+    "nn.Spec, in the specs of a layer": "Parameter",
+    "layers: nn.ReLU(), nn.Softmax()": "functional",
+    "nn.CrossEntropy": "CrossEntropyLoss",
+    "nn.CrossEntropy, without the log_softmax before it": "NLLLoss",
+    "nn.MSE": "MSELoss",
+    "nn.BCEWithLogits": "BCEWithLogitsLoss",
+    "nn.BCEWithLogits, without the sigmoid before it": "BCELoss",
+    "nn.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm",
+    "nn.InstanceNorm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d",
+    "nn.MultiHeadAttention": "MultiheadAttention",
+    "nn.TransformerBlock": "TransformerEncoderLayer",
+    "a torch.nn.Module, which distribute takes as it is": "LSTM GRU RNN",
+    "optim.schedules.Cosine": "CosineAnnealingLR",
+    "optim.schedules.Step": "StepLR",
+    "optim.schedules.Linear": "LinearLR",
+    "optim.schedules.WarmUp": "SequentialLR",
+    "optim.schedules.WarmUp(..., optim.schedules.Cosine(...))": "OneCycleLR",
+    "optimizer=optim.AdamW(lr=...), a function of the step": "LambdaLR",
+    "fsdpx.init()": "init_process_group",
+    "fsdpx.finalize()": "destroy_process_group",
+    "fsdpx.rank()": "get_rank",
+    "fsdpx.world_size()": "get_world_size",
+    'fsdpx.distribute(model, strategy="fsdp")': "fully_shard",
+    "fsdpx.distribute(model, ...)": "Accelerator",
+    "fsdpx.Mesh": "DeviceMesh init_device_mesh",
+    "data.ArrayDataset": "TensorDataset",
+    "data.DataLoader": "DataLoader",
+    "data.DataLoader(dataset, batch_size, comm=trainer.data)": "DistributedSampler",
+    "trainer.predict(x), or trainer.evaluate(x, y)": "no_grad",
+    "trainer.save(folder)": "save",
+    "trainer.load(folder)": "load",
+}  # fmt: skip
+"""What to write here -> words of other libraries for it."""
+OTHERS: dict[str, str] = {word: ours for ours, words in _MEANT.items() for word in words.split()}
+"""Word -> what to write here. Capitals, dashes and underscores do not count."""
+CALLS: dict[str, str] = {
+    "state_dict": "trainer.parameters(), or trainer.save(folder)",
+    "load_state_dict": "trainer.load_weights(values), or trainer.load(folder)",
+    "clip_grad_norm_": "clip_norm= of distribute",
+    "train": "nothing: step() trains, evaluate() and predict() do not",
+    "eval": "trainer.evaluate(x, y), or trainer.predict(x)",
+    "module": "trainer.parameters()",
+    "barrier": "fsdpx.barrier()",
+    "to": "device= of distribute",
+    "cuda": 'device="cuda" of distribute',
+}  # fmt: skip
+"""What is called on a model or an engine of another library -> what to write here."""
+_OPTIONS: dict[str, str] = {
+    "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
+    "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
+    "T_max": "steps", "total_steps": "steps", "eta_min": "final", "step_size": "every",
+    "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
+    "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
+}  # fmt: skip
+"""Option of another library's optimisers, schedules and launchers, or of a call of ours -> its option here."""
+_PLAIN = str.maketrans("", "", "-_ ")
+_OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """What an unknown word may mean, as the end of a sentence: its name here, the nearest of `known`, or nothing."""
+    ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
+    if ours is not None:
+        return f"; here that is {ours}"
+    near = get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def absent(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error for a name that a module does not have, with what may be meant."""
+    hint = "" if name.startswith("_") else meant(name, known)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
+
+
+def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """ConfigError for options that a call does not have, with what may be meant."""
+    known = list(known)
+    for name in options:
+        if name not in known:
+            ours = _OPTIONS.get(f"{call}.{name}", _OPTIONS.get(name))
+            hint = f"; here that is {ours}=" if ours in known else meant(name, known) or ": " + ", ".join(known)
+            raise ConfigError(f"{call}({name}=...): no such option{hint}")
+
+
+def knowing(kind: type[T]) -> type[T]:
+    """Let a dataclass answer an option that it does not have with ConfigError, which says what may be meant, and an
+    argument that does not fit its type hint."""
+    known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    made = check_arguments(kind.__init__, kind.__name__)
+
+    @wraps(made)
+    def begin(self: Any, *given: Any, **options: Any) -> None:
+        demand_known(type(self).__name__, options, known)
+        made(self, *given, **options)
+
+    kind.__init__ = begin  # type: ignore[method-assign]
+    return kind
+
+
+_REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+
+
+def refusing(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
+    """The same for a function or an `__init__`. when: hints are looked at, see `check_arguments`."""
+    name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
+    taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
+    known = [one for one in taken if one not in ("self", "trainer")]
+    checked = check_arguments(function, name, when)
+
+    @wraps(function)
+    def call(*given: P.args, **options: P.kwargs) -> T:
+        demand_known(name, (one for one in options if one not in taken), known)
+        return checked(*given, **options)
+
+    return call
+
+
+def patterns_of(argument: str, given: Any) -> tuple[str, ...]:
+    """The name patterns that an argument was given, a string as one of them; ConfigError for what is none."""
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Collection) or isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
+        raise ConfigError(f"{argument}={given!r}: a list of name patterns is needed, such as ['0.*', 'head.weight']")
+    return tuple(given)
+
+
+def demand_match(
+    argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
+    fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
+) -> None:  # fmt: skip
+    """An error for a pattern that fits none of the names; it says the argument, the pattern and the nearest names.
+
+    Parameters
+    ----------
+    argument : where the patterns were given
+    patterns, names : those given, and those that there are
+    what : a name is of
+    fits : whether a name and a pattern belong together
+    kind : of the error
+    """
+    known = list(names)
+    for pattern in patterns:
+        if not any(fits(name, pattern) for name in known):
+            word = pattern.strip("*.")
+            near = [n for n in known if word and word in n] or get_close_matches(word, known, 6, 0.4) or known
+            shown = ", ".join(map(repr, near[:6])) + (" ..." if len(near) > 6 else "")
+            there = f"{'there are' if near is known else 'the nearest are'} {shown}" if known else "there is none"
+            raise kind(f"{argument}: {pattern!r} matches no {what}; {there}")

@@ -1,0 +1,421 @@
+"""The format of a file of a checkpoint: header, numbers, digests; and the files and folders that there are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.namespace import dtype as dtype_of_name
+from fsdpx.core.base.safe_files import parse_json
+from fsdpx.errors import CheckpointError
+
+__all__ = [
+    "INDEX", "LARGEST_TEXT", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "Contents", "FileLayout", "Sum", "TensorEntry",
+    "Tensors", "array_type", "code_of", "create", "index_of", "lay", "lay_out", "opened", "parse", "read_at", "rounded",
+    "split", "sync", "sync_folder", "whole", "will_read", "write_at",
+]  # fmt: skip
+
+
+def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`array` in `dtype`; itself if it is that already. What is too large becomes Inf, without a warning."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if dtype.name == "bfloat16" and array.dtype == np.float64:
+            array = _to_odd(array)
+        return array.astype(dtype)
+
+
+def _to_odd(array: np.ndarray) -> np.ndarray:
+    """float64 as float32, inexact ones to the neighbour with an odd last bit: rounding on is then as if from the start
+    (Boldo and Melquiond, 2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes itself rounds twice."""
+    near = array.astype(np.float32)
+    back = near.astype(np.float64)
+    bits = near.view(np.uint32)
+    inexact = (back != array) & ~np.isnan(array)
+    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)  # now towards zero
+    bits |= inexact.astype(np.uint32)
+    return near
+
+
+ONES = 0xFFFFFFFF
+POLYNOMIAL = 0xEDB88320  # bits mirrored: the highest bit is x**0
+NOTHING = memoryview(bytes(4096))  # up to here it is quicker to read zeros than to multiply
+
+
+class Sum:
+    """What one rank's parts of a tensor add to its CRC; parts come in ascending order."""
+
+    __slots__ = ("at", "value")
+
+    def __init__(self) -> None:
+        self.at, self.value = 0, 0
+
+    def add(self, start: int, data: Any) -> None:
+        """`data`: bytes from byte `start` of the tensor on."""
+        assert start >= self.at, "parts of a tensor ascend"
+        state = _shift(self.value, start - self.at)
+        self.value = zlib.crc32(data, state ^ ONES) ^ ONES
+        self.at = start + len(data)
+
+    def of(self, nbytes: int) -> int:
+        """The sum, for a tensor of this size."""
+        return _shift(self.value, nbytes - self.at)
+
+
+def whole(sums: int, nbytes: int) -> int:
+    """The CRC-32 of a tensor of `nbytes` from the exclusive or of all ranks' sums."""
+    return sums ^ _shift(ONES, nbytes) ^ ONES
+
+
+def _shift(state: int, zeros: int) -> int:
+    """The state after `zeros` more zero bytes."""
+    if state == 0 or zeros == 0:
+        return state
+    if zeros <= len(NOTHING):
+        return zlib.crc32(NOTHING[:zeros], state ^ ONES) ^ ONES
+    return _times(state, _power(zeros))
+
+
+@lru_cache(maxsize=1024)
+def _power(nbytes: int) -> int:
+    """x ** (8 nbytes) modulo the polynomial."""
+    result, square = 1 << 31, 1 << 23  # 1 and x**8
+    while nbytes:
+        if nbytes & 1:
+            result = _times(result, square)
+        square = _times(square, square)
+        nbytes >>= 1
+    return result
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo the CRC's."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = a << 1 & ONES
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+LARGEST_HEADER = 100_000_000
+"""Bytes, as the reference reader has it."""
+
+LENGTH = 8
+"""Bytes before the header: its size, little endian."""
+
+MOST_DIMS = 64
+"""As NumPy has it."""
+
+SIZES = {
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
+    "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Format -> bytes of an element, in the order in which the reference writer sorts tensors."""
+
+NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a file. code: of its dtype. start, stop: its bytes, counted from the start of the file."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def itemsize(self) -> int:
+        return SIZES[self.code]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds, in the order of its bytes. header: all bytes before the first tensor. size: of the file."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    header: bytes
+    size: int
+
+
+def code_of(dtype: np.dtype) -> str:
+    """float32 -> "F32"; CheckpointError for a dtype that the format does not know."""
+    for code, name in NAMES.items():
+        if dtype.name == ("bfloat16" if name == "bf16" else name):
+            return code
+    raise CheckpointError(f"arrays of {dtype} cannot be saved: choose one of {', '.join(NAMES.values())}")
+
+
+def array_type(code: str) -> np.dtype:
+    """ "F32" -> float32; CheckpointError for formats that NumPy has no dtype for."""
+    if code not in NAMES:
+        raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(NAMES)} can")
+    return dtype_of_name(NAMES[code])
+
+
+def lay(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> Contents:
+    """Lay out a file of these tensors, name -> (code, shape): byte for byte as `safetensors` does.
+
+    Tensors are sorted by format (wide ones first, so that all are aligned), then by name; the header is JSON without
+    spaces, filled up with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
+    order = list(SIZES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name))
+    table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    at, places = 0, {}
+    for name in names:
+        code, shape = tensors[name]
+        places[name] = (at, at + SIZES[code] * math.prod(shape))
+        table[name] = {"dtype": code, "shape": list(shape), "data_offsets": list(places[name])}
+        at = places[name][1]
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = LENGTH + len(text)
+    header = len(text).to_bytes(LENGTH, "little") + text
+    entries = {n: TensorEntry(*tensors[n], base + start, base + stop) for n, (start, stop) in places.items()}
+    return Contents(entries, dict(metadata or {}), header, base + at)
+
+
+def parse(read: Any, size: int, where: str) -> Contents:
+    """The contents of a file of `size` bytes, checked: every byte of it is of the header or of exactly one tensor.
+
+    read(n): its first n bytes. where: the file, as text. CheckpointError for anything that is not as it should be."""
+
+    def bad(what: str) -> CheckpointError:
+        return CheckpointError(f"{where}: {what}")
+
+    if size < LENGTH:
+        raise bad(f"truncated: {size} bytes are no safetensors file")
+    length = int.from_bytes(read(LENGTH), "little")
+    if length > LARGEST_HEADER:
+        raise bad(f"the header would have {length} bytes, more than {LARGEST_HEADER}: this is no safetensors file")
+    if LENGTH + length > size:
+        raise bad(f"truncated: the header has {length} bytes, the file {size}")
+    head = read(LENGTH + length)
+    if len(head) != LENGTH + length:
+        raise bad(f"truncated: {len(head)} bytes of a header of {length} can be read")
+    if head[LENGTH : LENGTH + 1] != b"{":
+        raise bad("the header does not begin with '{': this is no safetensors file")
+    try:
+        table = parse_json(head[LENGTH:])
+    except ValueError as error:
+        raise bad(f"the header is no JSON of unique names: {error}") from None
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise bad("__metadata__ must map texts to texts")
+    entries = {name: _entry(name, row, LENGTH + length, bad) for name, row in table.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    _demand_tiling(ordered, LENGTH + length, size, bad)
+    return Contents(ordered, metadata, head, size)
+
+
+def _entry(name: str, row: Any, base: int, bad: Any) -> TensorEntry:
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        raise bad(f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
+    code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(code, str) or code not in SIZES:
+        raise bad(f"tensor {name!r} has the unknown dtype {code!r}")
+    if not _whole(shape, MOST_DIMS) or not _whole(offsets, 2) or len(offsets) != 2:
+        raise bad(f"tensor {name!r}: shape {shape!r} and data_offsets {offsets!r} must be lists of whole numbers")
+    start, stop = offsets
+    if stop - start != SIZES[code] * math.prod(shape):
+        raise bad(f"tensor {name!r}: {code} of shape {shape} does not have {stop - start} bytes")
+    return TensorEntry(code, tuple(shape), base + start, base + stop)
+
+
+def _whole(values: Any, most: int) -> bool:
+    return isinstance(values, list) and len(values) <= most and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+
+
+def _demand_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, bad: Any) -> None:
+    at = base
+    for name, entry in entries.items():
+        if entry.start != at:
+            kind = "a hole" if entry.start > at else "an overlap"
+            raise bad(f"{kind} before tensor {name!r}: it begins at byte {entry.start}, the one before ends at {at}")
+        at = entry.stop
+    if at > size:
+        raise bad(f"truncated: {size} bytes, its tensors need {at}")
+    if at < size:
+        raise bad(f"{size - at} bytes after the last tensor belong to none")
+
+
+BINARY = getattr(os, "O_BINARY", 0)
+AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+"""Opening a pipe would wait for its other end."""
+
+
+def write_at(fd: int, data: Any, offset: int) -> None:
+    """All of `data`, from byte `offset` of the file on."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        done = _write(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def read_at(fd: int, data: Any, offset: int) -> None:
+    """Fill `data` from byte `offset` of the file on; CheckpointError where the file ends before."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        done = _read(fd, view, offset)
+        if done == 0:
+            raise CheckpointError(f"truncated: the file ends at byte {offset}, {len(view)} more are needed")
+        view, offset = view[done:], offset + done
+
+
+def will_read(fd: int, offset: int, count: int) -> None:
+    """These bytes are read next: have the disk begin, where the system can be told so."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
+
+
+def _write(fd: int, view: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, view, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.write(fd, view)
+
+
+def _read(fd: int, view: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [view], offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    data = os.read(fd, len(view))
+    view[: len(data)] = data
+    return len(data)
+
+
+@contextmanager
+def opened(path: Path, writing: bool = False) -> Iterator[int]:
+    """A file, open; CheckpointError for a folder, a pipe or a device in its place."""
+    _demand_file(path, os.stat(path))  # opening a device can do something by itself
+    fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | AT_ONCE)
+    try:
+        _demand_file(path, os.fstat(fd))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _demand_file(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: this is a folder, a pipe or a device where a file should be")
+
+
+def create(path: Path, size: int) -> None:
+    """A new file of zeros."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+    try:
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def sync(fd: int) -> None:
+    """Return when what was written is on the disk."""
+    os.fsync(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """The same of the names in a folder; systems that cannot open folders do it by themselves."""
+    if os.name == "posix":
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            sync(fd)
+        finally:
+            os.close(fd)
+
+
+LARGEST_TEXT = 100_000_000
+"""Bytes of a manifest or an index."""
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+STATE = "state.safetensors"
+WRITTEN = "written.json"
+STATE_KEY = "fsdpx"
+"""Where in the metadata of STATE the rest of the state stands, as JSON."""
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Name -> (format, shape)."""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """files: name -> contents. texts: small files that are written as they are. note: says what wrote them; it is in
+    no digest, and may differ where all else is the same."""
+
+    files: dict[str, Contents]
+    texts: dict[str, bytes] = field(default_factory=dict)
+    note: bytes | None = None
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, TensorEntry]]:
+        """Tensor -> its file, and where it lies there."""
+        return {name: (file, entry) for file, name, entry in self.tensors()}
+
+    def tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
+        """(file, tensor, entry), in the order in which sums over tensors are listed."""
+        for file, contents in self.files.items():
+            for name, entry in contents.tensors.items():
+                yield file, name, entry
+
+
+def lay_out(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
+    """weights: in the order of the model. slots, state: of the second file, if there is a state.
+    shard_bytes: the most bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one
+    file."""
+    groups = [weights] if shard_bytes is None else split(weights, shard_bytes)
+    count = len(groups)
+    names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    files = {name: lay(group) for name, group in zip(names, groups, strict=True)}
+    texts = {INDEX: index_of(files)} if len(files) > 1 else {}
+    if state is not None:
+        files[STATE] = lay(slots or {}, {STATE_KEY: state})
+    return FileLayout(files, texts)
+
+
+def split(tensors: Tensors, most: int) -> list[Tensors]:
+    """Consecutive tensors of up to `most` bytes together."""
+    groups: list[Tensors] = [{}]
+    left = most
+    for name, (code, shape) in tensors.items():
+        nbytes = SIZES[code] * math.prod(shape)
+        if groups[-1] and nbytes > left:
+            groups.append({})
+            left = most
+        groups[-1][name] = (code, shape)
+        left -= nbytes
+    return groups
+
+
+def index_of(files: Mapping[str, Contents]) -> bytes:
+    """As Hugging Face writes it."""
+    total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
+    weights = {name: file for file, contents in files.items() for name in contents.tensors}
+    table = {"metadata": {"total_size": total}, "weight_map": weights}
+    return (json.dumps(table, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,325 @@
+"""Saving: what is written about a run, who writes which part, and a save in a thread of each rank while training goes
+on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.config import PRECISIONS, PRESETS, Sharding
+from fsdpx.core.base.config import sharding as sharding_of
+from fsdpx.core.base.safe_files import parse_json, read_json
+from fsdpx.core.base.version import __version__
+from fsdpx.core.checkpoint.atomic_commit import Target, alone, in_words, place, prune, same, together, unnumbered
+from fsdpx.core.checkpoint.format import WRITTEN, FileLayout, code_of, lay_out, opened, read_at, write_at
+from fsdpx.core.checkpoint.local_shards import Held, owned, written
+from fsdpx.core.checkpoint.read import Source
+from fsdpx.core.checkpoint.scalars import Scalars, scalars_of
+from fsdpx.core.checkpoint.write import SUMS, Manifest, write
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.state.ledger import saved_format, saved_tensors
+from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.train_state import TrainState
+from fsdpx.errors import CheckpointError
+
+__all__ = ["Background", "Choices", "Prepared", "added", "note_of", "plan_of", "prepare", "read_note", "save", "words"]
+
+LARGEST = 1 << 20
+UNKNOWN = "unknown software"
+
+
+def note_of(placement: Placement) -> bytes:
+    """The note of this run, as JSON."""
+    options, axes, precision = placement.options, placement.axes, placement.formats.precision
+    found = {
+        "strategy": _strategy(placement.sharding),
+        "local training": placement.pace.about,
+        "mesh": str(axes.mesh),
+        "ranks": axes.world.size,
+        "precision": next((name for name, known in PRECISIONS.items() if known == precision), str(precision)),
+        "chunks": options.chunks,
+        "schedule": options.schedule if axes.pipe.size > 1 else None,
+        "fsdpx": __version__,
+        "Python": platform.python_version(),
+        "NumPy": np.__version__,
+        "MPI": _mpi(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+    known = {name: value for name, value in found.items() if value is not None}
+    return (json.dumps(known, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def read_note(source: Source) -> bytes | None:
+    """The note beside the files of `source` as it is there, if it can be read."""
+    if source.manifest is None:
+        return None
+    try:
+        with opened(source.folder / WRITTEN) as fd:
+            data = bytearray(min(LARGEST, os.fstat(fd).st_size))
+            read_at(fd, data, 0)
+    except (OSError, CheckpointError):
+        return None
+    return bytes(data)
+
+
+def words(note: bytes | None) -> str:
+    """A note in one line; whatever is in the file, no error: it is information only."""
+    if note is None:
+        return UNKNOWN
+    try:
+        table = parse_json(note)
+        return ", ".join(f"{name} {value}" for name, value in table.items())
+    except (ValueError, AttributeError):
+        return f"{WRITTEN} cannot be read"
+
+
+def _strategy(sharding: Sharding) -> str:
+    """The name of a sharding, if it has one."""
+    ranks = (sharding.replica or 1) * (sharding.shard or 1)
+    for name in ("ddp", "zero1", "zero2", "fsdp", "hybrid"):
+        if replace(sharding_of(PRESETS[name], ranks), ahead=sharding.ahead) == sharding:
+            return name
+    return str(sharding)
+
+
+def _mpi() -> str | None:
+    """The library, if this process has loaded one."""
+    loaded: Any = sys.modules.get("mpi4py.MPI")
+    return None if loaded is None else " ".join(loaded.Get_library_version().strip("\0\n ").split("\n")[0].split())
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How to save. dtype: of the weights in the file, None for the trainer's. shard_bytes: most bytes of one file of
+    weights. keep: how many numbered checkpoints stay, None for all. spare: the name of one that stays beside them.
+    with_: "average": the weights alone, which are averages."""
+
+    dtype: str | None = None
+    shard_bytes: int | None = None
+    keep: int | None = None
+    spare: str | None = None
+    with_: str = "parameters"
+
+    def demand(self, path: Path) -> None:
+        if self.dtype is not None and dtype_of(self.dtype).name not in ("float64", "float32", "float16", "bfloat16"):
+            raise CheckpointError(f"dtype={self.dtype!r}: choose float64, float32, float16 or bf16")
+        for name in ("shard_bytes", "keep"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise CheckpointError(f"{name}={value!r}: a whole number, 1 or more, or None")
+        if self.keep is not None:
+            unnumbered(path)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All ranks have agreed, the empty files are there. target: on rank 0. folder: where to write."""
+
+    where: str
+    plan: FileLayout
+    folder: Path
+    target: Target | None
+    path: Path
+    choices: Choices
+
+    def pieces(self, state: TrainState) -> Iterator[Held]:
+        """What this rank writes."""
+        return (piece for piece in chain(owned(state), written(state)) if piece.name in self.plan.places)
+
+    def finish(self, sums: np.ndarray) -> None:
+        """Rank 0, when all data are on the disk: make it the checkpoint, then remove old ones."""
+        assert self.target is not None
+        self.target.commit(self.plan, Manifest.of(self.plan, sums.tolist()))
+        if self.choices.keep is not None:
+            prune(self.path, self.choices.keep, self.choices.spare)
+
+    def abandon(self) -> None:
+        if self.target is not None:
+            self.target.abandon()
+
+
+def save(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> None:
+    """Write the checkpoint `path`. Collective; returns when it is whole on disk, or raises alike on all ranks."""
+    world = state.placement.axes.world
+    prepared = prepare(state, path, choices, loader, fit)
+    try:
+        sums: list[np.ndarray] = []
+        together(
+            world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, prepared.pieces(state)))
+        )
+        total = added(world, sums[0])
+        alone(world, prepared.where, lambda: prepared.finish(total))
+    except BaseException:
+        prepared.abandon()
+        raise
+
+
+def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Prepared:
+    """Everything up to the first byte of data. Collective."""
+    world = state.placement.axes.world
+    path = place(world, "save", path, options=repr(choices))
+    where, local = f"save to {path}", state.placement.pace.saved(state)
+    all_scalars = together(world, where, lambda: _checked(state, path, choices, scalars_of(state, loader, fit, local)))
+    same(world, where, state=all_scalars[world.rank].text())
+    everyone = world.all_gather_plain({piece.name: piece.spec.shape for piece in written(state)})
+    made = plan_of(state.placement, choices, all_scalars[0], {n: shape for one in everyone for n, shape in one.items()})
+    same(world, where, layout=str({name: contents.size for name, contents in made.files.items()}))
+    opened: list[Target] = []
+
+    def begin() -> Path:
+        opened.append(Target.open(path, secrets.token_hex(4), made))
+        return opened[0].partial
+
+    try:
+        folder = alone(world, where, begin)
+    except BaseException:
+        for target in opened:
+            target.abandon()
+        raise
+    return Prepared(where, made, folder, opened[0] if opened else None, path, choices)
+
+
+def _checked(state: TrainState, path: Path, choices: Choices, scalars: Scalars) -> Scalars:
+    if state.placement.imaginary:
+        raise CheckpointError("a dry run has no data to save")
+    if state.adding:
+        raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
+    choices.demand(path)
+    scalars.text()  # can be written
+    return scalars
+
+
+def plan_of(placement: Placement, choices: Choices, scalars: Scalars, kept: Shapes) -> FileLayout:
+    """The same on every rank: from the model, the optimiser, the options and what codecs of all ranks have `kept`; the
+    note tells the mesh, too."""
+    specs, asked = placement.layout.specs, None if choices.dtype is None else code_of(dtype_of(choices.dtype))
+    known = {n: (code_of(saved_format(placement, n)), s.shape) for n, s in saved_tensors(placement).items()}
+    weights = {n: (asked or code, shape) for n, (code, shape) in known.items() if n in specs}
+    rest = {n: tensor for n, tensor in known.items() if n not in specs}
+    rest |= {n: (code_of(placement.formats.gradients), shape) for n, shape in kept.items()}
+    state = scalars.text() if choices.with_ == "parameters" else None
+    made = lay_out(weights, rest, state, choices.shard_bytes)
+    return replace(made, note=note_of(placement))
+
+
+def added(world: Communicator, sums: np.ndarray) -> np.ndarray:
+    """The exclusive or of all ranks' sums, on rank 0."""
+    if world.size == 1 or sums.size == 0:
+        return sums
+    everyone = np.empty(sums.size * world.size, np.uint64) if world.rank == 0 else None
+    world.gather(sums, everyone, 0, [sums.size] * world.size, what="digests of the checkpoint").wait()
+    return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
+
+
+POLL = 0.01  # seconds between rank 0's looks at what the others have done
+GRACE = 10.0  # seconds that the others have when the main program has ended
+
+
+class Background:
+    """A save under way. What this rank writes is copied at once; the rest is the thread's. Rank 0's commits when all
+    ranks have left their sums in the folder, so that the checkpoint is whole without another call to the trainer."""
+
+    def __init__(self, state: TrainState, prepared: Prepared) -> None:
+        self.world, self.prepared = state.placement.axes.world, prepared
+        self._problem: str | None = None  # why it could not be written, or not committed
+        self._wrote, self._stopped = threading.Event(), threading.Event()
+        self._running = threading.Lock()  # a `join` that Ctrl-C breaks off takes the thread for ended (Python 3.11)
+        try:
+            self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in prepared.pieces(state)]
+            threading.Thread(target=self._run, name=f"fsdpx save (rank {self.world.rank})").start()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def wait(self) -> None:
+        """Return when the checkpoint is whole; CheckpointError, the same on all ranks, if it cannot be. Collective."""
+        where = self.prepared.where
+        try:
+            together(self.world, where, self._demand_written)
+            alone(self.world, where, self._demand_committed)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Another rank has died: no rank will find it whole. What was there before stays."""
+        self._stopped.set()
+        with self._running:
+            self.prepared.abandon()
+
+    def _demand_written(self) -> None:
+        self._wrote.wait()
+        if self._problem is not None:
+            raise CheckpointError(self._problem)
+
+    def _demand_committed(self) -> None:
+        with self._running:
+            self._demand_written()
+
+    def _run(self) -> None:
+        with self._running:
+            try:
+                if not self._stopped.is_set():
+                    self._save()
+            except BaseException as error:
+                self._problem = in_words(error)
+            finally:
+                self._wrote.set()
+
+    def _save(self) -> None:
+        prepared, rank = self.prepared, self.world.rank
+        sums = write(prepared.folder, prepared.plan, self._copies)
+        self._copies = []
+        if rank > 0:
+            _leave(prepared.folder, rank, sums)
+        self._wrote.set()
+        if rank == 0 and (total := self._everyone(sums)) is not None:
+            prepared.finish(total)
+
+    def _everyone(self, sums: np.ndarray) -> np.ndarray | None:
+        """All ranks' sums together; None if one of them says that it cannot write."""
+        end = math.inf
+        for rank in range(1, self.world.size):
+            path = _place(self.prepared.folder, rank)
+            while not path.exists():
+                if end == math.inf and not threading.main_thread().is_alive():
+                    end = time.monotonic() + GRACE
+                if self._stopped.is_set() or time.monotonic() > end:
+                    return None
+                time.sleep(POLL)
+            sums = sums ^ np.array(read_json(path, ours=False), np.uint64)
+            path.unlink()
+        return sums
+
+
+def _leave(folder: Path, rank: int, sums: np.ndarray) -> None:
+    """Seen by rank 0 when it is whole."""
+    place = _place(folder, rank)
+    unseen: Any = place.with_name(place.name + "-unseen")
+    unseen.touch()
+    with opened(unseen, writing=True) as fd:
+        write_at(fd, json.dumps(sums.tolist()).encode(), 0)
+    unseen.rename(place)
+
+
+def _place(folder: Path, rank: int) -> Path:
+    return folder / f"{SUMS}{rank}"

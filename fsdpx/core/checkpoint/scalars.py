@@ -1,0 +1,112 @@
+"""What a run is beside its arrays: steps, loss scale, seed, position in the data; as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.core.base.safe_files import parse_json
+from fsdpx.core.state.train_state import TrainState
+from fsdpx.errors import CheckpointError
+from fsdpx.optim.optimizer import inside
+
+__all__ = ["Scalars", "restore", "scalars_of"]
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """steps: updates made. rows: samples since the last one. scaler: value and good steps of the loss scale. seed: of
+    all random numbers, which are functions of it and of the place in training. slots: of the optimiser. data: what a
+    loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one. local: the
+    rounds of replicas that train by themselves, and what each of them has trained on since it met the others. missed:
+    parameter -> steps in which it was frozen, where there were any."""
+
+    steps: int
+    rows: int
+    seed: int
+    scale: float
+    good: int
+    dynamic: bool
+    slots: tuple[str, ...]
+    optimizer: str
+    data: dict[str, Any] | None = None
+    fit: dict[str, Any] | None = None
+    local: dict[str, Any] | None = None
+    missed: dict[str, int] | None = None
+
+    @property
+    def _sound(self) -> bool:
+        counts = (self.steps, self.rows, self.good)
+        return (
+            all(type(n) is int and 0 <= n < 1 << 63 for n in counts)
+            and (type(self.seed) is int and self.seed >= 0)
+            and (type(self.scale) is float and 0 < self.scale < math.inf)
+            and type(self.dynamic) is bool
+            and all(type(name) is str for name in (self.optimizer, *self.slots))
+            and all(value is None or type(value) is dict for value in (self.data, self.fit, self.local, self.missed))
+            and all(type(n) is int and 0 <= n <= self.steps for n in (self.missed or {}).values())
+        )
+
+    @property
+    def replicas(self) -> int | None:
+        """How many have a state of their own."""
+        return None if self.local is None else len(self.local["weights"])
+
+    def text(self) -> str:
+        """CheckpointError if the state of the data holds more than JSON can."""
+        try:
+            known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
+            text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+            return text.encode().decode()  # no half of a surrogate pair
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str | None, where: str) -> Scalars:
+        try:
+            table = parse_json((text or "").encode())
+            made = cls(**{**table, "slots": tuple(table["slots"])})
+            if type(table["slots"]) is not list or not made._sound:
+                raise ValueError("a value is of another type or out of range")
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{where}: this state cannot be read: {error}") from None
+        return made
+
+
+def scalars_of(
+    state: TrainState, loader: Any, fit: Mapping[str, Any] | None, local: dict[str, Any] | None = None
+) -> Scalars:
+    """loader: anything with `state_dict`, or None. local: what the pace says."""
+    optimizer, scaler = state.placement.optimizer, state.scaler
+    return Scalars(
+        steps=state.steps,
+        rows=state.samples,
+        seed=state.seed,
+        scale=float(scaler.value),
+        good=scaler.good,
+        dynamic=scaler.dynamic,
+        slots=tuple(optimizer.slots),
+        optimizer=type(inside(optimizer)).__name__,
+        data=None if loader is None else dict(demand_state(loader, "state_dict").state_dict()),
+        fit=None if fit is None else dict(fit),
+        local=local,
+        missed=state.count_missed_steps() or None,
+    )
+
+
+def restore(state: TrainState, scalars: Scalars) -> None:
+    """Go on where `scalars` were taken."""
+    scale = (scalars.scale, scalars.good) if scalars.dynamic else None
+    state.resume(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
+
+
+def demand_state(loader: Any, method: str) -> Any:
+    if not hasattr(loader, method):
+        raise CheckpointError(
+            f"the loader is a {type(loader).__name__} without {method}: a data.DataLoader knows its place in the data; "
+            "leave loader out to save without it"
+        )
+    return loader

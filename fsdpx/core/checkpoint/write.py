@@ -1,0 +1,255 @@
+"""Writing: the manifest of a rank, and the threads that write."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.safe_files import parse_json
+from fsdpx.core.checkpoint import format
+from fsdpx.core.checkpoint.format import (
+    WRITTEN,
+    Contents,
+    FileLayout,
+    Sum,
+    TensorEntry,
+    array_type,
+    opened,
+    rounded,
+    sync,
+    write_at,
+)
+from fsdpx.core.checkpoint.local_shards import TensorPiece, in_blocks
+from fsdpx.errors import CheckpointError
+
+__all__ = ["MANIFEST", "OWN", "SUMS", "FileRecord", "Manifest", "Worker", "is_checkpoint", "write"]
+
+MANIFEST = "manifest.json"
+VERSION = 1
+OWN = re.compile(r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest|written)\.json")
+"""Names of the files that a checkpoint can have."""
+
+SUMS = ".sums-"
+"""Before the rank, the name of what it has written so far that the others should know: in a folder not yet whole."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file. head: CRC-32 of its header, or of the whole file if it is a text. tensors: name -> CRC-32 of its
+    bytes."""
+
+    size: int
+    head: int
+    tensors: dict[str, int]
+
+    @property
+    def sound(self) -> bool:
+        """Whether all of them are whole numbers that can be."""
+        sums = [self.head, *self.tensors.values()]
+        return _whole(self.size, 1 << 63) and all(_whole(value, 1 << 32) for value in sums)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, FileRecord]
+
+    @classmethod
+    def of(cls, plan: FileLayout, sums: Sequence[int]) -> Manifest:
+        """sums: of all ranks together, in the order of `plan.tensors()`."""
+        made = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
+        for (file, name, entry), value in zip(plan.tensors(), sums, strict=True):
+            made[file].tensors[name] = format.whole(int(value), entry.nbytes)
+        made |= {name: FileRecord(len(text), zlib.crc32(text), {}) for name, text in plan.texts.items()}
+        return cls(made)
+
+    def text(self) -> bytes:
+        """Canonical JSON, closed by the CRC-32 of what is before."""
+        files = {
+            name: {"bytes": r.size, "head": r.head, "tensors": dict(sorted(r.tensors.items()))}
+            for name, r in sorted(self.files.items())
+        }
+        table: dict[str, Any] = {"checkpoint": VERSION, "files": files}
+        return _dump(table | {"crc32": zlib.crc32(_dump(table))})
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """CheckpointError for anything but what `text` gives, to the last byte."""
+        try:
+            table = parse_json(data)
+            version = table["checkpoint"]
+            files = {n: FileRecord(f["bytes"], f["head"], dict(f["tensors"])) for n, f in table["files"].items()}
+            if not all(record.sound for record in files.values()):
+                raise ValueError("numbers of another type or out of range")
+            made = cls(files)
+            intact = made.text() == data
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(f"{where}: damaged: this is no manifest of a checkpoint") from None
+        if version != VERSION:
+            raise CheckpointError(f"{where}: format {version!r} of checkpoints; this fsdpx reads format {VERSION}")
+        if not intact:
+            raise CheckpointError(f"{where}: damaged: its digest does not fit")
+        if not all(OWN.fullmatch(name) and name not in (MANIFEST, WRITTEN) for name in files):
+            raise CheckpointError(f"{where}: names files that a checkpoint does not have: {', '.join(files)}")
+        return made
+
+    def demand(self, name: str, head: bytes, size: int, tensors: Iterable[str], where: str) -> None:
+        """A file has the size, the header and the tensors that it was written with."""
+        record = self.files[name]
+        if size != record.size:
+            kind = "truncated" if size < record.size else "longer than written"
+            raise CheckpointError(f"{where}: {kind}: {size} bytes instead of {record.size}")
+        if zlib.crc32(head) != record.head:
+            raise CheckpointError(f"{where}: damaged: the digest of the header does not fit")
+        if differ := sorted(record.tensors.keys() ^ set(tensors)):
+            raise CheckpointError(f"{where}: damaged: {differ[0]!r} is in the file or in {MANIFEST}, but not in both")
+
+    def wrong(self, files: Mapping[str, Contents], sums: Sequence[int]) -> list[str]:
+        """Names of the tensors whose bytes are not those that were written."""
+        found = []
+        for (file, name, entry), value in zip(FileLayout(dict(files)).tensors(), sums, strict=True):
+            if self.files[file].tensors.get(name) != format.whole(int(value), entry.nbytes):
+                found.append(name)
+        return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).exists()
+
+
+def _whole(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit
+
+
+def _dump(table: Any) -> bytes:
+    return (json.dumps(table, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+Task = Callable[[], object]
+
+
+class Worker:
+    """One task at a time: `begin(task)`, then `end()`, which waits for it and raises what it raised.
+
+    Not an executor of `concurrent.futures`: those refuse work once the main program has ended, and a save in the
+    background goes on after that. The thread is there while the `with` block lasts."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._begun = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def free(self) -> bool:
+        """Whether `begin` would not wait."""
+        return not self._begun or not self._ends.empty()
+
+    def begin(self, task: Task) -> None:
+        """Start `task`, when the one before has ended."""
+        self.end()
+        self._begun = True
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        if self._begun:
+            self._begun = False
+            error = self._ends.get()
+            if error is not None:
+                raise error
+
+    def __enter__(self) -> Worker:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+                self._ends.put(None)
+            except BaseException as error:
+                self._ends.put(error)
+            del task  # and with it the memory that it refers to
+
+
+LATER = 64 << 20
+"""Bytes after which the disk is asked to take what is there, while more is written: systems wait for much more."""
+
+SHORT = 1 << 16
+"""Bytes that are written and summed up sooner than another thread wakes up."""
+
+
+def write(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
+    """Write `pieces` into the files of `plan`, all there already, and wait for the disk.
+
+    Returns what they add to the CRC of each tensor, uint64 in the order of `plan.tensors()`. Extra memory: two blocks.
+    While a block is summed up, a thread writes it; another has the disk take those before."""
+    if not folder.exists():
+        raise CheckpointError(
+            f"{platform.node()} does not see {folder}, made by rank 0: all hosts must share the disk of checkpoints"
+        )
+    sums: dict[str, int] = {}
+    with ExitStack() as stack, Worker("fsdpx write") as writer, Worker("fsdpx sync") as syncer:
+        files: dict[str, int] = {}
+        waiting = 0
+        for piece in pieces:
+            name, entry = plan.places[piece.name]
+            if name not in files:
+                files[name] = stack.enter_context(opened(folder / name, writing=True))
+            sums[piece.name] = sums.get(piece.name, 0) ^ _write_piece(files[name], piece, entry, writer)
+            waiting += int(piece.array.size) * entry.itemsize
+            if waiting > LATER and syncer.free:
+                syncer.begin(partial(_keep, tuple(files.values())))
+                waiting = 0
+        syncer.end()
+        _keep(files.values())
+    return np.array([sums.get(name, 0) for _, name, _ in plan.tensors()], np.uint64)
+
+
+def _keep(files: Iterable[int]) -> None:
+    for fd in files:
+        sync(fd)
+
+
+def _write_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
+    """Blocks are converted whole; each run of elements that lie together in the file is one write."""
+    total, size = Sum(), entry.itemsize
+    for block in in_blocks(piece, size):
+        data, at = _bytes(block.array, entry), 0
+        aside = len(block.runs) == 1 and len(data) > SHORT  # threads that alternate all the time only wait
+        for start, stop in block.runs:
+            part = data[at : at + (stop - start) * size]
+            task = partial(write_at, fd, part, entry.start + start * size)
+            if aside:
+                writer.begin(task)
+            else:
+                task()
+            total.add(start * size, part)
+            at += len(part)
+        writer.end()
+        assert at == len(data), f"{piece.name}: runs and elements differ"
+    return total.of(entry.nbytes)
+
+
+def _bytes(array: Any, entry: TensorEntry) -> memoryview:
+    host = np.ascontiguousarray(rounded(to_host(array), array_type(entry.code)))
+    return host.view(np.uint8).data

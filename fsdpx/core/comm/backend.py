@@ -1,0 +1,367 @@
+"""The base of every backend: calls are checked, width one stays local, the rest is the backend's to move.
+
+Arguments are checked before anything is sent, so that a bad call never hangs. `FakeCommunicator` is a backend that
+moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.base.arguments import check_arguments
+from fsdpx.core.comm.calls import (
+    DONE,
+    Array,
+    Call,
+    Counts,
+    Finish,
+    Handle,
+    Pieces,
+    Progress,
+    Ranks,
+    ReduceOp,
+    Steps,
+    copy,
+    even_pieces,
+    pieces,
+)
+from fsdpx.core.comm.communicator import VERBS, CallSpec, Communicator
+from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED, Pairs, ring_steps
+from fsdpx.core.comm.plain_codec import LIMIT, pack, unpack
+from fsdpx.core.comm.reduction import is_half, kind_of, objection
+from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
+from fsdpx.ext.gpu.devices import gpu_of, on, where
+
+__all__ = [
+    "ALGORITHMS", "TAGS", "Backend", "FakeCommunicator", "FakeNode", "check", "check_group", "complain", "staged",
+]  # fmt: skip
+
+USUAL = frozenset("dfDFbhilqBHILQ?")
+"""dtype.char of what communicators move, but for 16-bit floats."""
+TAGS = 16384
+"""User tags are below this, the library's own at or above it; MPI guarantees 32767."""
+ALGORITHMS = ("library", "ring")
+
+
+class Backend(Communicator):
+    """A communicator that moves bytes itself: write `move`, `split`, `close` and `abort`.
+
+    `move` must know "send" and "recv"; any other verb for which it has no better way it leaves to
+    `super().move(call)`."""
+
+    def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.progress = Progress() if progress is None else progress
+        self._tags = 0
+
+    def issue(self, call: Call) -> Handle:
+        check(self, call)
+        if self.size == 1 and call.verb not in ("send", "recv"):
+            if len(call.arrays) == 2:  # all communication there is; none where the shard is the full buffer
+                copy(call.arrays[1], call.arrays[0])
+            return DONE
+        if call.algorithm == "ring":
+            return self._ring(call)
+        return self.move(call) if call.wire is None else self.move_rounded(call)
+
+    def move(self, call: Call) -> Handle:
+        """Begin a call whose arguments are good, among at least two ranks; a message may be to this rank itself."""
+        call.tag = self._tag()
+        return COLLECTIVES[call.verb](self, call)
+
+    def move_rounded(self, call: Call) -> Handle:
+        """Begin a checked call of a sum whose summands are rounded to `call.wire` on their way."""
+        return ROUNDED[call.verb](self, call)
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        """Messages that belong to one call."""
+        messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
+        calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
+        return Steps(iter([self.move(message) for message in calls]), self.progress)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        check_group(self, ranks)
+        group = self.split(min(ranks), list(ranks).index(self.rank))
+        assert group is not None
+        return group
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """In two all-gathers, sizes and bytes: so the wait for a missing rank ends here, too."""
+        mine = np.frombuffer(data, np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self.all_gather(np.array([mine.size]), sizes, what="sizes of objects").wait()
+        wrong = [rank for rank, n in enumerate(sizes.tolist()) if not 0 <= n <= LIMIT]
+        if wrong:
+            raise CommError(f"rank {wrong[0]} says that it sends {sizes[wrong[0]]} bytes: at most {LIMIT} go at once")
+        cut = pieces(tuple(int(n) for n in sizes))
+        found = np.empty(cut.total, np.uint8)
+        self.all_gather(mine, found, cut.counts, what="objects").wait()
+        return [cut.part(found, rank).tobytes() for rank in range(self.size)]
+
+    def _ring(self, call: Call) -> Handle:
+        call.tag = self._tag()
+        return Steps(ring_steps(self.move, self.rank, self.size, call), self.progress)
+
+    def _tag(self) -> int:
+        """A tag of the library's own; the same on every rank, as all issue the same collectives in order."""
+        self._tags = (self._tags + 1) % (32767 - TAGS)
+        return TAGS + self._tags
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check(comm: Ranks, call: Call) -> None:
+    """Raise if the arguments are bad; else fill in what the call left open, `call.op` and `call.cuts`."""
+    verb = VERBS[call.verb]
+    if verb.peer:
+        check_peer(comm, call, verb.peer, call.root)
+    whole_here = not verb.at_root or comm.rank == call.root
+    for name, array in zip(verb.arrays, call.arrays, strict=True):
+        if name == verb.at_root and array is None and whole_here:
+            complain(ShapeError, comm, call, f"this rank is root and needs an array for {name}")
+        if name != verb.at_root or whole_here:
+            check_flat(comm, call, name, array)
+    if whole_here and len(verb.arrays) == 2:
+        send, recv = call.arrays
+        if send.dtype != recv.dtype:
+            complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
+        if not type(send) is type(recv) is np.ndarray and gpu_of(send) != gpu_of(recv):
+            complain(ConfigError, comm, call, f"send lies {where(send)}, recv {where(recv)}: put both on one device")
+    if verb.cut:
+        _check_cut(comm, call, verb, whole_here)
+    elif verb.at_root and whole_here:
+        check_piece(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
+    if verb.reduces:
+        check_operation(comm, call)
+    if verb.peer in ("dest", "source") and not 0 <= call.tag < TAGS:
+        complain(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {TAGS}")
+
+
+def _check_cut(comm: Ranks, call: Call, verb: CallSpec, whole_here: bool) -> None:
+    if whole_here:
+        arrays = dict(zip(verb.arrays, call.arrays, strict=True))
+        cuts = zip(verb.cut, call.counts, strict=True)
+        call.cuts = tuple(cut_of(comm, call, name, arrays[name], counts) for name, counts in cuts)
+        counts: Any = call.cuts[0].counts
+    else:
+        counts = call.counts[0]
+        if counts is not None:
+            check_counts(comm, call, counts)
+    if len(verb.cut) == 2:
+        sent, received = (cut.counts[comm.rank] for cut in call.cuts)
+        if sent != received:
+            complain(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
+    elif counts is not None:
+        own = 1 - verb.arrays.index(verb.cut[0])
+        check_piece(comm, call, verb.arrays[own], call.arrays[own], counts[comm.rank])
+
+
+def complain(kind: type[ConfigError], comm: Ranks, call: Call, message: str) -> NoReturn:
+    """Raise `kind` with the words every communication error starts with."""
+    raise kind(f"{call.name} on rank {comm.rank}: {message}")
+
+
+def check_flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
+    """`array` is one-dimensional, contiguous and of a dtype that communicators move."""
+    if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
+        dtype = array.dtype
+        if dtype.char in USUAL and dtype.isnative:  # the same answer as below, sooner
+            return
+    if getattr(array, "ndim", None) != 1:
+        kind = type(array).__name__
+        given, use = (array.shape, "array.reshape(-1)") if hasattr(array, "shape") else (kind, "numpy.array([...])")
+        complain(ShapeError, comm, call, f"{name} must be a flat array (1-D), not {given}: use {use}")
+    flags = getattr(array, "flags", None)
+    if flags is not None and not flags.c_contiguous:
+        complain(ShapeError, comm, call, f"{name} is not contiguous: communicate a contiguous copy")
+    try:
+        kind_of(array.dtype)
+    except ConfigError as error:
+        complain(ConfigError, comm, call, f"{name}: {error}")
+
+
+def cut_of(comm: Ranks, call: Call, name: str, array: Array, counts: Counts) -> Pieces:
+    """The cut of `array` over the ranks, by `counts` or balanced."""
+    n = array.size
+    if counts is None:
+        return even_pieces(n, comm.size)
+    found = pieces(counts)
+    check_counts(comm, call, counts)
+    if min(counts) < 0:
+        complain(ShapeError, comm, call, f"a count is negative: {list(counts)}")
+    if found.total != n:
+        complain(ShapeError, comm, call, f"counts add up to {found.total}, but {name} has {n} elements")
+    return found
+
+
+def check_counts(comm: Ranks, call: Call, counts: tuple[int, ...]) -> None:
+    """There is a count for each rank."""
+    if len(counts) != comm.size:
+        complain(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
+
+
+def check_piece(comm: Ranks, call: Call, name: str, array: Array, count: int) -> None:
+    """`array` has exactly the elements of this rank."""
+    if array.size != count:
+        complain(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
+
+
+def check_operation(comm: Ranks, call: Call) -> None:
+    """The operation exists and has a meaning for the dtype, and the algorithm can do it."""
+    dtype = call.arrays[0].dtype
+    call.op = ReduceOp.of(call.op)
+    why_not = objection(call.op, dtype)
+    if why_not is not None:
+        complain(ConfigError, comm, call, why_not)
+    if call.algorithm not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        complain(ConfigError, comm, call, f"unknown algorithm {call.algorithm!r}: use one of {known}")
+    if call.algorithm == "ring" and is_half(dtype):
+        complain(ConfigError, comm, call, f"a ring does not add {dtype} in rank order: use algorithm='library'")
+    if call.wire is not None:
+        _on_a_wire(comm, call, dtype)
+
+
+def _on_a_wire(comm: Ranks, call: Call, dtype: Any) -> None:
+    """The format asked for in `call.wire` is available; from here on it is a dtype."""
+    call.wire = np.dtype(call.wire)
+    if kind_of(dtype) != "float" or not is_half(call.wire):
+        complain(ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format")
+    if call.op is not ReduceOp.SUM or call.algorithm != "library":
+        way = f"{call.op.name} by {call.algorithm!r}"
+        complain(ConfigError, comm, call, f"wire={call.wire.name} with {way}: use SUM, algorithm='library'")
+
+
+def check_peer(comm: Ranks, call: Call, name: str, other: int) -> None:
+    """`other` is a rank of this communicator."""
+    if not isinstance(other, int | np.integer) or not 0 <= other < comm.size:
+        complain(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
+
+
+def check_group(comm: Ranks, ranks: Sequence[int]) -> None:
+    """`ranks` can be a subgroup with this rank in it."""
+    call = Call("subgroup")
+    for other in ranks:
+        check_peer(comm, call, "ranks", other)
+    if comm.rank not in ranks or len(set(ranks)) != len(ranks):
+        complain(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
+
+
+# -- arrays of a GPU ---------------------------------------------------------------------------------------------------
+
+
+def staged(call: Call, move: Callable[[Call], Handle]) -> Handle:
+    """`move(call)`, where `move` knows host arrays only and `call` may be of arrays of any device. Host arrays pass as
+    they are. Scratch: a host copy of each array."""
+    for array in call.arrays:
+        if array is not None and not isinstance(array, np.ndarray):
+            return _through_host(call, move)
+    return move(call)
+
+
+def _through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
+    from fsdpx.core.array.namespace import from_host, namespace_of, to_host
+
+    verb, arrays = VERBS[call.verb], call.arrays
+    host = list(arrays)
+    for index in {*verb.reads, *verb.writes}:
+        if arrays[index] is not None:
+            fresh = index not in verb.reads
+            host[index] = np.empty(arrays[index].shape, arrays[index].dtype) if fresh else to_host(arrays[index])
+    handle = move(call.on(tuple(host)))
+
+    def back() -> None:
+        for index in verb.writes:
+            if arrays[index] is not None:
+                with on(arrays[index]):
+                    arrays[index][...] = from_host(namespace_of(arrays[index]), host[index])
+
+    return Finish(handle, back)
+
+
+class FakeCommunicator(Backend):
+    """Rank `rank` of `size` ranks that do not exist. Arguments are checked; arrays keep what they hold."""
+
+    @check_arguments
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank} of {size} does not exist: 0 <= rank < size")
+        super().__init__(rank, size)
+
+    def __repr__(self) -> str:
+        return f"FakeCommunicator(rank={self.rank}, size={self.size})"
+
+    def move(self, call: Call) -> Handle:
+        return DONE
+
+    def move_rounded(self, call: Call) -> Handle:
+        return DONE
+
+    def _ring(self, call: Call) -> Handle:
+        return DONE
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """None for color None; ConfigError for more than one rank: the colors of the others are unknown."""
+        if color is None:
+            return None
+        if self.size > 1:
+            why = "the others do not exist, so their colors are unknown: use subgroup(ranks)"
+            complain(ConfigError, self, Call("split"), why)
+        return FakeCommunicator(0, 1)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        check_group(self, ranks)
+        return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
+
+    def all_gather_plain(self, value: Any) -> list[Any]:
+        """As if every rank had given `value`; all of a million ranks have the same one."""
+        return [unpack(pack(value))] * self.size
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """As if every rank had given `obj`."""
+        return [obj] * self.size
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """As if every rank had given `data`."""
+        return [data] * self.size
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def abort(self, code: int = 1) -> None:
+        """There is no rank to end but the caller."""
+        raise Aborted(f"fake rank {self.rank} of {self.size} aborted with code {code}")
+
+
+class FakeNode(FakeCommunicator):
+    """Ranks that do not exist, on hosts that share memory: code that decides a layout gets the answers that
+    `NodeCommunicator` would give. hosts: of each rank."""
+
+    def __init__(self, rank: int, hosts: Sequence[int]) -> None:
+        super().__init__(rank, len(hosts))
+        self.hosts = tuple(hosts)
+        self.machines = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
+        self.machine = next(machine for machine in self.machines if rank in machine)
+        self.shares = len({len(machine) for machine in self.machines}) == 1 and len(self.machine) > 1
+        self.inside = self.shares and len(self.machines) == 1
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        check_group(self, ranks)
+        return FakeNode(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
+
+    def share(self, nbytes: int) -> ShapeArray:
+        """Memory that the others of the host could reach, if there were any."""
+        return ShapeArray(nbytes, "uint8")
+
+    share_one = share
+
+    def release(self, array: Any) -> None:
+        """Nothing to free."""
+
+    abandon = release

@@ -1,0 +1,148 @@
+"""Do all ranks mean the same? The communicator that asks before each collective, and settings that must be alike.
+
+Ranks agree on settings in their first message, before any of them matters: a call says its arguments here, and a
+communicator that is opened inside it sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.comm.calls import Call, Handle, spin
+from fsdpx.core.comm.communicator import Communicator, Wrapper, described
+from fsdpx.errors import ConfigError, DesyncError
+
+__all__ = ["Guarded", "compare", "different", "grouped"]
+
+_WIDTH = 256
+_ENDINGS = 8
+_TAG = 7
+
+
+class Guarded(Wrapper):
+    """Exchanges a fingerprint of each collective on a channel of its own, then passes the call on.
+
+    A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as every rank
+    knows them. If fingerprints differ, every rank raises DesyncError with what each rank called; if a rank does not
+    arrive within `timeout` seconds, the others do with its number. Sends and receives pass as they are. The exchange
+    blocks: calls that overlap otherwise are one after the other here. 256 bytes to each peer and call."""
+
+    def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
+        super().__init__(comm)
+        self.timeout = timeout
+        self._channel = comm.subgroup(range(comm.size))
+        self._calls = 0
+
+    def issue(self, call: Call) -> Handle:
+        if self.size > 1 and call.verb not in ("send", "recv"):
+            self._agree(described(call))
+        return self.comm.issue(call)
+
+    def wrap(self, group: Communicator) -> Communicator:
+        return Guarded(group, self.timeout)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        self._agree("split")
+        return super().split(color, key)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        self._agree("subgroup")
+        return super().subgroup(ranks)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        self._agree("all_gather_plain")
+        return super().all_gather_bytes(data)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        self._agree("all_gather_object")
+        return super().all_gather_object(obj)
+
+    def close(self) -> None:
+        """Free the channel; the guarded communicator stays open for its owner."""
+        self._channel.close()
+
+    def _agree(self, call: str) -> None:
+        """Return when every rank is about to call the same; DesyncError on all of them otherwise."""
+        if self.size == 1:
+            return
+        calls = self._exchange(call)
+        if any(other != calls[0] for other in calls):
+            raise different(self._calls, calls)
+
+    def _exchange(self, call: str) -> list[str]:
+        """The call of every rank, by rank."""
+        self._calls += 1
+        mine = _encode(call)
+        texts = np.zeros((self.size, _WIDTH), np.uint8)
+        texts[self.rank] = mine
+        others = [other for other in range(self.size) if other != self.rank]
+        what = f"the fingerprint of {call}"
+        recvs = {other: self._channel.recv(texts[other], other, _TAG, what=what) for other in others}
+        sends = [self._channel.send(mine, other, _TAG, what=what) for other in others]
+
+        def all_here() -> bool:
+            for other in [other for other, handle in recvs.items() if handle.test()]:
+                del recvs[other]
+            return not recvs
+
+        if not spin(all_here, self.progress, self.timeout):
+            here = [rank for rank in range(self.size) if rank not in recvs]
+            raise DesyncError(
+                f"waited {self.timeout:g} s: ranks {sorted(recvs)} did not arrive at {call} "
+                f"(call {self._calls}), which ranks {here} called: they failed, ended or wait elsewhere"
+            )
+        for handle in sends:
+            handle.wait()
+        return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in texts]
+
+
+def _encode(call: str) -> np.ndarray:
+    """`call` in a fixed number of bytes; a long one keeps its start, and a sum of the rest."""
+    data = call.encode()
+    if len(data) > _WIDTH:
+        data = data[: _WIDTH - _ENDINGS - 3] + b"..." + blake2b(data, digest_size=_ENDINGS // 2).hexdigest().encode()
+    text = np.zeros(_WIDTH, np.uint8)
+    text[: len(data)] = np.frombuffer(data, np.uint8)
+    return text
+
+
+def different(number: int, calls: Sequence[str]) -> DesyncError:
+    """The error of ranks that made these calls, by rank, as their call of this number."""
+    return DesyncError(f"ranks called different collectives (call {number}): {grouped(dict(enumerate(calls)))}")
+
+
+def grouped(calls: Mapping[int, str]) -> str:
+    """Which ranks make which call, as text. calls: by rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, call in calls.items():
+        ranks.setdefault(call, []).append(rank)
+    return "; ".join(
+        f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))}: {call}" for call, who in ranks.items()
+    )
+
+
+REMEDY = (
+    "Give all ranks the same (Open MPI passes no variables to other hosts: start with `python -m fsdpx run`, or say "
+    "mpiexec -x NAME)"
+)
+
+
+def compare(comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None) -> None:
+    """ConfigError on all ranks if they have other settings; it names the ranks, and only what differs. Collective.
+
+    settings : values as text, by name; a rank that lacks one differs
+    arguments : of the call that this rank makes; those that some rank's call does not have are not compared"""
+    everyone = comm.all_gather_plain((dict(settings), dict(arguments or {})))
+    every_setting, every_argument = zip(*everyone, strict=True)
+    names = dict.fromkeys(name for one in every_setting for name in one)
+    rows = {name: [one.get(name, "not given") for one in every_setting] for name in names}
+    shared = set.intersection(*map(set, every_argument))
+    rows |= {name: [one[name] for one in every_argument] for name in every_argument[0] if name in shared}
+    different = {name: f"{name} ({grouped(dict(enumerate(row)))})" for name, row in rows.items() if len({*row}) > 1}
+    if different:
+        remedy = REMEDY if any(name.startswith("FSDPX_") for name in different) else "Give all ranks the same"
+        raise ConfigError(f"ranks differ in {', in '.join(different.values())}. {remedy}")

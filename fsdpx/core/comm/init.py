@@ -1,0 +1,483 @@
+"""Opening the world: from the name of a backend, or from what the user already has, to a communicator.
+
+`BACKENDS` is the registry: a new backend is one more entry. `spawn` runs a function on ranks that are threads. Where
+ranks are processes, one that fails ends all, while a communicator that was opened here or a trainer lives: an uncaught
+exception in any thread is printed once, then the job is aborted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from fsdpx.core.base import environment, hooks
+from fsdpx.core.base.arguments import demand_arguments
+from fsdpx.core.base.messages import last_words
+from fsdpx.core.base.name_hints import refusing
+from fsdpx.core.comm import default_communicator
+from fsdpx.core.comm.backend import FakeCommunicator
+from fsdpx.core.comm.calls import PATIENT, frames_of
+from fsdpx.core.comm.communicator import Communicator, unwrapped
+from fsdpx.core.comm.default_communicator import given_to_call
+from fsdpx.core.comm.desync_check import compare
+from fsdpx.core.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, single
+from fsdpx.core.comm.message_backend import TIMEOUT, Carrier
+from fsdpx.core.comm.mpi.start import together
+from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory, install_hint
+from fsdpx.ext.gpu.devices import DeviceMap
+
+if TYPE_CHECKING:
+    from fsdpx.core.comm.communicator import Survivor
+    from fsdpx.core.comm.node.node import NodeCommunicator
+
+__all__ = [
+    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "first_line", "node_of",
+    "resilient", "spawn", "world",
+]  # fmt: skip
+
+_SECONDS_TO_DELIVER = 0.1
+_SECONDS_FOR_RANK_0 = 3.0
+
+
+def _ends_all(former: Callable[..., Any]) -> Callable[..., Any]:
+    """An excepthook: an uncaught exception, the first one, ends all ranks, after what the program does about it.
+
+    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them."""
+    begun, process = threading.Lock(), os.getpid()
+
+    def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != process:  # a child that was forked is no rank
+            former(kind, error, trace)
+            last_words()
+            os._exit(1)  # Python's own way out would finalize MPI, and wait there
+        own = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
+        _end(begun, own, kind, error, trace)
+
+    return end
+
+
+def _ends_all_from_threads(former: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for `threading.excepthook`."""
+    begun, process = threading.Lock(), os.getpid()
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # which ends a thread quietly
+            former(args)
+            return
+        name = args.thread.name if args.thread is not None else "unknown"
+        own = None if former is threading.__excepthook__ else partial(former, args)
+        _end(begun, own, args.exc_type, args.exc_value, args.exc_traceback, name)
+
+    return end
+
+
+hooks.register(hooks.Hook(sys, "excepthook", _ends_all), hooks.Hook(threading, "excepthook", _ends_all_from_threads))
+
+
+def _end(
+    begun: threading.Lock, own: Callable[[], object] | None, kind: type[BaseException], error: BaseException | None,
+    trace: TracebackType | None, thread: str = "",
+) -> None:  # fmt: skip
+    """Print the exception and end all ranks, once. An error that all ranks raise together is printed once: the others
+    leave it to rank 0, which ends them. own: what the program does about it, first of all."""
+    comm = hooks.newest()
+    if not begun.acquire(blocking=False):
+        return
+    code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+    if own is not None:
+        code = _run_hook(own) or code
+    last_words()
+    if comm is None:
+        return
+    if comm.rank > 0 and _alike(error):
+        time.sleep(_SECONDS_FOR_RANK_0)
+    last_words(report(comm.rank, kind, error, trace, thread))
+    hooks.tell_end(code, kind.__name__)
+    time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
+    comm.abort(code)
+
+
+def _run_hook(own: Callable[[], object]) -> int:
+    """Run a hook of the program, which must not keep the job from its end; the status that it wants to end with."""
+    try:
+        own()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        last_words(f"fsdpx: the program's own excepthook failed:\n{traceback.format_exc()}")
+    return 0
+
+
+def _alike(error: BaseException | None) -> bool:
+    """Whether other ranks are likely to raise the same: what is wrong with choices, batches and calls is checked or
+    agreed on by all of them."""
+    return isinstance(error, DesyncError) or (
+        isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
+    )
+
+
+def report(
+    rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+) -> str:
+    """The traceback, every line in its place, under a head that names rank and host."""
+    head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
+    return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"
+
+
+class Asked(NamedTuple):
+    """A request for a communicator. comm: of another library, to be adopted; rank, size: of a fake; device_map:
+    which GPU each local rank takes, where it is of GPUs."""
+
+    settings: environment.Environment
+    comm: Any = None
+    rank: int | None = None
+    size: int | None = None
+    device_map: DeviceMap = None
+
+
+class Opener(NamedTuple):
+    """How a backend is opened. adopts: whether it takes communicators of another library like this one. suits: whether
+    it is the one to take where no name is given; the first that suits is taken."""
+
+    open: Callable[[Asked], Communicator]
+    adopts: Callable[[Any], bool] = lambda comm: False
+    suits: Callable[[Asked], bool] = lambda asked: False
+
+
+def world(
+    backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None,
+    device_map: DeviceMap = None,
+) -> Communicator:  # fmt: skip
+    """The communicator of all ranks of this job.
+
+    backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "gloo", ranks without
+    MPI that meet where MASTER_ADDR and MASTER_PORT or FSDPX_STORE say, Gloo between machines and shared memory inside
+    them; "nccl", MPI, and NCCL for arrays of GPUs, of which each rank takes one by `device_map`; "local", one rank by
+    itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing;
+    None: node if an MPI launcher started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory
+    does not outlive them), gloo if torchrun or alike did, else local. comm: an mpi4py communicator (duplicated) or a
+    `Communicator` (taken as it is) instead. With MPI and Gloo, an uncaught exception from now on ends all ranks.
+    LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not come."""
+    if comm is not None:
+        return adopt(comm, backend, device_map)
+    if backend not in (None, *BACKENDS):
+        raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
+    if backend != "fake" and (rank is not None or size is not None):
+        started = f"backend={backend!r} has the ranks that were started"
+        raise ConfigError(f"rank and size belong to backend='fake'; {started}")
+    return _open(backend, Asked(environment.read(), None, rank, size, device_map))
+
+
+def adopt(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
+    """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
+    if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
+        return comm
+    comm = default_communicator.taken(comm)
+    default_communicator.demand_member(comm)
+    able = [name for name, opener in BACKENDS.items() if opener.adopts(comm)]
+    if not able:
+        raise ConfigError(f"comm={comm!r} is neither an mpi4py communicator nor an fsdpx Communicator")
+    if backend not in (None, *able):
+        library = type(comm).__module__.partition(".")[0]
+        raise ConfigError(f"comm is an {library} communicator, but backend={backend!r}: leave backend out")
+    return _open(backend, Asked(environment.read(), comm, device_map=device_map))
+
+
+def backend_name() -> str:
+    """The name of the backend of the default communicator; if there is none, of the one that would be opened."""
+    opened = default_communicator.current()
+    if opened is None:
+        return next(name for name, opener in BACKENDS.items() if opener.suits(Asked(environment.read())))
+    comm = unwrapped(opened.comm)
+    library = getattr(comm, "library", "mpi")
+    return type(comm).__name__.removesuffix("Communicator").lower() if library == "mpi" else library
+
+
+def node_of(comm: Any) -> NodeCommunicator | None:
+    """The node communicator inside its counting or guarding wrappers, if there is one."""
+    comm = unwrapped(comm)
+    return comm if hasattr(comm, "share_one") else None
+
+
+def carrier_of(comm: Any) -> Carrier | None:
+    """The carrier that moves bytes between processes, inside its wrappers; None unless ranks are processes."""
+    comm = unwrapped(comm)
+    comm = getattr(comm, "carrier", comm)
+    return comm if isinstance(comm, Carrier) else None
+
+
+def resilient(comm: Any = None) -> Survivor:
+    """A communicator of the same ranks that can outlive some of them, a new one beside `comm`. Collective.
+
+    comm: None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
+    the new one moves messages only, as what lies in memory that ranks share does not outlive them. Whether it does
+    survive deaths is what `fsdpx.core.comm.survives` says: MPI has to be Open MPI 5 started with `mpiexec --with-ft
+    ulfm`, thread ranks have to be started by `spawn(survive=True)`. ConfigError for a fake communicator."""
+    comm = default_communicator.taken(comm)
+    given = _opened() if comm is None else adopt(comm, "mpi" if _is_raw(comm) else None)
+    inner = unwrapped(given)
+    if isinstance(inner, LocalCommunicator):
+        return cast("Survivor", inner.subgroup(range(inner.size)))
+    mpi: Any = getattr(inner, "carrier", inner)
+    if not hasattr(mpi, "raw"):
+        able = "ranks of MPI (backend='mpi' or 'node') or thread ranks (fsdpx.spawn)"
+        raise ConfigError(f"ranks of {inner!r} cannot die or come back: use {able}")
+    from fsdpx.core.comm.mpi.mpi import UlfmCommunicator, demand_ulfm
+
+    if environment.read().ulfm:
+        demand_ulfm()
+    made = UlfmCommunicator(mpi.raw, mpi.timeout)
+    made.progress.patience = mpi.progress.patience
+    opened = default_communicator.current()
+    if given is not comm and not (opened and given is opened.comm):
+        mpi.close()
+    return made
+
+
+def _opened() -> Communicator:
+    """All ranks of this job: the default communicator, or one for messages."""
+    opened = default_communicator.current()
+    launcher = environment.read().launcher
+    return opened.comm if opened else world("mpi" if launcher is not None and launcher.mpi else None)
+
+
+def _open(backend: str | None, asked: Asked) -> Communicator:
+    if backend is None and asked.comm is None and asked.settings.launcher is None:
+        warning = environment.check_alone()
+        if warning:
+            print(f"fsdpx: {warning}", file=sys.stderr, flush=True)
+    suits = (name for name, opener in BACKENDS.items() if opener.suits(asked))
+    return BACKENDS[backend or next(suits)].open(asked)
+
+
+def _is_raw(comm: Any) -> bool:
+    return type(comm).__module__.startswith("mpi4py")
+
+
+def _is_mpi(asked: Asked) -> bool:
+    launcher = asked.settings.launcher
+    return launcher is not None and launcher.mpi if asked.comm is None else _is_raw(asked.comm)
+
+
+def _is_gloo(asked: Asked) -> bool:
+    launcher = asked.settings.launcher
+    return asked.comm is None and launcher is not None and not launcher.mpi
+
+
+def _local(asked: Asked) -> Communicator:
+    from fsdpx.core.array import cores
+
+    cores.share_cores(1)
+    return single()
+
+
+def _mpi(asked: Asked, shared: bool = False) -> Communicator:
+    """shared: memory inside machines, where there are several ranks."""
+    with together() if asked.comm is None else nullcontext():
+        _check_mpi(asked)
+        from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld
+
+        hooks.hold(ranks := MpiWorld(), ranks)
+        opened = _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
+        hooks.release(ranks)  # an exception goes on to hold them, in its traceback
+        return opened
+
+
+def _gloo(asked: Asked) -> Communicator:
+    from fsdpx.ext.gloo.rendezvous import call
+
+    if asked.settings.launcher is None:
+        environment.check_alone()  # one that was started as one of several is told what is missing
+    if asked.settings.launcher is None or asked.settings.expected_size == 1:
+        return _local(asked)
+    called = call(asked.settings)
+    from fsdpx.ext.gloo.gloo import GlooCommunicator
+
+    return _begun(GlooCommunicator(called, asked.settings.timeout or TIMEOUT), asked.settings.shares_memory)
+
+
+def _nccl(asked: Asked) -> Communicator:
+    carrier = _mpi(asked)
+    from fsdpx.ext.gpu.nccl import NcclCommunicator, check_seats
+    from fsdpx.ext.gpu.visible_devices import take
+
+    check_seats(take(carrier, asked.device_map))
+    return NcclCommunicator(carrier, asked.settings.timeout or TIMEOUT)
+
+
+def _begun(carrier: Carrier, shared: bool) -> Communicator:
+    """All ranks of the job have met. shared: memory inside machines, where there are several ranks."""
+    from fsdpx.core.array import cores
+    from fsdpx.core.comm.node.node import NodeCommunicator
+
+    hooks.hold(carrier, carrier)
+    if carrier.size > 1:
+        compare(carrier, environment.read().agreed, given_to_call())
+    made = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
+    ranks_here = made.all_gather_plain(platform.node()).count(platform.node())
+    made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0
+    return made
+
+
+def _check_mpi(asked: Asked) -> None:
+    """MPI is loaded, and agrees with the launcher."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        remedy = f"{install_hint('mpich')} brings one; or use backend='local'"
+        raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
+    library = first_line(MPI.Get_library_version())
+    environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")
+
+
+def first_line(text: str) -> str:
+    """The name that an MPI library gives itself, of its `Get_library_version()`."""
+    return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
+
+
+BACKENDS = {
+    "node": Opener(partial(_mpi, shared=True), _is_raw, lambda a: _is_mpi(a) and a.settings.shares_memory),
+    "mpi": Opener(_mpi, _is_raw, _is_mpi),
+    "nccl": Opener(_nccl, _is_raw),
+    "gloo": Opener(_gloo, suits=_is_gloo),
+    "local": Opener(_local, suits=lambda asked: asked.comm is None),
+    "fake": Opener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),
+}
+
+
+_GRACE = 2.0
+
+
+@partial(refusing, when="failed")
+def spawn(
+    fn: Callable[..., Any], size: int, *args: Any,
+    timeout: float | None = None, delays: int | None = None, survive: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Run `fn(comm, *args)` on ranks that are threads of this process; what each of them returned, by rank.
+
+    The first exception of any rank ends the others and is raised again here, with a note that names the rank.
+    A rank that returns while others wait for it in a call is such an exception, at once: DesyncError names both.
+    `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
+
+    Parameters
+    ----------
+    size : number of ranks.
+    timeout : seconds that a rank may wait for others; then CommTimeout names the ranks that have not come, and a note
+        says where they stand. None: FSDPX_TIMEOUT, else half an hour. There is no limit on the whole.
+    delays : seed of random sleeps of up to 2 ms before each communication, for tests.
+    survive : a rank that raises `Died` dies alone: the others, whose communicators are survivors, live on, and its
+        result is None. If all die, the first death is raised here.
+    """
+    if not callable(fn):
+        raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
+    demand_arguments(spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
+    if size < 1:
+        raise ConfigError(f"spawn needs at least 1 rank, not {size}")
+    world = ThreadWorld(environment.read().timeout or TIMEOUT if timeout is None else timeout, survive)
+    group = ThreadGroup(world, range(size))
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+    deaths: list[tuple[int, Died]] = []
+
+    def run(rank: int) -> None:
+        jitter = None if delays is None else random.Random(int(delays) * 1_000_003 + rank)
+        comm: Communicator = LocalCommunicator(group, rank, delays=jitter)
+        try:
+            with default_communicator.use(comm):
+                results[rank] = fn(comm, *args)
+        except BaseException as error:
+            if survive and isinstance(error, Died):
+                deaths.append((rank, error))
+                world.bury(rank)
+                return
+            failures.append((rank, error))
+            world.fail(error)
+        world.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    try:
+        with _exits_named:
+            for thread in threads:
+                thread.start()
+            late = _join(threads, world)
+    except BaseException as stop:  # Ctrl-C in a session that goes on: ranks end at their next call
+        world.fail(stop)
+        raise
+    if failures:
+        rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
+        error.add_note(f"[rank {rank}] of {size} thread ranks")
+        if late:
+            error.add_note(_where(late))
+        raise error
+    if len(deaths) == size:
+        rank, death = deaths[0]
+        death.add_note(f"[rank {rank}] the first of {size} thread ranks, all of which died")
+        raise death
+    return results
+
+
+class _NamedExits:
+    """While thread ranks run, `os._exit` says which of them ends them all."""
+
+    def __init__(self) -> None:
+        self._hook, self._lock, self._inside = hooks.Hook(os, "_exit", self._wrap), threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            self._hook.put()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._hook.take_out()
+
+    @staticmethod
+    def _wrap(former: Callable[..., Any]) -> Callable[..., Any]:
+        process = os.getpid()
+
+        def exit(status: int) -> None:
+            opened = default_communicator.current()
+            if opened is not None and opened.of_thread and os.getpid() == process:
+                rank = f"[rank {opened.comm.rank}] of {opened.comm.size} thread ranks"
+                last_words(f"fsdpx: os._exit({status}) by {rank}: the process ends, and all of them with it\n")
+            former(status)
+
+        return exit
+
+
+_exits_named = _NamedExits()
+
+
+def _join(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
+    """Wait for all ranks; when one has failed, the others have a short grace to notice. Returns those that have not."""
+
+    def over() -> bool:
+        return len(world.dead | world.returned) == len(threads)
+
+    with world.condition:
+        world.condition.wait_for(lambda: world.failure is not None or over())
+        world.condition.wait_for(over, _GRACE)
+        done = world.dead | world.returned
+    for rank in done:
+        threads[rank].join()
+    return [thread for rank, thread in enumerate(threads) if rank not in done]
+
+
+def _where(threads: list[threading.Thread]) -> str:
+    stands = []
+    for thread in threads:
+        lines = traceback.StackSummary.extract(frames_of(thread.ident or 0)[:1]).format()
+        stands.append(f"{thread.name} at {lines[0].strip() if lines else 'gone'}")
+    return "\n".join(stands)

@@ -1,0 +1,565 @@
+"""Ranks as threads of this process: the reference backend.
+
+Ranks meet in operations that wait for all of them, in messages that wait for their other side, and in votes of those
+that live. The last rank to arrive moves the data of all, from array to array; reductions are in rank order.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fsdpx.core.comm.backend import Backend, staged
+from fsdpx.core.comm.calls import NOT_ALONE, Array, Call, Handle, Progress, copy, named
+from fsdpx.core.comm.communicator import Communicator, Survivor, loss, terms
+from fsdpx.core.comm.message_backend import TIMEOUT
+from fsdpx.core.comm.mpi.start_watchdog import ranks_text
+from fsdpx.core.comm.reduction import fold
+from fsdpx.core.comm.windows import ThreadWindow, aligned
+from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
+
+__all__ = [
+    "COLLECTIVES", "Died", "LocalCommunicator", "ThreadCollective", "ThreadGroup", "ThreadMessage", "ThreadTransfer",
+    "ThreadWorld", "Vote", "single",
+]  # fmt: skip
+
+_POLL = 0.0005
+_LONG_POLL = 0.2
+
+
+class Died(BaseException):
+    """A thread rank ends where it stands, as a killed process would: raise it in that rank. With `spawn(survive=True)`
+    the others live on and hear of it as RankLost; otherwise it ends them like any error."""
+
+
+class ThreadWorld:
+    """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all. survive: a death
+    (`Died`) is no failure. timeout: seconds of a wait. dead, returned: ranks that have died, and whose function has
+    returned."""
+
+    def __init__(self, timeout: float = TIMEOUT, survive: bool = False) -> None:
+        self.condition = threading.Condition()
+        self.failure: BaseException | None = None
+        self.timeout = timeout
+        self.survive = survive
+        self.dead: set[int] = set()
+        self.returned: set[int] = set()
+
+    def fail(self, error: BaseException) -> None:
+        """Wake every rank; the first failure is the one they hear of. A death that is survived is none: `bury`."""
+        if self.survive and isinstance(error, Died):
+            return
+        with self.condition:
+            if self.failure is None:
+                self.failure = error
+            self.condition.notify_all()
+
+    def fail_on(self, error: BaseException | None) -> None:
+        """Fail with `error` if there is one, here and in every rank."""
+        if error is not None:
+            self.fail(error)
+            raise error
+
+    def check(self) -> None:
+        """Raise if a rank has failed: DesyncError as it is, everything else as `Aborted`."""
+        failure = self.failure
+        if isinstance(failure, DesyncError):
+            raise DesyncError(*failure.args)
+        if failure is not None:
+            raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
+
+    def bury(self, rank: int) -> None:
+        """This rank has died, and will not touch any arrays any more: wake the ranks that wait for it."""
+        with self.condition:
+            self.dead.add(rank)
+            self.condition.notify_all()
+
+    def end(self, rank: int) -> None:
+        """The function of this rank has returned, and will call nothing any more: wake the ranks that wait for it."""
+        with self.condition:
+            self.returned.add(rank)
+            self.condition.notify_all()
+
+    def stranded(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
+        """Why `call`, in which the `waiting` ranks are, will never be complete, if one of the `missing` ranks has
+        returned without it."""
+        gone = sorted(self.returned.intersection(missing))
+        if not gone:
+            return None
+        self.check()  # a rank that has failed calls nothing any more, either
+        who = f"{ranks_text(gone)} {'has' if len(gone) == 1 else 'have'} returned"
+        alike = "all ranks make the same calls, in the same order"
+        return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
+
+    def finish(self, *events: ThreadCollective | ThreadMessage) -> None:
+        """These are complete: wake the ranks that wait for them."""
+        with self.condition:
+            for event in events:
+                event.done = True
+            self.condition.notify_all()
+
+    def await_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
+        """Sleep, with the lock held, until something has changed or transfers under way want to be poked."""
+        self.check()
+        self.condition.wait(_POLL if progress.pending else _LONG_POLL)
+        if time.monotonic() > deadline and not event.done:
+            raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
+
+    def deadline(self) -> float:
+        """When a wait that begins now has lasted too long."""
+        return time.monotonic() + self.timeout
+
+
+class ThreadGroup:
+    """The shared side of one communicator: operations not yet complete, messages not yet met, votes under way."""
+
+    def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
+        self.world = world
+        self.members = tuple(members)
+        self.operations: dict[int, ThreadCollective] = {}
+        self.sends: dict[tuple[int, int, int], deque[ThreadMessage]] = {}
+        self.recvs: dict[tuple[int, int, int], deque[ThreadMessage]] = {}
+        self.votes: dict[int, Vote] = {}
+        self.revoked = False
+
+    def lost(self) -> tuple[int, ...]:
+        """Ranks of this group that have died."""
+        dead = self.world.dead
+        return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
+
+    def revoke(self) -> None:
+        """Nothing begins on this group any more; wake the waiting ranks. Data being moved by others is still
+        completed."""
+        with self.world.condition:
+            self.revoked = True
+            self.world.condition.notify_all()
+
+    def check(self, call: str, rank: int, needs: set[int]) -> None:
+        """Raise RankLost if a call of `rank` can never complete because a rank it `needs` has died. With the lock."""
+        self.world.check()
+        lost = self.lost()
+        if self.revoked or not needs.isdisjoint(lost):
+            raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
+
+    def stranded(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
+        """Why an event that is not done never will be: a rank has returned that it waits for. With the lock."""
+        if not self.world.returned:
+            return None
+        missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting))
+        return self.world.stranded(missing, waiting, event.name)
+
+    def broken(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
+        """Why an event that is not done never will be. With the lock. Data that is being moved is completed in a
+        revoked group, too, unless the rank that moves it dies: no rank is told that a transfer has failed
+        while another thread still writes into its arrays."""
+        lost = self.lost()
+        if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
+            return None
+        return loss(f"{event.name} on rank {rank} of {len(self.members)}", lost)
+
+    def settle(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
+        """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: a rank that comes
+        or dies later changes nothing."""
+        if not vote.done and not vote.missing.difference(self.lost()):
+            del self.votes[number]
+            vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting)]), True
+            self.world.condition.notify_all()
+        if not vote.done:
+            self.world.fail_on(self.stranded(vote))
+        return vote.done
+
+
+class ThreadCollective:
+    """One collective: what was called, and what each rank gave. needs: ranks without which it will not be complete;
+    moving: all have come, and the last one moves the data."""
+
+    def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
+        self.verb, self.what, self.terms = verb, what, terms
+        self.members = members
+        self.given: list[Any] = [None] * len(members)
+        self.missing = set(range(len(members)))
+        self.needs = set(self.missing)
+        self.moving = False
+        self.done = False
+        self.result: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: ranks {sorted(self.missing)} of {len(self.members)} have not called it"
+
+    @property
+    def name(self) -> str:
+        return named(self.verb, self.what)
+
+    @property
+    def waiting(self) -> set[int]:
+        """Ranks that have called it."""
+        return set(range(len(self.members))) - self.missing
+
+    def difference(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
+        """The different call that `rank` makes, if it does not make the others' call."""
+        if (verb, terms) == (self.verb, self.terms):
+            return None
+        others = sorted(self.waiting)
+        mine, theirs = f"called {named(verb, what)} {terms}", f"called {self.name} {self.terms}"
+        return DesyncError(f"ranks called different collectives: rank {rank} {mine}; ranks {others} {theirs}")
+
+    def arrive(self, rank: int, given: Any) -> bool:
+        """Leave what `rank` gives; True for the last rank, which moves the data."""
+        self.given[rank] = given
+        self.missing.discard(rank)
+        if not self.missing:
+            self.needs, self.moving = {rank}, True
+        return self.moving
+
+
+class ThreadMessage:
+    """One side of a message between two ranks. needs: the rank of the other side, or, moving, the one that copies."""
+
+    __slots__ = ("array", "done", "moving", "name", "needs", "rank")
+
+    def __init__(self, name: str, array: Array, rank: int, other: int) -> None:
+        self.name, self.array, self.rank = name, array, rank
+        self.needs = {other}
+        self.moving = self.done = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.name}: the other side has not called"
+
+    def meet(self, mover: int) -> None:
+        """The other side is there; rank `mover` copies."""
+        self.needs, self.moving = {mover}, True
+
+    @property
+    def missing(self) -> set[int]:
+        """The rank of the other side, until it is there."""
+        return set() if self.moving else self.needs
+
+    @property
+    def waiting(self) -> set[int]:
+        return {self.rank}
+
+    def difference(self, target: ThreadMessage) -> DesyncError | None:
+        """How sender and receiver disagree."""
+        sent, wanted = self.array, target.array
+        if sent.size == wanted.size and sent.dtype == wanted.dtype:
+            return None
+        return DesyncError(
+            f"rank {self.rank}: {self.name}: {sent.size} elements of {sent.dtype}, but rank {target.rank}: "
+            f"{target.name}: {wanted.size} elements of {wanted.dtype}"
+        )
+
+
+class Vote(ThreadCollective):
+    """A joint decision of the living members of a group: made when each member has come or died."""
+
+    def __str__(self) -> str:
+        return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
+
+    def difference(self, rank: int, verb: str, what: str = "", terms: tuple = ()) -> DesyncError | None:
+        if verb == self.verb:
+            return None
+        return DesyncError(f"rank {rank} called {verb}; ranks {sorted(self.waiting)} called {self.verb}")
+
+
+class ThreadTransfer:
+    """The handle that one rank has of an operation or a message."""
+
+    __slots__ = ("_group", "_progress", "_rank", "event")
+
+    def __init__(
+        self, event: ThreadCollective | ThreadMessage, group: ThreadGroup, rank: int, progress: Progress
+    ) -> None:
+        self.event, self._group, self._rank, self._progress = event, group, rank, progress
+
+    def test(self) -> bool:
+        if not self.event.done:
+            self._group.world.check()
+            world = self._group.world
+            if self._group.revoked or world.dead or world.returned:
+                with world.condition:
+                    self._check()
+        return self.event.done
+
+    def wait(self) -> None:
+        world, event, progress = self._group.world, self.event, self._progress
+        deadline = world.deadline()
+        while not event.done:
+            if progress.pending:
+                progress.poke()
+            with world.condition:
+                if event.done:
+                    return
+                self._check()
+                world.await_change(event, progress, deadline)
+
+    def _check(self) -> None:
+        """Raise if it will never be complete. With the lock."""
+        if not self.event.done:
+            if error := self._group.broken(self.event, self._rank):
+                raise error
+            self._group.world.fail_on(self._group.stranded(self.event))
+
+
+def all_gather(calls: Sequence[Call]) -> None:
+    for rank, call in enumerate(calls):
+        for other in calls:
+            copy(call.cuts[0].part(other.arrays[1], rank), call.arrays[0])
+
+
+def reduce_scatter(calls: Sequence[Call]) -> None:
+    for rank, call in enumerate(calls):  # in place, what is written is the start of a send: pieces read by now
+        parts = [call.cuts[0].part(other.arrays[0], rank) for other in calls]
+        fold(parts, call.op, [call.arrays[1]])
+
+
+def all_reduce(calls: Sequence[Call]) -> None:
+    first = calls[0].arrays[0]
+    fold([call.arrays[0] for call in calls], calls[0].op, [first])
+    for call in calls[1:]:
+        call.arrays[0][...] = first
+
+
+def broadcast(calls: Sequence[Call]) -> None:
+    source = calls[calls[0].root].arrays[0]
+    for call in calls:
+        copy(call.arrays[0], source)
+
+
+def reduce(calls: Sequence[Call]) -> None:
+    fold([call.arrays[0] for call in calls], calls[0].op, [calls[calls[0].root].arrays[1]])
+
+
+def gather(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].root]
+    for rank, call in enumerate(calls):
+        part = call.arrays[0]
+        _same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
+        copy(root.cuts[0].part(root.arrays[1], rank), part)
+
+
+def scatter(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].root]
+    for rank, call in enumerate(calls):
+        part = call.arrays[1]
+        _same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
+        copy(part, root.cuts[0].part(root.arrays[0], rank))
+
+
+def all_to_all(calls: Sequence[Call]) -> None:
+    for source, call in enumerate(calls):
+        for dest, other in enumerate(calls):
+            part, received = call.cuts[0].part(call.arrays[0], dest), other.cuts[1]
+            _same_size(call, source, part, dest, received.counts[source])
+            received.part(other.arrays[1], source)[...] = part
+
+
+def barrier(calls: Sequence[Call]) -> None:
+    """Nothing to move."""
+
+
+COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
+    f.__name__: f
+    for f in (all_gather, reduce_scatter, all_reduce, broadcast, reduce, gather, scatter, all_to_all, barrier)
+}
+
+
+def _same_size(call: Call, source: int, part: Array, dest: int, count: int) -> None:
+    if part.size != count:
+        raise DesyncError(f"{call.name}: rank {source} has a piece of {part.size}, rank {dest} counts {count}")
+
+
+class LocalCommunicator(Backend, Survivor):
+    """One thread rank's side of a group; a `Survivor` where the world survives deaths (`spawn(survive=True)`).
+
+    A collective completes when the last rank arrives; that rank moves the data of all. Reductions are in rank order. A
+    send completes when its receive is there: code that relies on buffering in between fails here. `delays` sleeps a
+    random time of up to 2 ms before each call, to try other orders of arrival."""
+
+    def __init__(
+        self, group: ThreadGroup, rank: int, progress: Progress | None = None, delays: random.Random | None = None
+    ) -> None:
+        super().__init__(rank, len(group.members), progress or Progress(NOT_ALONE))
+        self._group = group
+        self.survives = group.world.survive
+        self._calls = self._votes = 0
+        self._parts: list[LocalCommunicator] = []
+        self._delays = delays
+
+    def __repr__(self) -> str:
+        return f"LocalCommunicator(rank={self.rank}, size={self.size})"
+
+    def move(self, call: Call) -> Handle:
+        return staged(call, self._move)
+
+    def _move(self, call: Call) -> Handle:
+        if call.verb in COLLECTIVES:
+            return self._meet(call.verb, call.what, tuple(terms(call).values()), call, COLLECTIVES[call.verb])
+        sending, (array,) = call.verb == "send", call.arrays
+        name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
+        pair = (self.rank, call.root) if sending else (call.root, self.rank)
+        return self._post(ThreadMessage(name, array, self.rank, call.root), (*pair, call.tag), sending)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        def move(given: list[Any]) -> dict[int, tuple[ThreadGroup, list[int]]]:
+            groups = {}
+            for wanted in {color for color, _ in given if color is not None}:
+                ranks = sorted((key, rank) for rank, (color, key) in enumerate(given) if color == wanted)
+                ordered = [rank for _, rank in ranks]
+                members = [self._group.members[rank] for rank in ordered]
+                groups[wanted] = (ThreadGroup(self._group.world, members), ordered)
+            return groups
+
+        groups = self._meet_and_wait("split", (color, key), move)
+        if color is None:
+            return None
+        group, ordered = groups[color]
+        part = LocalCommunicator(group, ordered.index(self.rank), self.progress, self._delays)
+        if self.survives:
+            self._parts.append(part)
+        return part
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return list(self._meet_and_wait("all_gather_object", obj, list))
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return list(self._meet_and_wait("all_gather_bytes", data, list))
+
+    def window(self, nbytes: int) -> ThreadWindow:
+        def make(given: list[int]) -> tuple[list[Array], list[threading.Lock]]:
+            return [aligned(n) for n in given], [threading.Lock() for _ in given]
+
+        parts, locks = self._meet_and_wait("window", nbytes, make)
+        world, members = self._group.world, self._group.members
+
+        def check(missing: Sequence[int], what: str) -> None:
+            world.check()
+            who = [members[rank] for rank in missing]
+            world.fail_on(world.stranded(who, [members[self.rank]], f"a window for {what}"))
+
+        return ThreadWindow(self.rank, parts, locks, world.timeout, check, lambda r: members[r] in world.dead)
+
+    def close(self) -> None:
+        """Nothing to free: the group goes with its last rank."""
+
+    def abort(self, code: int = 1) -> None:
+        """End all thread ranks of this world: the next thing they wait for raises `Aborted`, here at once."""
+        error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
+        self._group.world.fail(error)
+        raise error
+
+    # -- deaths ----------------------------------------------------------------------------------
+
+    def lost(self) -> tuple[int, ...]:
+        return self._group.lost()
+
+    def revoke(self) -> None:
+        """Groups too, even those that this rank no longer uses: others may wait in them for it."""
+        self._group.revoke()
+        for part in self._parts:
+            part.revoke()
+
+    def agree(self, flags: int) -> int:
+        group = self._group
+        return self._vote("agree", flags, lambda given: 0 if group.lost() else functools.reduce(operator.and_, given))
+
+    def shrink(self) -> LocalCommunicator:
+        group = self._group
+
+        def remain(given: list[Any]) -> ThreadGroup:
+            lost = group.lost()
+            return ThreadGroup(group.world, [member for rank, member in enumerate(group.members) if rank not in lost])
+
+        made = self._vote("shrink", None, remain)
+        rank = made.members.index(group.members[self.rank])
+        return LocalCommunicator(made, rank, Progress(self.progress.patience), self._delays)
+
+    def _vote(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Take part in this communicator's next vote, and wait until all living ranks have."""
+        self._delay()
+        group, number, world = self._group, self._votes, self._group.world
+        self._votes += 1
+        with world.condition:
+            world.check()
+            vote = group.votes.setdefault(number, Vote(verb, "", (), group.members))
+            world.fail_on(vote.difference(self.rank, verb))
+            vote.arrive(self.rank, given)
+        deadline = world.deadline()
+        while True:
+            with suppress(RankLost):  # the wait for that transfer raises it
+                self.progress.poke()
+            with world.condition:
+                if group.settle(number, vote, decide):
+                    return vote.result
+                world.await_change(vote, self.progress, deadline)
+
+    # -- meetings --------------------------------------------------------------------------------
+
+    def _meet_and_wait(self, verb: str, given: Any, move: Callable[[list[Any]], Any]) -> Any:
+        transfer = self._meet(verb, "", (), given, move)
+        transfer.wait()
+        assert isinstance(transfer.event, ThreadCollective)
+        return transfer.event.result
+
+    def _meet(self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]) -> ThreadTransfer:
+        """Arrive at this communicator's next collective; the last to arrive moves the data of all."""
+        self._delay()
+        group, number = self._group, self._calls
+        self._calls += 1
+        with group.world.condition:
+            operation = group.operations.get(number)
+            if operation is None:
+                operation = group.operations[number] = ThreadCollective(verb, what, terms, group.members)
+            group.check(named(verb, what), self.rank, operation.needs)
+            group.world.fail_on(operation.difference(self.rank, verb, what, terms))
+            last = operation.arrive(self.rank, given)
+            if last:
+                del group.operations[number]
+        if last:
+            self._complete(operation, move)
+        return ThreadTransfer(operation, group, self.rank, self.progress)
+
+    def _complete(self, operation: ThreadCollective, move: Callable[[list[Any]], Any]) -> None:
+        world = self._group.world
+        try:
+            operation.result = move(operation.given)
+        except BaseException as error:
+            world.fail(error)
+            raise
+        operation.given = []
+        world.finish(operation)
+
+    def _post(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
+        """Meet the other side of a message, or wait for it in the queue; the side that comes second copies."""
+        self._delay()
+        group = self._group
+        mine, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
+        with group.world.condition:
+            group.check(message.name, self.rank, message.needs)
+            queue = others.get(key)
+            other = queue.popleft() if queue else None
+            if other is None:
+                mine.setdefault(key, deque()).append(message)
+                return ThreadTransfer(message, group, self.rank, self.progress)
+            source, target = (message, other) if sending else (other, message)
+            group.world.fail_on(source.difference(target))
+            for side in (source, target):
+                side.meet(self.rank)
+        target.array[...] = source.array
+        group.world.finish(source, target)
+        return ThreadTransfer(message, group, self.rank, self.progress)
+
+    def _delay(self) -> None:
+        if self._delays is not None:
+            time.sleep(self._delays.random() * 0.002)
+
+
+def single() -> LocalCommunicator:
+    """A communicator of one rank, without MPI."""
+    return LocalCommunicator(ThreadGroup(ThreadWorld(), [0]), 0)

@@ -1,0 +1,331 @@
+"""The mesh: which rank stands where on pipe, replica, shard and tensor, and which ranks it communicates with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+from fsdpx.core.base.config import Sharding, python_fields, sharding
+from fsdpx.core.base.name_hints import knowing, meant
+from fsdpx.core.comm.communicator import Communicator, Counted, Counters
+from fsdpx.core.comm.desync_check import Guarded
+from fsdpx.core.comm.local import single
+from fsdpx.errors import MeshError
+
+__all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "FieldRanks", "Mesh", "alone", "connect"]
+
+AXES = ("pipe", "replica", "shard", "tensor")
+"""From the slowest to the fastest in rank order by default: tensor neighbours are neighbours on the machine."""
+
+
+REPLICA = ("pipe", "shard", "tensor")
+"""The axes along which the ranks of one replica lie."""
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands."""
+
+    pipe: int
+    replica: int
+    shard: int
+    tensor: int
+
+
+@knowing
+@dataclass(frozen=True)
+class Mesh:
+    """Widths of the four axes; one of them may be None and is then as wide as fills the world.
+
+    Ranks that hold parts of one field (`space`) are neighbours on the data axis, which is replica x shard: for weights
+    they are data ranks as all others. `Mesh(replica=2, space=(2, 2))` on 8 ranks is two members, each cut over 4 ranks.
+
+    Parameters
+    ----------
+    replica : copies of the model on the data axis.
+    shard : ranks over which each copy is cut; fills the world by default.
+    pipe : pipeline stages.
+    tensor : ranks over which single layers are cut.
+    order : the axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
+        that the last axis stays inside a machine.
+    space : ranks along each of the 1 to 3 dims of a field; with it goes `distribute(space=grid)`.
+    """
+
+    replica: int | None = 1
+    shard: int | None = None
+    pipe: int | None = 1
+    tensor: int | None = 1
+    order: tuple[str, ...] = AXES
+    space: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        for axis, width in zip(AXES, self._widths(), strict=True):
+            if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+                wanted = "an integer of at least 1, or None to fill the world"
+                raise MeshError(f"mesh axis {axis}={width!r} must be {wanted}")
+        if sorted(self.order) != sorted(AXES):
+            raise MeshError(f"mesh order={self.order!r}: each of {', '.join(AXES)} once, the slowest first")
+        object.__setattr__(self, "order", tuple(self.order))
+        space = tuple(self.space) if isinstance(self.space, Iterable) else (self.space,)
+        if len(space) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in space):
+            raise MeshError(f"mesh space={self.space!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
+        object.__setattr__(self, "space", tuple(map(int, space)))
+        if self._widths().count(None) > 1:
+            raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """From what a command line says, `pipe=2,tensor=2`; axes left out are as by default. Else MeshError."""
+        widths: dict[str, Any] = {}
+        for word in text.split(","):
+            axis, _, width = (part.strip() for part in word.partition("="))
+            if axis not in (*AXES, "space"):
+                hint = f"the axes are {', '.join(AXES)}, for example pipe=2,tensor=2{meant(axis, AXES)}"
+                raise MeshError(f"--mesh {text}: {hint}")
+            if axis in widths:
+                raise MeshError(f"--mesh {text}: {axis} is named twice")
+            if axis == "space" and all(n.isdecimal() for n in width.split("x")):
+                widths[axis] = tuple(map(int, width.split("x")))
+                continue
+            if not width.isdecimal() or int(width) < 1:
+                raise MeshError(f"--mesh {text}: {axis}={width} must be a number of ranks, at least 1")
+            widths[axis] = int(width)
+        return cls(**widths)
+
+    def __str__(self) -> str:
+        axes = [f"{axis}={width}" for axis, width in zip(AXES, self._widths(), strict=True)]
+        return " x ".join(axes) + (f" (space={'x'.join(map(str, self.space))})" if self.space else "")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks; MeshError while an axis is None."""
+        return prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Widths in the order of `AXES`; MeshError while an axis is None."""
+        pipe, replica, shard, tensor = self._widths()
+        if pipe is None or replica is None or shard is None or tensor is None:
+            raise MeshError(f"{self}: call resolve(world_size) first, one axis is still open")
+        return pipe, replica, shard, tensor
+
+    def width(self, axis: str) -> int:
+        """The width of an axis by name; "data" is replica x shard, "world" all of them."""
+        if axis == "world":
+            return self.size
+        if axis == "data":
+            return self.width("replica") * self.width("shard")
+        return self.shape[AXES.index(axis)]
+
+    def resolve(self, world_size: int) -> Mesh:
+        """This mesh with the open axis filled; MeshError if the product of widths is not `world_size`."""
+        known = prod(width for width in self._widths() if width is not None)
+        rest, remainder = divmod(world_size, known)
+        is_open = None in self._widths()
+        if remainder or rest == 0 or (not is_open and rest != 1):
+            needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
+            raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
+        widths = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
+        return Mesh(**widths, order=self.order, space=self.space)
+
+    def filled(self, strategy: str | Sharding, world_size: int) -> Mesh:
+        """This mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
+        beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
+        if self.shard is None and self.replica == 1 and world_size % beside == 0:
+            placement = sharding(strategy, world_size // beside)
+            mesh = replace(self, replica=placement.replica, shard=placement.shard)
+        elif self.space and self.shard is None and self.replica is not None and world_size % beside == 0:
+            data = world_size // beside
+            if data == self.replica * prod(self.space) and sharding(strategy, data).shard == 1:
+                mesh = replace(self, replica=data, shard=1)  # copies on the ranks of each member, too
+        return mesh.resolve(world_size)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands; the last axis of `order` varies fastest."""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"rank {rank} is not on mesh {self} of {self.size} ranks")
+        place = {}
+        for axis in reversed(self.order):
+            rank, place[axis] = divmod(rank, self.width(axis))
+        return Coordinates(**place)
+
+    def data_rank(self, rank: int) -> int:
+        """The number on the data axis of the samples that `rank` works on."""
+        place = self.coordinates(rank)
+        return place.replica * self.width("shard") + place.shard
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """The rank at these coordinates."""
+        rank = 0
+        for axis in self.order:
+            rank = rank * self.width(axis) + getattr(coordinates, axis)
+        return rank
+
+    def line(self, coordinates: Coordinates, axes: tuple[str, ...]) -> list[int]:
+        """The ranks that differ from `coordinates` along `axes` only, in the order of their coordinates."""
+        first = self.rank(coordinates._replace(**dict.fromkeys(set(axes) & set(AXES), 0)))
+        steps = (self.rank(Coordinates(*(int(axis == one) for one in AXES))) for axis in AXES if axis in axes)
+        widths = (width for axis, width in zip(AXES, self.shape, strict=True) if axis in axes)
+        spans = (range(0, width * step, step) for width, step in zip(widths, steps, strict=True))
+        return [first + sum(place) for place in product(*spans)]
+
+    def _widths(self) -> tuple[int | None, ...]:
+        return (self.pipe, self.replica, self.shard, self.tensor)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all, and `group`
+    those ranks that train together: all of them, or those of one replica where replicas train by themselves. parts: the
+    data ranks that have parts of the same samples, and space the same ranks along each dim of the field. samples: the
+    data ranks that have the same part of other samples."""
+
+    mesh: Mesh
+    coordinates: Coordinates
+    world: Communicator
+    replica: Communicator
+    shard: Communicator
+    data: Communicator
+    pipe: Communicator
+    tensor: Communicator
+    group: Communicator
+    parts: Communicator
+    samples: Communicator
+    counters: Counters
+    space: tuple[Communicator, ...] = ()
+    made: tuple[Communicator, ...] = ()
+    field: FieldRanks | None = None
+
+    @property
+    def summing(self) -> tuple[str, ...]:
+        """The axes over which gradients are summed; a rank without others to sum with is all of the shard axis."""
+        wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
+        return wide or ("shard",)
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The data ranks that work on the same samples, for each group of these."""
+        if self.field is None:
+            return [[rank] for rank in range(self.data.size)]
+        data = self.mesh.line(self.coordinates, ("replica", "shard"))
+        return [[data.index(rank) for rank in member] for member in self.field.members]
+
+    @property
+    def uncounted(self) -> Communicator:
+        """The communicator of all ranks that counts nothing: for messages that are no part of training."""
+        return self.world.comm if isinstance(self.world, Counted) else self.world
+
+    def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """One more communicator, of ranks of the world, counted under `name`. All ranks call this, each with its own
+        group; the caller closes it."""
+        assert isinstance(self.world, Counted)
+        return Counted(self.world.comm.subgroup(ranks), name, self.counters)
+
+    def close(self) -> None:
+        """Free the communicators that `connect` made; the one it was given stays open. Collective."""
+        for comm in self.made:
+            comm.close()
+
+
+class FieldRanks(NamedTuple):
+    """The ranks of the world that hold parts of fields. dims: ranks along each dim of a field. here: the ranks that
+    hold this rank's field, in the order of the grid, where the last dim varies fastest. members: the ranks of each
+    field on this data axis, in the same order."""
+
+    dims: tuple[int, ...]
+    here: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> FieldRanks:
+        """From what all ranks say. grids: for each rank the ranks of its field, or None where these are neighbours on
+        its data axis. MeshError where grids are not groups of data ranks."""
+        data = mesh.line(mesh.coordinates(rank), ("replica", "shard"))
+        width = prod(dims)
+        if len(data) % width:
+            raise MeshError(
+                f"space: a field is on {width} ranks, and the data axis of {mesh} has {len(data)}: their number must "
+                "be a multiple; train on the communicator of the grid, comm=grid.comm"
+            )
+        if grids[rank] is None:
+            found = [tuple(data[i : i + width]) for i in range(0, len(data), width)]
+        else:
+            places: dict[int, list[int]] = {}
+            for r, grid in enumerate(grids):
+                line = mesh.line(mesh.coordinates(r), ("replica", "shard"))
+                if r not in grid or any(list(grids[one]) != list(grid) or one not in line for one in grid):
+                    raise MeshError(
+                        f"space: rank {r} has a grid of ranks {list(grid)}, of which each must have the same grid and "
+                        f"stand on the data axis of rank {r}, {line}"
+                    )
+                at = [line.index(one) for one in grid]
+                if places.setdefault(line.index(r), at) != at:
+                    raise MeshError(f"space: the grid of rank {r} has another order than those along its pipe")
+            found = sorted({tuple(grids[r]) for r in data}, key=min)
+        return cls(tuple(dims), next(grid for grid in found if rank in grid), tuple(found))
+
+    def line(self, rank: int, dim: int) -> list[int]:
+        """The ranks that differ from `rank` along one dim of its field."""
+        at, step = self.here.index(rank), prod(self.dims[dim + 1 :])
+        first = at - at // step % self.dims[dim] * step
+        return [self.here[first + i * step] for i in range(self.dims[dim])]
+
+
+def connect(
+    mesh: Mesh,
+    comm: Communicator,
+    check: bool = False,
+    local: bool = False,
+    field: FieldRanks | None = None,
+) -> Axes:
+    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. local: replicas train by
+    themselves. field: who holds parts of which samples.
+
+    Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
+    by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
+    mesh = mesh.resolve(comm.size)
+    counters, place = Counters(), mesh.coordinates(comm.rank)
+    groups: dict[tuple[str, ...], Communicator] = {(): single()}
+    made: list[Communicator] = []
+
+    def opened(ranks: Sequence[int]) -> Communicator:
+        everyone = ranks == range(comm.size) or list(ranks) == list(range(comm.size))
+        part = comm if everyone else comm.subgroup(ranks)
+        part = Guarded(part) if check else part
+        made.extend([] if part is comm else [part])
+        return part
+
+    def group(axes: tuple[str, ...]) -> Communicator:
+        wide = tuple(axis for axis in axes if mesh.width(axis) > 1)
+        if wide not in groups:
+            whole = prod(map(mesh.width, wide)) == comm.size
+            groups[wide] = opened(range(comm.size) if whole else mesh.line(place, wide))
+        return groups[wide]
+
+    named = {"world": AXES, "data": ("replica", "shard")} | {axis: (axis,) for axis in AXES}
+    named |= {"group": REPLICA} if local else {}
+    comms = {name: Counted(group(axes), name, counters) for name, axes in named.items()}
+    comms.setdefault("group", comms["world"])
+    one = single()
+    if field is None:
+        comms |= {"parts": Counted(one, "space", counters), "samples": comms["data"]}
+        return Axes(mesh, place, **comms, counters=counters, made=tuple(made))  # type: ignore[arg-type]
+    # which groups are made must not depend on the rank: all of them make each one at the same time
+    parts = one if len(field.here) == 1 else opened(field.here)
+    others = [member[field.here.index(comm.rank)] for member in field.members]
+    samples = one if len(others) == 1 else opened(others)
+    lines = []
+    for dim, width in enumerate(field.dims):
+        line = one if width == 1 else parts if width == len(field.here) else opened(field.line(comm.rank, dim))
+        lines.append(Counted(line, "space", counters))
+    comms |= {"parts": Counted(parts, "space", counters), "samples": Counted(samples, "data", counters)}
+    return Axes(mesh, place, counters=counters, space=tuple(lines), made=tuple(made), field=field, **comms)
+
+
+def alone() -> Axes:
+    """The axes of one rank by itself, without MPI."""
+    return connect(Mesh(), single())

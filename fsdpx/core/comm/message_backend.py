@@ -1,0 +1,159 @@
+"""Backends that carry messages between processes, beside and between shared memory, and arrays of a GPU by them.
+
+A large array of a GPU goes through the host in chunks that overlap: its slots are pinned, and no rank waits with one
+peer for another.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fsdpx.core.comm.backend import Backend, staged
+from fsdpx.core.comm.calls import Array, Call, Handle, Steps, copy, spin
+from fsdpx.core.comm.communicator import VERBS
+from fsdpx.core.comm.p2p_collectives import Pairs
+from fsdpx.errors import CommTimeout
+from fsdpx.ext.gpu.devices import is_on_gpu
+from fsdpx.ext.gpu.streams import pinned, side_of
+
+__all__ = ["CHUNK", "SLOTS", "TIMEOUT", "Carrier", "in_chunks", "inside", "of_gpu", "relayed"]
+
+
+def inside(comm: Any, name: str) -> Any:
+    """The communicator with an attribute `name` inside what counts, guards or shares; None: there is none."""
+    while comm is not None and not hasattr(comm, name):
+        comm = getattr(comm, "comm", None) or getattr(comm, "carrier", None)
+    return comm
+
+
+CHUNK = 1 << 20
+"""Bytes of a slot."""
+SLOTS = 4
+
+
+def of_gpu(arrays: Iterable[Array]) -> bool:
+    """Whether there is one of a GPU among the arrays of a call; some may be None."""
+    return any(type(array) is not np.ndarray and is_on_gpu(array) for array in arrays)
+
+
+def in_chunks(call: Call) -> bool:
+    """Whether a call of arrays of a GPU is made of messages in chunks: where its whole array needs more than one slot,
+    and where ranks do not know the lengths of all, so that all of them decide alike."""
+    return not VERBS[call.verb].alike or any(array.nbytes > CHUNK for array in call.arrays if array is not None)
+
+
+def relayed(comm: Carrier, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array."""
+    arrays = [array for _, array in (*outgoing, *incoming)]
+    side = side_of(arrays[0])
+
+    def send(rank: int, host: Array, gpu: Array) -> Handle:
+        return comm.exchange(call, [(rank, host)], [])
+
+    def receive(rank: int, host: Array, gpu: Array) -> Handle:
+        return comm.exchange(call, [], [(rank, host)])
+
+    def fetch(host: Array, gpu: Array) -> Handle:
+        return side.copy(host, gpu)
+
+    def put(host: Array, gpu: Array) -> Handle:
+        return side.copy(gpu, host)
+
+    belts = [_Belt(array, partial(receive, rank), put) for rank, array in incoming]
+    belts += [_Belt(array, fetch, partial(send, rank)) for rank, array in outgoing]
+    return Steps(iter([_Belts(comm, call, belts)]), comm.progress)
+
+
+Phase = Callable[[Array, Array], Handle]
+"""(slot, chunk) -> handle."""
+
+
+class _Belt:
+    """One array, to or from one rank. Its chunks go through two phases in order, each in a slot that it keeps."""
+
+    def __init__(self, array: Array, first: Phase, second: Phase) -> None:
+        data = array.view("uint8")
+        self._left = deque(data[start : start + CHUNK] for start in range(0, data.size, CHUNK))
+        self._phases = first, second
+        self._under_way: tuple[deque[Any], deque[Any]] = deque(), deque()
+        self._free = [pinned(min(CHUNK, data.size)) for _ in range(min(SLOTS, len(self._left)))]
+
+    def test(self) -> bool:
+        (first, second), (begun, ending) = self._phases, self._under_way
+        while ending and ending[0][0].test():
+            self._free.append(ending.popleft()[1])
+        while begun and begun[0][0].test():
+            _, slot, chunk = begun.popleft()
+            ending.append((second(slot[: chunk.size], chunk), slot))
+        while self._left and self._free:
+            slot, chunk = self._free.pop(), self._left.popleft()
+            begun.append((first(slot[: chunk.size], chunk), slot, chunk))
+        return not (self._left or begun or ending)
+
+
+class _Belts:
+    """The handle of all arrays of a call: none of them waits for another."""
+
+    def __init__(self, comm: Carrier, call: Call, belts: list[_Belt]) -> None:
+        self._comm, self._call, self._belts = comm, call, belts
+
+    def test(self) -> bool:
+        self._belts = [belt for belt in self._belts if not belt.test()]
+        return not self._belts
+
+    def wait(self) -> None:
+        comm = self._comm
+        if not spin(self.test, comm.progress, comm.timeout):
+            raise CommTimeout(
+                f"{self._call.name} on rank {comm.rank} of {comm.size} is not complete after {comm.timeout:g} s: a "
+                "peer did not call or has ended"
+            )
+
+
+TIMEOUT = 1800.0
+"""Seconds a wait lasts before it raises CommTimeout."""
+
+
+class Carrier(Backend):
+    """library: what moves the bytes, in a word. timeout: seconds that a single wait may last."""
+
+    library: ClassVar[str]
+    timeout: float
+
+    def wait_up_to(self, seconds: float) -> None:
+        """From now on a single wait may last this many seconds."""
+        self.timeout = seconds
+
+    @property
+    @abstractmethod
+    def native(self) -> frozenset[str]:
+        """Verbs that the library does itself where it can add the numbers; all others are made of messages."""
+
+    def message(self, call: Call) -> Handle:
+        """Begin a "send" or a "recv"."""
+        pairs = [(call.root, call.arrays[0])]
+        return self.exchange(call, pairs, []) if call.verb == "send" else self.exchange(call, [], pairs)
+
+    def move_from_gpu(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
+        """Begin a call of arrays of a GPU by a library that knows memory of the host: small ones go there whole, and
+        `move` does the rest; large ones by messages in chunks, and what is added is added on the GPU."""
+        if not in_chunks(call):
+            return staged(call, move)
+        return self.message(call) if call.verb in ("send", "recv") else super().move(call)
+
+    def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
+        """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
+        send, recv = call.arrays
+        parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
+        copy(parts[self.rank], send)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        message = call.on(call.arrays)
+        message.tag = self._tag()
+        own = parts[self.rank]
+        return self.exchange(message, [(rank, own) for rank in others], [(rank, parts[rank]) for rank in others])

@@ -1,0 +1,551 @@
+"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits that can end, windows, ranks that may die."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from os import _exit
+from typing import Any, cast
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from fsdpx.core.base import environment, hooks
+from fsdpx.core.comm.calls import Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, overlay, spin
+from fsdpx.core.comm.communicator import Communicator, Survivor, loss, settle
+from fsdpx.core.comm.message_backend import TIMEOUT, Carrier, of_gpu, relayed
+from fsdpx.core.comm.node.shared_windows import MappedWindow
+from fsdpx.core.comm.p2p_collectives import Pairs
+from fsdpx.core.comm.reduction import in_rank_order, is_half
+from fsdpx.core.comm.windows import Window
+from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
+from fsdpx.ext.gpu.streams import synchronise
+
+__all__ = [
+    "DEATHS", "LIMIT", "MpiCommunicator", "MpiWindow", "MpiWorld", "Requests", "UlfmCommunicator",
+    "demand_ulfm", "finalize_without_the_dead", "lost", "mpi_op", "translated", "ulfm_active", "wire",
+]  # fmt: skip
+
+_NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+DEATHS = {getattr(MPI, name, MPI.ERR_UNKNOWN) for name in _NAMES} - {MPI.ERR_UNKNOWN}
+"""Classes of errors that report a death; none where the MPI library, or mpi4py before version 4, has no user-level
+failure mitigation."""
+
+
+@cache
+def ulfm_active() -> bool:
+    """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
+    the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
+    return bool(DEATHS) and "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
+
+
+def demand_ulfm() -> None:
+    """ConfigError if this mpi4py cannot ask MPI which ranks have died."""
+    if not hasattr(MPI, _NAMES[0]):
+        raise ConfigError(
+            f"ranks that outlive others (mpiexec --with-ft ulfm) need mpi4py 4.0 or newer, and this is "
+            f"{mpi4py.__version__}: pip install 'mpi4py>=4.0', or start the job without --with-ft"
+        )
+
+
+def lost(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Ranks of `comm` that MPI knows here to be dead."""
+    if not DEATHS:
+        return ()
+    failed, everyone = comm.Get_failed(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(failed, None, everyone)
+    failed.Free()
+    everyone.Free()
+    return tuple(sorted(ranks))
+
+
+def finalize_without_the_dead() -> None:
+    """From now on this process ends without a barrier in MPI_Finalize: the launcher of Open MPI 5.0 sometimes counts
+    ranks that died at about the same time among those that others wait for there, and the job never ends. The same as
+    OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized."""
+    with suppress(ValueError, OSError):  # another version: nothing by that name
+        ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
+
+
+_OPS = {
+    ReduceOp.SUM: MPI.SUM, ReduceOp.AVG: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD
+}  # fmt: skip
+_BOOL_OPS = {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.PROD: MPI.LAND, ReduceOp.MIN: MPI.LAND}
+_BOOL = np.dtype(bool)
+
+
+class Requests:
+    """The handle of MPI requests that belong to one call. It keeps the buffers until all are complete, which mpi4py
+    does for some only. After an error each `test` raises it, and pokes the requests that are left."""
+
+    __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
+
+    def __init__(self, comm: MpiCommunicator, call: Call, requests: list[MPI.Request], buffers: object) -> None:
+        self._comm, self._verb, self._what = comm, call.verb, call.what
+        self._requests = requests
+        self._buffers = buffers
+        self._error: CommError | None = None
+        self._test: Callable[[], bool] = (
+            requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
+        )
+
+    def test(self) -> bool:
+        try:
+            done = self._test()
+        except MPI.Exception as error:
+            if self._error is None:
+                self._error = translated(error, str(self), self._comm.raw)
+                self._error.__cause__ = error
+            done = not self.active
+        if done:
+            self._buffers = None
+        if self._error is not None:
+            raise self._error
+        return done
+
+    @property
+    def active(self) -> bool:
+        """Whether MPI may still touch some buffer: one of several requests that fails leaves the others under way."""
+        return any(request != MPI.REQUEST_NULL for request in self._requests)
+
+    def wait(self) -> None:
+        if self.test():
+            return
+        comm = self._comm
+        if not spin(self.test, comm.progress, comm.timeout):
+            raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
+
+    def __str__(self) -> str:
+        return f"{named(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+
+
+def translated(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
+    """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else. Its class alone
+    does not say it: of several requests only "an error in a status" is known, a connection may break before MPI knows
+    why."""
+    dead = lost(comm)
+    if error.Get_error_class() in DEATHS or (DEATHS and (dead or comm.Is_revoked())):
+        return loss(where, dead)
+    return CommError(f"{where}: {error}")
+
+
+def wire(array: Array) -> Array:
+    """The buffer that MPI is given: it knows no bfloat16, and not always float16, so those travel as uint16."""
+    return array.view(np.uint16) if is_half(array.dtype) else array
+
+
+def mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
+    return _BOOL_OPS[op] if dtype == _BOOL else _OPS[op]
+
+
+PROBES = 8
+"""Open MPI looks at its sockets once in so many calls."""
+
+
+class MpiWindow(Window):
+    """A part of each rank of `comm`. Collective. What is opened is a copy, which is put back when it was to be written.
+
+    Where the network has no remote memory access, MPI libraries serve a part when its owner is inside some MPI call
+    that looks at the network. Calls about parts of the same machine may not: ranks that wait for each other's words
+    alone would keep those of other machines waiting. So a rank that waits looks at the network itself, and none leaves
+    a meeting before all have come, after which no rank looks at its words."""
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
+        self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
+        own = np.frombuffer(cast(Any, self._win.tomemory()), np.uint8)
+        self._win.Lock(comm.Get_rank())
+        own[...] = 0
+        self._win.Unlock(comm.Get_rank())
+        comm.Barrier()
+        super().__init__(comm.Get_rank(), comm.Get_size(), own, timeout)
+        self._comm = comm
+
+    @contextmanager
+    def open(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
+        self._win.Lock(rank, MPI.LOCK_EXCLUSIVE if write else MPI.LOCK_SHARED)
+        try:
+            block = np.empty(stop - start, np.uint8)
+            where = (start, block.size, MPI.BYTE)
+            self._win.Get([block, MPI.BYTE], rank, where)
+            self._win.Flush(rank)  # the lock is ours from here on: libraries may ask for it with the first access
+            yield block
+            if write:
+                self._win.Put([block, MPI.BYTE], rank, where)
+        finally:
+            self._win.Unlock(rank)
+
+    def word(self, rank: int, at: int) -> int:
+        found = np.empty(1, np.int64)
+        self._win.Lock(rank, MPI.LOCK_SHARED)
+        self._win.Fetch_and_op([found, MPI.INT64_T], [found, MPI.INT64_T], rank, 8 * at, MPI.NO_OP)
+        self._win.Unlock(rank)
+        return int(found[0])
+
+    def say(self, at: int, value: int) -> None:
+        given, before = np.array([value], np.int64), np.empty(1, np.int64)
+        self._win.Lock(self.rank, MPI.LOCK_SHARED)
+        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * at, MPI.REPLACE)
+        self._win.Unlock(self.rank)
+
+    def check(self, missing: Sequence[int] = (), what: str = "") -> None:
+        for _ in range(PROBES):
+            self._comm.Iprobe()
+
+    def meet(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        super().meet(missing, what)
+        others, barrier = [rank for rank in range(self.size) if rank != self.rank], self._comm.Ibarrier()
+        self.poll(lambda: [] if barrier.Test() else others, what)
+
+    def close(self) -> None:
+        self.own = np.empty(0, np.uint8)
+        self._win.Free()
+
+
+LIMIT = 2**31 - 1
+"""Elements of one MPI message: counts and displacements are C ints before MPI 4."""
+
+
+class MpiCommunicator(Carrier):
+    """An MPI communicator, duplicated (`raw`): messages of the solver that owns the original never meet ours.
+
+    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
+    several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
+    time. Arrays on a GPU are given to MPI if it `takes_gpus` (`fsdpx.ext.gpu.visible_devices`), else they go through
+    the host: small ones at once, large ones by messages, whose sums are made on the GPU."""
+
+    library = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
+        self._start(_duplicate(MPI.COMM_WORLD if comm is None else comm, timeout), timeout, limit, Progress())
+
+    def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size(), progress)
+        self.raw, self.timeout, self.limit = comm, timeout, limit
+        self.takes_gpus = False
+
+    @property
+    def native(self) -> frozenset[str]:
+        return frozenset(_LIBRARY)
+
+    def __repr__(self) -> str:
+        return f"MpiCommunicator(rank={self.rank}, size={self.size})"
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def move(self, call: Call) -> Handle:
+        """Errors that MPI raises here are translated like those of its requests."""
+        try:
+            if self.takes_gpus or not of_gpu(call.arrays):
+                return self._move(call)
+            return self.move_from_gpu(call, self._move)
+        except MPI.Exception as error:
+            raise self._translated(error, call) from error
+
+    def _move(self, call: Call) -> Handle:
+        """What must be combined in rank order goes by messages."""
+        begin = _LIBRARY.get(call.verb)
+        if begin is None or (call.verb in _REDUCTIONS and in_rank_order(call.op, call.arrays[0].dtype)):
+            return super().move(call)
+        if self.takes_gpus and of_gpu(call.arrays):
+            synchronise()
+        return begin(self, call)
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        if of_gpu([part for _, part in (*outgoing, *incoming)]):
+            if not self.takes_gpus:
+                return relayed(self, call, outgoing, incoming)
+            synchronise()
+        comm, chunks, tag = self.raw, self._chunks, call.tag
+        try:
+            requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]
+            requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(wire(part))]
+        except MPI.Exception as error:
+            raise self._translated(error, call) from error
+        return self._begun(call, requests, outgoing, incoming)
+
+    def _all_gather(self, call: Call) -> Handle:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        source, target = wire(send), wire(recv)
+        own = cut.part(target, self.rank)
+        if target.size > self.limit:
+            copy(own, source)
+            parts = [(root, cut.part(target, root)) for root in range(self.size)]
+            requests = [self.raw.Ibcast(chunk, root) for root, part in parts for chunk in self._chunks(part)]
+            return self._begun(call, requests, target)
+        if not cut.even:
+            return self.all_gather_at(call, cut.counts, cut.displs)
+        request = self.raw.Iallgather(MPI.IN_PLACE if overlay(source, own) else source, target)
+        return self._begun(call, [request], source, target)
+
+    def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
+        source, target = wire(call.arrays[0]), wire(call.arrays[1])
+        start = displs[self.rank]
+        in_place = overlay(source, target[start : start + counts[self.rank]])
+        request = self.raw.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
+        return self._begun(call, [request], source, target)
+
+    def _reduce_scatter(self, call: Call) -> Handle:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        if send.size > self.limit:
+            return self._averaged(call, self._long_reduce_scatter(call), recv)
+        in_place, at_home = overlay(send, recv), overlay(recv, cut.part(send, self.rank))
+        source, target = (MPI.IN_PLACE, send) if in_place or at_home else (send, recv)
+        kind = mpi_op(call.op, send.dtype)
+        if cut.even:
+            request = self.raw.Ireduce_scatter_block(source, target, kind)
+        else:
+            request = self.raw.Ireduce_scatter(source, target, cut.counts, kind)
+        handle = self._begun(call, [request], source, target)
+        if at_home:
+            handle = Finish(handle, partial(np.copyto, recv, send[: recv.size]))
+        return self._averaged(call, handle, recv)
+
+    def _long_reduce_scatter(self, call: Call) -> Handle:
+        """A reduce to each owner; in place, the own piece is reduced where it lies: others read the start."""
+        (send, recv), (cut,) = call.arrays, call.cuts
+        own, requests = cut.part(send, self.rank), []
+        target = own if overlay(send, recv) else recv
+        for root in range(self.size):
+            requests += self._reduces(cut.part(send, root), target if root == self.rank else None, call.op, root)
+        handle = self._begun(call, requests, send, target)
+        return handle if target is recv else Finish(handle, partial(np.copyto, recv, own))
+
+    def _all_reduce(self, call: Call) -> Handle:
+        (buf,) = call.arrays
+        kind = mpi_op(call.op, buf.dtype)
+        requests = [self.raw.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._chunks(buf)]
+        return self._averaged(call, self._begun(call, requests, buf), buf)
+
+    def _broadcast(self, call: Call) -> Handle:
+        (buf,) = call.arrays
+        requests = [self.raw.Ibcast(chunk, call.root) for chunk in self._chunks(wire(buf))]
+        return self._begun(call, requests, buf)
+
+    def _reduce(self, call: Call) -> Handle:
+        send, recv = call.arrays
+        at_root = self.rank == call.root
+        requests = self._reduces(send, recv if at_root else None, call.op, call.root)
+        handle = self._begun(call, requests, send, recv)
+        return self._averaged(call, handle, recv) if at_root else handle
+
+    def _reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
+        kind, sources = mpi_op(op, send.dtype), self._chunks(send)
+        targets = [None] * len(sources) if recv is None else self._chunks(recv)
+        if recv is not None and overlay(send, recv):
+            sources = [MPI.IN_PLACE] * len(sources)
+        return [self.raw.Ireduce(*pair, kind, root) for pair in zip(sources, targets, strict=True)]
+
+    def _barrier(self, call: Call) -> Handle:
+        return self._begun(call, [self.raw.Ibarrier()])
+
+    def _chunks(self, array: Array) -> list[Any]:
+        """`array` in parts that one message can hold; both sides cut alike."""
+        if array.size <= self.limit:
+            return [array]
+        return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
+
+    def _begun(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
+        return Requests(self, call, requests, buffers)
+
+    def _averaged(self, call: Call, handle: Handle, total: Array) -> Handle:
+        average = call.op is ReduceOp.AVG
+        return Finish(handle, partial(np.divide, total, self.size, total)) if average else handle
+
+    def _translated(self, error: MPI.Exception, call: Call) -> CommError:
+        return translated(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def window(self, nbytes: int) -> Window:
+        """By MPI; where ranks may die, in memory that outlives them, if all are on one machine."""
+
+        if ulfm_active() and len(set(self.all_gather_plain(platform.node()))) == 1:
+            finalize_without_the_dead()
+            return MappedWindow(self, nbytes, self.timeout)
+        return MpiWindow(self.raw, nbytes, self.timeout)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        try:
+            part = self.raw.Split(MPI.UNDEFINED if color is None else color, key)
+        except MPI.Exception as error:
+            raise self._translated(error, Call("split")) from error
+        if color is None:
+            return None
+        group = object.__new__(type(self))
+        group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
+        group.takes_gpus = self.takes_gpus
+        return group
+
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that are known here to be dead, where others live on."""
+        return lost(self.raw) if ulfm_active() else ()
+
+    def close(self) -> None:
+        """Free it, unless a rank is missing: then it stays as it is until the process ends."""
+        hooks.release(self)
+        if self.raw != MPI.COMM_NULL and not self.lost():
+            self.raw.Free()
+
+    def abort(self, code: int = 1) -> None:
+        MpiWorld.abort(code)
+
+
+APART, STUCK = 0.5, 5.0  # seconds
+
+
+class MpiWorld:
+    """All ranks of MPI before there is a communicator of ours: enough to end them."""
+
+    rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
+
+    @staticmethod
+    def abort(code: int = 1) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
+            _exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
+        if environment.read().ulfm:
+            gone = lost(MPI.COMM_WORLD)
+            alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
+            if len(alive) == 1:
+                _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
+            if gone:  # nor does its launcher always end when several abort at once while another one dies
+                time.sleep(APART * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
+            stuck = threading.Timer(STUCK, _exit, (code,))  # an abort that the launcher does not answer
+            stuck.daemon = True
+            stuck.start()
+        MPI.COMM_WORLD.Abort(code)
+
+
+def _duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
+    """A wait that can end: the script may let a rank that the others wait for here end, or do something else."""
+    who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+    try:
+        made, request = comm.Idup()
+        complete = spin(request.Test, Progress(), timeout)
+    except MPI.Exception as error:
+        raise translated(error, f"opening a communicator on {who}", comm) from error
+    if not complete:
+        raise CommTimeout(
+            f"opening a communicator on {who}: not all ranks have come within {timeout:g} s. All of them call "
+            "fsdpx.init() or distribute(); a rank that is missing has ended or is elsewhere"
+        )
+    return made
+
+
+_LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
+    "all_gather": MpiCommunicator._all_gather,
+    "reduce_scatter": MpiCommunicator._reduce_scatter,
+    "all_reduce": MpiCommunicator._all_reduce,
+    "broadcast": MpiCommunicator._broadcast,
+    "reduce": MpiCommunicator._reduce,
+    "barrier": MpiCommunicator._barrier,
+    "send": MpiCommunicator.message,
+    "recv": MpiCommunicator.message,
+}
+"""Verbs that MPI libraries do well; everything else by messages."""
+_REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
+
+
+_KEPT = 64
+_SECONDS_TO_SETTLE = 0.02
+
+
+class UlfmCommunicator(MpiCommunicator, Survivor):
+    """An MPI communicator (duplicated) as a `Survivor`: messages only, no shared memory.
+
+    Where ULFM is not active it works as long as no rank dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
+    nothing. Deaths on this machine are found within milliseconds, those of whole machines when the launcher finds
+    out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its sockets."""
+
+    def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
+        super()._start(comm, timeout, limit, progress)
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # the caller's error handler is inherited
+        self.survives = ulfm_active()
+        self._parts: list[UlfmCommunicator] = []
+        self._under_way: list[Requests] = []
+
+    def __repr__(self) -> str:
+        return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
+
+    def _begun(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
+        """Keeps the handle, and with it the buffers: when a rank is lost, the caller may drop the handle while others
+        still send."""
+        handle = Requests(self, call, requests, buffers)
+        if len(self._under_way) >= _KEPT:
+            self._under_way = [kept for kept in self._under_way if kept.active]
+        self._under_way.append(handle)
+        return handle
+
+    def _left(self) -> list[Requests]:
+        """The transfers under way here and in groups."""
+        return [*self._under_way, *(handle for part in self._parts for handle in part._left())]
+
+    def lost(self) -> tuple[int, ...]:
+        return lost(self.raw)
+
+    def revoke(self) -> None:
+        """Groups too, even those that this rank no longer uses: others may wait in them for it."""
+        if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
+            self.raw.Revoke()
+        for part in self._parts:
+            part.revoke()
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Goes on only when all ranks have their groups: a rank without could not revoke it, and others would wait."""
+        self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
+        part = super().split(color, key)
+        if isinstance(part, UlfmCommunicator):
+            self._parts.append(part)
+        if self.survives:
+            self.barrier(what="groups made").wait()
+        return part
+
+    def agree(self, flags: int) -> int:
+        """No failure is ever acknowledged to MPI, so each agreement after a death fails, on all ranks alike."""
+        given = np.array([flags], np.intc)
+        request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
+
+        def decided() -> bool:
+            with suppress(RankLost):  # the wait for that transfer raises it
+                self.progress.poke()
+            return request.Test()
+
+        try:
+            if not spin(decided, Progress(self.progress.patience), self.timeout):
+                raise CommTimeout(f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s")
+        except MPI.Exception as error:
+            failure = self._translated(error, Call("agree"))
+            if not isinstance(failure, RankLost):
+                raise failure from error
+            return 0
+        return int(given[0])
+
+    def shrink(self) -> UlfmCommunicator:
+        """Shrinks until the new communicator agrees that it is whole."""
+        before = self
+        while True:
+            try:
+                comm = before.raw.Shrink() if self.survives else before.raw.Dup()
+            except MPI.Exception as error:
+                raise self._translated(error, Call("shrink")) from error
+            made = object.__new__(UlfmCommunicator)
+            made._start(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
+            if made.agree(1):
+                made._under_way = cast(list[Requests], settle(self._left(), _SECONDS_TO_SETTLE))
+                if made.size < self.size:
+                    finalize_without_the_dead()
+                return made
+            before = made
+
+    def close(self) -> None:
+        """Free it, unless a rank is missing: then it stays as it is until the process ends. A rank may die between this
+        and its end, so the others no longer wait for it there."""
+        if self.survives:
+            finalize_without_the_dead()
+        if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.lost())):
+            super().close()

@@ -1,0 +1,395 @@
+"""Messages between machines, shared memory inside one: collectives on arrays that lie in windows copy nothing twice.
+
+Inside a machine a reduce reads each rank's array once, where it lies, and a gather into memory that all ranks share
+is a synchronisation. Between machines each rank moves its own slice, so all links work at once. Everything else, and
+more than a few bytes outside of windows, goes through the carrier of messages: MPI, or Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels.choice import installed
+from fsdpx.core.comm.backend import Backend
+from fsdpx.core.comm.calls import (
+    AllCounts,
+    Array,
+    Arrays,
+    Call,
+    Handle,
+    Pieces,
+    ReduceOp,
+    Steps,
+    copy,
+    even_pieces,
+    overlay,
+)
+from fsdpx.core.comm.communicator import EVEN, Communicator
+from fsdpx.core.comm.message_backend import Carrier, of_gpu
+from fsdpx.core.comm.node.rendezvous import Lanes, Neighbours
+from fsdpx.core.comm.node.shared_windows import LETTER, LOCKS, Host, MappedWindow, WindowAddress, memory_here
+from fsdpx.core.comm.reduction import compilable, fold, is_half
+from fsdpx.core.comm.windows import Window
+
+if TYPE_CHECKING:
+    from fsdpx.core.comm.node.persistent import Persistent
+
+__all__ = ["SMALL", "NodeCommunicator"]
+
+SMALL = 8 << 10
+"""Bytes up to which sums travel as messages, unless they are compiled."""
+KEPT = 4096
+"""Persistent collectives that are kept."""
+
+
+class NodeCommunicator(Backend):
+    """The ranks of `carrier`, those of one machine communicating through shared memory; it is closed with this one.
+
+    An array lies in a window if it is a view of what `share` or `share_one` gave; all ranks of a call must pass such
+    arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines: number of the
+    machine of each rank, instead of what is found out (for tests). Groups whose machines hold different numbers of
+    ranks use messages throughout."""
+
+    def __init__(self, carrier: Carrier, machines: Sequence[int] | None = None) -> None:
+        names = carrier.all_gather_plain(memory_here()) if machines is None else machines
+        ranks = [rank for rank, name in enumerate(names) if name == names[carrier.rank]]
+        here = carrier if len(ranks) == carrier.size else carrier.split(ranks[0], carrier.rank)
+        assert here is not None
+        self._start(carrier, Host(carrier, here, ranks[0]), owns=True)
+
+    def _start(self, carrier: Carrier, host: Host, owns: bool) -> None:
+        super().__init__(carrier.rank, carrier.size, carrier.progress)
+        self.carrier, self.host = carrier, host
+        self._owns = owns
+        everyone = carrier.all_gather_plain((host.leader, host.rank, installed()))
+        names = list(dict.fromkeys(leader for leader, _, _ in everyone))
+        number = names.index(host.leader)
+        self.machines = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
+        self.machine = self.machines[number]
+        self._home = everyone[self.machine[0]][1]
+        even = len({len(m) for m in self.machines}) == 1 and len(self.machine) > 1
+        self.inside = even and len(self.machines) == 1
+        self.compiles = self.inside and all(able for _, _, able in everyone)
+        across = carrier.split(self.machine.index(self.rank), self.rank) if even and not self.inside else None
+        self.near = Neighbours(carrier, host, self.machine, number) if even else None
+        self.lanes: Lanes | None = None
+        if self.near is not None and isinstance(across, Carrier):
+            self.lanes = Lanes(self.near, across, self.machines)
+        self._kept: dict[Any, Persistent] = {}
+
+    def __repr__(self) -> str:
+        over = type(self.carrier).__name__
+        return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)}) over {over}"
+
+    @property
+    def library(self) -> str:
+        """The name of the library that carries its messages."""
+        return self.carrier.library
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a single wait may last."""
+        return self.carrier.timeout
+
+    def wait_up_to(self, seconds: float) -> None:
+        """From now on a single wait may last this many seconds."""
+        self.carrier.wait_up_to(seconds)
+        if self.near is not None:
+            self.near.timeout = seconds
+        if self.lanes is not None:
+            self.lanes.across.wait_up_to(seconds)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> bool:
+        """Whether arrays in windows are worth it: several ranks of this group on each machine, equally many."""
+        return self.near is not None
+
+    def share(self, nbytes: int) -> Array | None:
+        """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts. None, on all
+        ranks, if a machine has too little memory. Collective over the communicator that was opened first."""
+        self._prepare()
+        number = self.host.window(nbytes)
+        return None if number is None else self.host.windows[number].parts[self.host.rank]
+
+    def share_one(self, nbytes: int) -> Array | None:
+        """Memory as of `share`, but one piece for all ranks of this group on a machine."""
+        self._prepare()
+        number = self.host.window(nbytes if self.rank == self.machine[0] else 0)
+        if number is None:
+            return None
+        self.host.common.add(number)
+        return self.host.windows[number].parts[self._home]
+
+    def release(self, array: Array) -> None:
+        """Give back what `share` or `share_one` gave. Collective like they are."""
+        self.host.release(array)
+
+    def abandon(self, arrays: list[Array]) -> None:
+        """Give back what was forgotten with its owner: at once, or, if a transfer under way may still look there, when
+        memory is next asked for. Any thread may call it at any time, and nothing is sent."""
+        self.host.abandoned += arrays
+        self._release_abandoned()
+
+    def _release_abandoned(self) -> None:
+        if not self.progress.pending:
+            self.host.release_abandoned()
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def issue(self, call: Call) -> Handle:
+        known = self._known(call.verb, call.arrays, call.op, call.counts, call.algorithm, call.wire)
+        return super().issue(call) if known is None else known.begin(call.arrays, call.what)
+
+    def _call(
+        self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
+        tag: int = 0, how: str = "library", wire: Any = None,
+    ) -> Handle:  # fmt: skip
+        """A known collective need not become a `Call` first: that takes a tenth of the time of a small one."""
+        known = self._known(verb, arrays, op, counts, how, wire)
+        if known is None:
+            return super()._call(verb, arrays, op, root, counts, what, tag, how, wire)
+        return known.begin(arrays, what)
+
+    def _known(
+        self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
+    ) -> Persistent | None:
+        """The persistent collective of a call that was made before with the same arrays: its arguments are known to be
+        good. The key has ids, which may belong to other arrays by now, so the arrays themselves are compared as well;
+        an array whose shape or dtype was changed in place is not noticed."""
+        if not arrays:
+            return self._kept.get(verb)
+        first, last = arrays[0], arrays[-1]
+        known = self._kept.get((verb, id(first), id(last), op, counts, how, wire))
+        return known if known is not None and known.first() is first and known.last() is last else None
+
+    def move(self, call: Call) -> Handle:
+        """In shared memory where that is possible, else by messages."""
+        begin = _SHARED.get(call.verb)
+        handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
+        return self.carrier.move(call) if handle is None else handle
+
+    def _tag(self) -> int:
+        """Tags of messages are the carrier's: it sends them all, and has collectives of its own under way."""
+        return self.carrier._tag()
+
+    def move_rounded(self, call: Call) -> Handle:
+        """The rank that reads the summands rounds them: nothing travels inside a machine."""
+        handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
+        return super().move_rounded(call) if handle is None else handle
+
+    def _all_gather(self, call: Call, near: Neighbours) -> Handle | None:
+        send, recv = call.arrays
+        into, source = self.host.find(recv), self.host.find(send)
+        if into is not None and into.window in self.host.common:
+            if self.lanes is not None:
+                return Steps(self.lanes.all_gather_common(call), self.progress)
+            return self._gather_common(call, near, into, source)
+        if self.inside and source is not None:
+            return self._gather_from(call, near, source)
+        if self.lanes is not None and into is not None:
+            return Steps(self.lanes.all_gather(call, into), self.progress)
+        few = max(call.cuts[0].counts) * recv.dtype.itemsize <= LETTER
+        if few and self.inside and not of_gpu(call.arrays):
+            return self._gather_letters(call, near)
+        return None
+
+    def _gather_letters(self, call: Call, near: Neighbours) -> Handle:
+        """A few bytes from each rank, wherever they lie: written on the board beside the post.
+
+        Calls of a trainer begin with such a gather. A rank that is in another call meanwhile waits in MPI, and never
+        meets this one there: libraries that mistake the data of one call for another's may corrupt their own memory
+        (Open MPI's nonblocking collectives do), and then hang."""
+        (send, recv), (cut,) = call.arrays, call.cuts
+        number = near.reserve()
+        near.board.payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)
+
+        def read() -> None:
+            for index in range(near.size):
+                piece = cut.part(recv, index)
+                piece[...] = near.board.payload(index, number)[: piece.nbytes].view(piece.dtype)
+
+        return near.meet(number, None, call, read, held=False)
+
+    def _gather_common(self, call: Call, near: Neighbours, into: WindowAddress, source: WindowAddress | None) -> Handle:
+        """Into memory that all share: once this rank's piece lies there, it only has to say so."""
+        (send, recv), (cut,) = call.arrays, call.cuts
+        own, start = cut.part(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
+        there = source == (into.window, into.owner, into.offset + start)
+        if self.persistent is not None:
+            return self._keep(call, self.persistent.gathered(near, call, None if there else own), cut)
+        if not there:
+            own[...] = send
+        return near.sync(near.reserve(), call)
+
+    def _gather_from(self, call: Call, near: Neighbours, place: WindowAddress) -> Handle:
+        """Every rank copies the others' pieces from where they lie: n - n/N read and written."""
+        (send, recv), (cut,) = call.arrays, call.cuts
+        number = near.reserve()
+        copy(cut.part(recv, self.rank), send)
+
+        def read() -> None:
+            near.copy_pieces(number, [(other, cut.part(recv, other), 0) for other in near.others])
+
+        return near.meet(number, place, call, read)
+
+    def _reduce_scatter(self, call: Call, near: Neighbours) -> Handle | None:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        place = self._find_sum(send, call.op)
+        if place is None:
+            return None
+        if self.lanes is not None:
+            return Steps(self.lanes.reduce_scatter(call, place), self.progress)
+        # The start of `send` is others' to read until all have finished; its own piece is not.
+        aside = overlay(send, recv) and near.lane > 0
+        if self.persistent is not None and _compiled(call) and not aside and isinstance(recv, np.ndarray):
+            return self._keep(call, self.persistent.added(near, call, place, cut), cut)
+        number, own = near.reserve(), cut.part(send, self.rank)
+        target = own if aside else recv
+
+        def add() -> None:
+            fold(near.sources(number, own, cut.displs[self.rank]), call.op, [target], call.wire)
+
+        return near.meet(number, place, call, add, last=partial(np.copyto, recv, own) if aside else None)
+
+    def _all_reduce(self, call: Call, near: Neighbours) -> Handle | None:
+        (buf,) = call.arrays
+        place = self._find_sum(buf, call.op)
+        if place is None:
+            return None
+        if self.lanes is not None:
+            return Steps(self.lanes.all_reduce(call, place), self.progress)
+        cut = even_pieces(buf.size, self.size)
+        if self.persistent is not None and _compiled(call):
+            return self._keep(call, self.persistent.added(near, call, place, cut))
+        number = near.reserve()
+
+        def add() -> None:
+            """Each rank adds one slice and writes the sum into every rank's buffer: no other touches that slice."""
+            slices = near.sources(number, cut.part(buf, self.rank), cut.displs[self.rank])
+            fold(slices, call.op, slices, call.wire)
+
+        return near.meet(number, place, call, add)
+
+    def _broadcast(self, call: Call, near: Neighbours) -> Handle | None:
+        (buf,) = call.arrays
+        place = self.host.find(buf) if self.inside else None
+        if place is None:
+            return None
+        number, root = near.reserve(), call.root
+
+        def read() -> None:
+            if self.rank != root:
+                near.copy_pieces(number, [(root, buf, 0)])
+
+        return near.meet(number, place, call, read, held=self.rank == root)
+
+    def _all_to_all(self, call: Call, near: Neighbours) -> Handle | None:
+        (send, recv), (sent, received) = call.arrays, call.cuts
+        place = self.host.find(send) if self.inside else None
+        if place is None:
+            return None
+        number = near.reserve()
+        near.payload(near.lane, number)[: self.size] = sent.displs
+
+        def read() -> None:
+            received.part(recv, self.rank)[...] = sent.part(send, self.rank)
+            starts = {other: int(near.payload(other, number)[self.rank]) for other in near.others}
+            near.copy_pieces(number, [(other, received.part(recv, other), starts[other]) for other in near.others])
+
+        return near.meet(number, place, call, read)
+
+    def _barrier(self, call: Call, near: Neighbours) -> Handle | None:
+        if self.persistent is not None:
+            made = self._kept["barrier"] = self.persistent.gathered(near, call)
+            return made.begin((), call.what)
+        return near.sync(near.reserve(), call) if self.inside else None
+
+    def _keep(self, call: Call, made: Persistent, cut: Pieces | None = None) -> Handle:
+        """Begin the collective that was just resolved; later calls find it, however their counts are written."""
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        counts: list[AllCounts] = [call.counts]
+        if cut is not None:
+            counts = [(cut.counts,)] + ([EVEN] if cut == even_pieces(cut.total, self.size) else [])
+        for each in counts:
+            first, last = call.arrays[0], call.arrays[-1]
+            self._kept[call.verb, id(first), id(last), call.op, each, call.algorithm, call.wire] = made
+        return made.begin(call.arrays, call.what)
+
+    @property
+    def persistent(self) -> ModuleType | None:
+        """The code of persistent collectives, where it is loaded."""
+        return self.host.persistent if self.compiles else None
+
+    def _prepare(self) -> None:
+        """Sharing memory means that collectives should be fast: from now on those that repeat run as compiled code."""
+        self._release_abandoned()
+        if self.compiles and self.persistent is None:
+            from fsdpx.core.comm.node import persistent
+
+            self.host.persistent = persistent
+
+    def _find_sum(self, array: Array, op: ReduceOp) -> WindowAddress | None:
+        """Few bytes are faster as messages where the sum is not compiled: libraries need no Python. 16-bit sums are
+        rounded once, in rank order: partial sums of a machine would be rounded before."""
+        small = array.nbytes <= SMALL and not (self.compiles and compilable(array.dtype, op))
+        if small or not (self.inside or not is_half(array.dtype)):
+            return None
+        return self.host.find(array)
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.carrier.all_gather_bytes(data)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self.carrier.all_gather_object(obj)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        part = self.carrier.split(color, key)
+        if part is None:
+            return None
+        assert isinstance(part, Carrier)
+        group = object.__new__(NodeCommunicator)
+        group._start(part, self.host, owns=False)
+        return group
+
+    def window(self, nbytes: int) -> Window:
+        """In shared memory if all ranks are on one machine, else of the carrier's."""
+        if LOCKS and len(self.machines) == 1:
+            return MappedWindow(self.carrier, nbytes, self.timeout)
+        return self.carrier.window(nbytes)
+
+    def close(self) -> None:
+        if self.near is not None:
+            self.near.board.close()
+        if self.lanes is not None:
+            self.lanes.across.close()
+        if self._owns:
+            self.host.close()
+        self.carrier.close()
+
+    def abort(self, code: int = 1) -> None:
+        self.carrier.abort(code)
+
+
+def _compiled(call: Call) -> bool:
+    dtype = call.arrays[0].dtype
+    return compilable(dtype, call.op) and (call.wire is None or dtype.char == "f")
+
+
+_SHARED: dict[str, Callable[[NodeCommunicator, Call, Neighbours], Handle | None]] = {
+    "all_gather": NodeCommunicator._all_gather,
+    "reduce_scatter": NodeCommunicator._reduce_scatter,
+    "all_reduce": NodeCommunicator._all_reduce,
+    "broadcast": NodeCommunicator._broadcast,
+    "all_to_all": NodeCommunicator._all_to_all,
+    "barrier": NodeCommunicator._barrier,
+}
+"""Verbs that shared memory does better; each gives None where the arrays of a call do not lie there."""

@@ -1,0 +1,152 @@
+"""A file in memory that all ranks of a machine have open, and that the system frees when the last of them has ended."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fsdpx.core.base import safe_files
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.errors import ConfigError
+
+__all__ = ["map_shared_file"]
+
+try:
+    import fcntl
+except ImportError:  # Windows: windows are MPI's there
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+
+
+def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool) -> tuple[int, mmap.mmap]:
+    """Open, lock and map a new file in `folder` on all ranks of `comm`, which run on this machine. Collective.
+
+    The file has no name while it holds memory, so that ranks can be killed at any moment and leave none. The others
+    open that of rank 0 through its process. Where the system refuses that to a rank, as between containers that do not
+    see each other's processes, an empty file has a name until all have opened it.
+
+    Parameters
+    ----------
+    at_once : take the memory now; else each page is taken when it is first touched
+
+    Raises
+    ------
+    ConfigError : on all ranks, if one of them cannot do it
+    """
+    opening = _Opening(comm, nbytes, folder)
+    try:
+        if not opening.share_unnamed():
+            opening.share_named()
+        return opening.file, opening.take(at_once)
+    except BaseException:
+        opening.close()
+        raise
+
+
+@dataclass
+class _Opening:
+    """The file on its way to all ranks. file: open on this rank, -1 before."""
+
+    comm: Communicator
+    nbytes: int
+    folder: str
+    file: int = -1
+
+    def share_unnamed(self) -> bool:
+        """Make the file on rank 0 and open it on the others; False, on all ranks, if one of them cannot."""
+        where = self._run_on_all(self._make_unnamed)[0]
+        if self.comm.rank:
+            self.file = _open_of_process(*where)
+        return all(self.comm.all_gather_plain(self.file >= 0))
+
+    def share_named(self) -> None:
+        self.close()
+        path = self._run_on_all(self._make_named)[0]
+        try:
+            self._run_on_all(lambda: self._open_named(path))
+        finally:
+            if self.comm.rank == 0:
+                os.unlink(path)
+        self.comm.all_gather_plain(None)  # no rank takes memory before the name is gone
+
+    def take(self, at_once: bool) -> mmap.mmap:
+        """The file's memory, of which rank 0 takes all if it is to be had `at_once`; and the lock of this rank."""
+
+        def take() -> None:
+            if at_once and self.comm.rank == 0:
+                os.posix_fallocate(self.file, 0, self.nbytes)
+            memory = mmap.mmap(self.file, self.nbytes)
+            fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.comm.size + self.comm.rank)
+            found.append(memory)
+
+        found: list[mmap.mmap] = []
+        self._run_on_all(take)
+        return found[0]
+
+    def close(self) -> None:
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    def _make_unnamed(self) -> tuple[int, ...]:
+        """Where the others find the file of rank 0: process, number, and what it must be."""
+        if self.comm.rank:
+            return ()
+        self.file = safe_files.open_unnamed(self.folder)
+        os.truncate(self.file, self.nbytes)
+        return os.getpid(), self.file, *_identity(os.fstat(self.file))
+
+    def _make_named(self) -> str:
+        if self.comm.rank:
+            return ""
+        path = safe_files.temporary_path(self.folder)
+        self.file = safe_files.create(path)
+        return str(path)
+
+    def _open_named(self, path: str) -> None:
+        if self.comm.rank:
+            self.file = os.open(path, os.O_RDWR)
+        else:
+            os.truncate(self.file, self.nbytes)
+
+    def _run_on_all(self, body: Callable[[], T]) -> list[T]:
+        """`body()` of each rank; ConfigError on all of them if one raises OSError."""
+        value, problem = None, ""
+        try:
+            value = body()
+        except OSError as error:
+            problem = self._problem(error)
+        everyone = self.comm.all_gather_plain((value, problem))
+        for rank, (_, text) in enumerate(everyone):
+            if text:
+                raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")
+        return [value for value, _ in everyone]
+
+    def _problem(self, error: OSError) -> str:
+        remedy = "give it more room (containers: docker run --shm-size=4g)"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = (
+                "close() trainers that are not used any more, or make them by `with model.as_distributed(...) as t:`; "
+                "or allow more files (ulimit -n)"
+            )
+        return f"{self.nbytes} bytes of shared memory for a window: {self.folder}: {error.strerror}; {remedy}"
+
+
+def _open_of_process(process: int, number: int, *identity: int) -> int:
+    """The open file `number` of another process; -1 where this process may not open it, or where another process has
+    that number, as in a container with numbers of its own."""
+    name = f"/proc/{process}/fd/{number}"
+    with suppress(OSError):
+        if _identity(os.stat(name)) == identity:
+            return os.open(name, os.O_RDWR)
+    return -1
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino

@@ -1,0 +1,326 @@
+"""The memory that ranks of one machine share: files that all map, windows in them, and a board.
+
+The board says how far each rank is. Rank r writes only its own part, so no lock is needed: a collective with number n
+is *posted* by a rank when its data may be read (with a few words that say where they lie), and *finished* when the rank
+has read what it needs. A fence orders the words before the number.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpx.core.comm.calls import Array, address
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.node.shared_file import map_shared_file
+from fsdpx.core.comm.windows import SharedParts
+
+__all__ = [
+    "FOLDER", "LETTER", "LOCKS", "SLOTS", "Board", "Host", "HostWindow", "MappedWindow", "Mapping", "WindowAddress",
+    "free_bytes", "memory_here",
+]  # fmt: skip
+
+try:
+    import fcntl
+except ImportError:  # Windows: windows are MPI's there
+    fcntl = None  # type: ignore[assignment]
+
+
+LOCKS = fcntl is not None
+"""Whether processes can lock parts of a file here."""
+
+FOLDER = "/dev/shm"
+"""Where Linux keeps files in memory."""
+
+
+class Mapping:
+    """Memory with a part of each rank of `comm`, all of which run on this machine: a file in memory that all map.
+    Collective. It has no name, so nothing is left behind however they end; and a rank that forgets it, without `close`,
+    gives its own part in it back.
+
+    at_once: the memory is taken now, with ConfigError on all ranks if there is too little; else as it is touched. Byte
+    size + r of `file` is locked by rank r as long as it lives."""
+
+    def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
+        sizes = comm.all_gather_plain(max(nbytes, 1))
+        starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
+        self.file, memory = map_shared_file(comm, starts[-1], _folder(), at_once)
+        self._end = weakref.finalize(self, os.close, self.file)
+        self._end.atexit = False  # the system closes it
+        self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
+
+    def close(self) -> None:
+        """The memory is unmapped when the last view of it is gone."""
+        self.parts = []
+        self._end()
+
+
+class MappedWindow(SharedParts):
+    """A part of each rank of `comm`, all of which run on this machine. Collective. Byte r of the file is the lock of
+    the part of rank r."""
+
+    def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
+        self._mapping = Mapping(comm, nbytes)
+        self._file, self.parts = self._mapping.file, self._mapping.parts
+        super().__init__(comm.rank, comm.size, self.parts[comm.rank], timeout)
+
+    @contextmanager
+    def lock(self, rank: int, write: bool) -> Iterator[None]:
+        fcntl.lockf(self._file, fcntl.LOCK_EX if write else fcntl.LOCK_SH, 1, rank)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+
+    def gone(self, rank: int) -> bool:
+        if rank == self.rank:
+            return False
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, self.size + rank)
+        except OSError:  # held
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self.size + rank)
+        return True
+
+    def close(self) -> None:
+        self.parts = []
+        self.own = np.empty(0, np.uint8)
+        self._mapping.close()
+
+
+def memory_here() -> str:
+    """A name that is the same for all processes that can share memory with this one: those of one machine, but not of
+    containers with shared memory of their own."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_folder()).st_dev}"
+    return f"{platform.node()} {_folder()}"
+
+
+def _folder() -> str:
+    return FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
+
+
+RESERVE = 4 << 20
+"""Bytes of shared memory that are left for the library that carries messages."""
+
+
+class WindowAddress(NamedTuple):
+    """Where an array lies: in the part of rank `owner` (of the machine) of a window, from byte `offset`."""
+
+    window: int
+    owner: int
+    offset: int
+
+    @property
+    def words(self) -> memoryview:
+        """This address as three 64-bit words."""
+        return np.array(self, np.int64).data
+
+
+class HostWindow:
+    """One allocation: a part of each rank of the machine, all mapped by all. Collective to make. fence: a rank that
+    sees what is written after it also sees everything written before it."""
+
+    def __init__(self, here: Communicator, nbytes: int) -> None:
+        self._mapping = Mapping(here, nbytes, at_once=False)  # each page then lies near the rank that uses it first
+        self.parts: list[Array] = self._mapping.parts
+        self.addresses = [address(part) for part in self.parts]
+        self.fence = _fence()
+
+    def free(self) -> None:
+        """The memory is gone: no array of it may be used any more."""
+        self.parts = []
+        self._mapping.close()
+
+
+class Host:
+    """The machine of this rank as `world`, all ranks of the job, sees it. here: the ranks on this machine, in the order
+    of their world ranks, of which `leader` is the lowest, its name."""
+
+    def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
+        self.world, self.here, self.leader = world, here, leader
+        self.rank, self.size = here.rank, here.size
+        self.common: set[int] = set()  # windows of which all ranks of a group use the same part
+        self.windows: dict[int, HostWindow] = {}
+        self.abandoned: list[Array] = []  # arrays in windows whose owner is no more
+        self.persistent: ModuleType | None = None  # `fsdpx.core.comm.node.persistent`, once there is memory to share
+        self._owners: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, tuple[Array, WindowAddress]] = {}
+        self._views: dict[tuple[int, ...], Array] = {}
+        self._made = 0
+
+    def window(self, nbytes: int) -> int | None:
+        """The number of a new window, with `nbytes` of memory of this rank; ranks may differ. None, on all ranks, if
+        some machine has too little memory for what its ranks want. Collective over the world."""
+        wanted = sum(self.here.all_gather_plain(nbytes))
+        if not all(self.world.all_gather_plain(wanted <= free_bytes())):
+            return None
+        window, number = HostWindow(self.here, nbytes), self._made
+        self._made += 1
+        self.windows[number] = window
+        self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
+        return number
+
+    def release(self, array: Array) -> None:
+        """Free this rank's side of the window that `array` lies in. No view of it may be in use. Nothing is sent."""
+        place = self.find(array)
+        assert place is not None, "only what was allocated is released"
+        window = self.windows.pop(place.window)
+        self.common.discard(place.window)
+        for part in window.parts:
+            del self._owners[id(part)]
+        self._places.clear()
+        self._views.clear()
+        window.free()
+
+    def release_abandoned(self) -> None:
+        """Free the windows of what was abandoned, unless they have been closed."""
+        with suppress(IndexError):  # none is left; another thread may have taken the last
+            while True:
+                array = self.abandoned.pop()
+                if self.find(array) is not None:
+                    self.release(array)
+
+    def find(self, array: Array) -> WindowAddress | None:
+        """Where an array lies, None if not in a window. The answer is kept for the same object."""
+        known = self._places.get(id(array))
+        if known is not None:
+            return known[1]
+        place = self._search(array)
+        if place is not None:  # others are not held: they may be large, and finding that they lie nowhere is fast
+            if len(self._places) >= 4096:
+                self._places.clear()
+            self._places[id(array)] = (array, place)  # holding the view keeps its id taken
+        return place
+
+    def _search(self, array: Array) -> WindowAddress | None:
+        if not isinstance(array, np.ndarray):
+            return None
+        owner = self._owners.get(id(array)) or self._owners.get(id(array.base))
+        if owner is None:
+            return None
+        part = self.windows[owner[0]].parts[owner[1]]
+        return WindowAddress(*owner, address(array) - address(part))
+
+    def view(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
+        """`size` elements, from element `start` on, of the array that lies at a place."""
+        key = (*place, start, size, dtype.num)
+        made = self._views.get(key)
+        if made is None:
+            if len(self._views) >= 4096:
+                self._views.clear()
+            window, owner, offset = place
+            begin = offset + start * dtype.itemsize
+            made = self.windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
+            self._views[key] = made
+        return made
+
+    def close(self) -> None:
+        """Free all windows."""
+        while self.windows:  # some may go meanwhile, as the trainer that has forgotten them is collected
+            self.windows.popitem()[1].free()
+        self._owners.clear()
+        self._places.clear()
+        self._views.clear()
+        if self.here is not self.world:
+            self.here.close()
+
+
+def _fence() -> Callable[[], None]:
+    """Processors other than x86 may show stores to others in another order. A lock that is held orders what comes
+    before its release and what comes after it is taken again."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return lambda: None
+    lock = threading.Lock()
+    lock.acquire()
+
+    def order() -> None:
+        lock.release()
+        lock.acquire()
+
+    return order
+
+
+def free_bytes() -> int:
+    """Bytes of shared memory that are left on this machine; without a limit of its own, more than any rank wants."""
+    if not os.path.isdir(FOLDER):
+        return 1 << 62
+    found = os.statvfs(FOLDER)
+    return max(found.f_bavail * found.f_frsize - RESERVE, 0)
+
+
+SLOTS = 64
+"""Collectives in flight at one time; the next one takes the place of the oldest."""
+HEAD = 8
+"""64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
+LETTER = 128
+"""Bytes that the payload of a record holds at least: what ranks tell each other about a step takes no more."""
+
+
+class Board:
+    """comm: the group; all of it on one machine. Collective to make."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self._record = HEAD + -(-max(self.size, LETTER // 8) // HEAD) * HEAD  # a word for each rank, whole cache lines
+        self._window = HostWindow(comm, SLOTS * self._record * 8)
+        self._bytes = self._window.parts
+        self.addresses = self._window.addresses
+        self._fence = self._window.fence
+        self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
+        self._mine = self._words[self.rank]
+
+    def post(self, number: int, words: memoryview | None = None) -> int:
+        """Say that this rank's data of a collective may be read, and where they lie (`Place.words`). Returns where the
+        record is: bytes from each of `addresses`."""
+        at = number % SLOTS * self._record
+        mine = self._mine
+        if words is not None:
+            mine[at + 2 : at + 5] = words
+        self._fence()
+        mine[at] = number
+        return 8 * at
+
+    def posted(self, rank: int, number: int) -> bool:
+        if self._words[rank][self._at(number)] < number:
+            return False
+        self._fence()
+        return True
+
+    def words(self, rank: int, number: int, count: int) -> list[int]:
+        """The words that a rank gave to `post`."""
+        at = self._at(number) + 2
+        return self._words[rank][at : at + count].tolist()
+
+    def payload(self, rank: int, number: int) -> Array:
+        """The bytes of a record beside its head: written before `post`, or read after it."""
+        at = 8 * (self._at(number) + HEAD)
+        return self._bytes[rank][at : at + 8 * (self._record - HEAD)]
+
+    def finish(self, number: int) -> None:
+        """Say that this rank has read all it needs for a collective."""
+        self._fence()
+        self._mine[self._at(number) + 1] = number
+
+    def finished(self, rank: int, number: int) -> bool:
+        return self._words[rank][self._at(number) + 1] >= number
+
+    def close(self) -> None:
+        self._words, self._bytes = [], []
+        del self._mine, self._fence
+        self._window.free()
+
+    def _at(self, number: int) -> int:
+        return number % SLOTS * self._record

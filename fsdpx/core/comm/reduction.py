@@ -1,0 +1,131 @@
+"""How values are combined: which operations fit which dtypes, and sums in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels import add_widened, narrowed, store
+from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.comm.calls import Array, ReduceOp
+from fsdpx.errors import ConfigError
+
+__all__ = ["combine", "compilable", "fold", "in_rank_order", "is_half", "kind_of", "objection"]
+
+_KINDS = {
+    "float64": "float", "float32": "float", "float16": "half", "bfloat16": "half", "complex64": "complex",
+    "complex128": "complex", "bool": "bool",
+    **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"), "integer"),
+}  # fmt: skip
+_UFUNCS = {
+    ReduceOp.SUM: np.add, ReduceOp.AVG: np.add, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum,
+    ReduceOp.PROD: np.multiply,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def kind_of(dtype: np.dtype) -> str:
+    """ "float", "half", "complex", "integer" or "bool"; ConfigError for a dtype that communicators do not move."""
+    kind = _KINDS.get(dtype.name)
+    if kind is not None and not dtype.isnative:
+        remedy = "array.astype(array.dtype.newbyteorder('='))"
+        raise ConfigError(f"dtype {dtype.str} ({dtype.name}) has the byte order of other machines: use {remedy}")
+    if kind is None:
+        raise ConfigError(f"dtype {dtype.str} ({dtype.name}) cannot be communicated: use one of {', '.join(_KINDS)}")
+    return kind
+
+
+def is_half(dtype: np.dtype) -> bool:
+    """Whether arrays of `dtype` are added in float32."""
+    return kind_of(dtype) == "half"
+
+
+def in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
+    """Whether values are combined by us, rank after rank, as libraries differ in what they make of them: sums in 16
+    bits, and the largest and least of floats, among which a NaN of any rank must reach all."""
+    return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "float")
+
+
+def compilable(dtype: np.dtype, op: ReduceOp) -> bool:
+    """Whether compiled code can add it: most of what training moves."""
+    return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
+
+
+def combine(op: ReduceOp) -> np.ufunc:
+    """The ufunc that combines two values; AVG combines like SUM and is divided at the end."""
+    return _UFUNCS[op]
+
+
+@lru_cache(maxsize=64)
+def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
+    """Why `op` has no meaning for `dtype`, or None."""
+    if op is ReduceOp.AVG and kind_of(dtype) in ("integer", "bool"):
+        return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
+    if op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "complex":
+        return f"{op.name} of {dtype.name}: complex numbers have no order; reduce their absolute values, or parts"
+    return None
+
+
+BLOCK = 1 << 15
+"""Elements that `fold` adds at a time on the host: a block of sums stays in cache until it is written everywhere."""
+
+
+def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
+    """Each of `outs` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32, reading each array once. One of
+    `outs` may be one of `arrays`, as a whole. wire: what arrays are rounded to before, and a sum that goes to several.
+    """
+    ufunc, first = combine(op), outs[0]
+    xp = np if type(first) is np.ndarray else namespace_of(first)
+    block_size = BLOCK if xp is np else max(first.size, 1)
+    half = is_half(first.dtype)
+    pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG and wire is None
+    if pair and (len(outs) == 1 or first.size <= block_size):
+        _pair(ufunc, arrays, outs)
+        return
+    total = xp.empty(0 if pair else min(block_size, first.size), dtype=np.float32 if half else first.dtype)
+    with np.errstate(all="ignore"):
+        for start in range(0, first.size, block_size):
+            block = slice(start, min(start + block_size, first.size))
+            if pair:
+                sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
+            else:
+                sums = total[: block.stop - start]
+                _load(xp, _rounded(arrays[0][block], wire), sums)
+                for array in arrays[1:]:
+                    _merge(xp, ufunc, _rounded(array[block], wire), sums)
+                if op is ReduceOp.AVG:
+                    sums /= len(arrays)
+                _load(xp, _rounded(sums, wire if len(outs) > 1 else None), first[block])
+            for out in outs[1:]:
+                out[block] = first[block]
+
+
+def _pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
+    """Two arrays at once: most calls, and the small ones are many."""
+    with np.errstate(all="ignore"):
+        ufunc(arrays[0], arrays[1], out=outs[0])
+    for out in outs[1:]:
+        out[...] = outs[0]
+
+
+def _rounded(x: Array, wire: Any) -> Array:
+    return x if wire is None else narrowed(np, x, wire)
+
+
+def _load(xp: Any, x: Array, out: Array) -> None:
+    """out = x, either of them perhaps of 16 bits."""
+    if x.dtype == out.dtype:
+        out[...] = x
+    else:
+        store(xp, x, out)
+
+
+def _merge(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
+    """total = total op x, x perhaps of 16 bits."""
+    if ufunc is np.add and x.dtype != total.dtype:
+        add_widened(xp, x, total)
+    else:
+        ufunc(total, x.astype(total.dtype, copy=False), out=total)

@@ -1,0 +1,244 @@
+"""compile: from the choices of a step to its program, and the program itself as a value."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from fsdpx.core.program.passes import compute, offload, one_by_one, page, recompute, reduce, reduce_carried
+from fsdpx.core.program.pipeline import Slots, Stage, expand
+from fsdpx.core.program.verbs import Action, Slot
+
+__all__ = ["KINDS", "Program", "ProgramKind", "Request", "Sync", "compile"]
+
+
+@dataclass(frozen=True)
+class ProgramKind:
+    """about: what a program of this kind does. ops: its verbs in the order of the schedule, or one of them for all
+    microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects. alone:
+    makes a whole program of its computing, where no other rank takes part."""
+
+    about: str
+    ops: str
+    loss: str | None = None
+    results: tuple[str, ...] = ()
+    updates: bool = False
+    alone: Callable[[list[Action], Request], list[Action]] | None = None
+
+
+KINDS = {
+    "step": ProgramKind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
+    "accumulate": ProgramKind(
+        "forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)
+    ),
+    "local": ProgramKind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
+    "update": ProgramKind("reduce what is still local, then update", "", results=("mean", "scale"), updates=True),
+    "evaluate": ProgramKind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
+    "predict": ProgramKind("forward only, nothing kept", "E", results=("act",)),
+    "forward": ProgramKind("forward, kept for a backward of the caller", "F", results=("act",)),
+    "backward": ProgramKind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
+}
+"""By name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How ranks come together in a step that updates. By this one their gradients are added up, and that is all.
+
+    joins: the verb that makes the part of a gradient the whole one. before: verbs before the first update. after: verbs
+    after the update of a page, and the pages. rest: the same after all updates. kept: kinds of slots that are filled
+    before and after, of each trained page. begins, ends: more such slots. results: kinds that the caller collects."""
+
+    joins: str = "JOIN"
+    before: tuple[str, ...] = ()
+    after: tuple[tuple[str, frozenset[int]], ...] = ()
+    rest: tuple[tuple[str, frozenset[int]], ...] = ()
+    kept: tuple[str, ...] = ()
+    begins: frozenset[Slot] = frozenset()
+    ends: frozenset[Slot] = frozenset()
+    results: tuple[str, ...] = ()
+
+    def slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
+        """The slots of `begins` or `ends`, and of `kept`, in a program that trains these pages."""
+        return {s for s in filled if s.at is None or s.at in trained}.union(*(_of(kind, trained) for kind in self.kept))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a program is compiled from.
+
+    kind: one of KINDS. keep_full: full parameters live from their first gather to their update, else only while used.
+    reduce_each: reduce every microbatch's gradients at once, else when all are added up. ahead: see Sharding.
+    resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
+    reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
+    order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
+    run forward again before their backward. commit: all ranks agree that a step has succeeded before it updates.
+    scales: the verbs that find the scale of all updates: SCALE, or NORM where the norm of all gradients is wanted.
+    sync: how ranks come together in a step that updates."""
+
+    kind: str
+    stage: Stage
+    microbatches: int = 1
+    keep_full: bool = False
+    reduce_each: bool = True
+    ahead: int = 1
+    resident: frozenset[int] = frozenset()
+    grads: frozenset[int] = frozenset()
+    parts: frozenset[int] = frozenset()
+    weighed: bool = False
+    order: tuple[Action, ...] | None = None
+    recompute: frozenset[int] = frozenset()
+    commit: bool = False
+    scales: tuple[str, ...] = ("SCALE",)
+    sync: Sync = Sync()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flat list of actions, the same text on every rank of a stage. begins, ends: slots filled before and after."""
+
+    kind: str
+    actions: tuple[Action, ...]
+    stage: Stage
+    microbatches: int
+    begins: frozenset[Slot]
+    ends: frozenset[Slot]
+    results: tuple[Slot, ...] = field(default=())  # those of `ends` that the caller collects
+
+    def __str__(self) -> str:
+        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # a page is 88 wide
+
+    @cached_property
+    def slots(self) -> tuple[Slots, ...]:
+        return tuple(expand(a, self.stage, self.microbatches) for a in self.actions)
+
+
+@lru_cache(maxsize=128)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
+def compile(request: Request) -> Program:
+    stage, kind = request.stage, KINDS[request.kind]
+    actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
+    if kind.alone is not None:
+        return _program(request, kind.alone(actions, request))
+    actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
+    if _reduces(request):
+        joins = request.sync.joins if kind.updates else ""
+        actions = reduce(actions, stage, request.reduce_each, request.ahead, joins)
+    actions += _update(actions, request) if kind.updates else []
+    actions = offload(actions, stage, request.microbatches, request.ahead)
+    return _program(request, actions)
+
+
+def _program(request: Request, actions: list[Action]) -> Program:
+    begins, ends, results = _begins(request), _ends(request), _results(request)
+    microbatches = request.microbatches if KINDS[request.kind].ops else 0
+    return Program(request.kind, tuple(actions), request.stage, microbatches, begins, ends, results)
+
+
+def _compute(request: Request) -> list[Action]:
+    kind, stage = KINDS[request.kind], request.stage
+    order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
+    seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
+    actions = [*seeds, *compute(order, stage, kind.loss)]
+    given = (kind.updates and "NORM" in request.scales) or kind.alone is not None  # by a verb of its own
+    return _with_mean(actions, stage, kind.loss) if kind.loss and not given else actions
+
+
+def _with_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
+    """The one message about the loss: issued as soon as its numbers are there, on its way during backward. In a pipe at
+    the end, since ranks know them at different times, and collectives come in one order."""
+    last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
+    at = len(actions) if stage.edges else last + 1
+    return [*actions[:at], Action("MEAN"), *actions[at:]]
+
+
+def _through(op: str, request: Request) -> list[Action]:
+    """Each microbatch through all stages of this rank, one after the other."""
+    numbers = [number for number, _ in request.stage.parts][:: -1 if op == "B" else 1]
+    return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
+
+
+def _reduces(request: Request) -> bool:
+    """Whether gradients are reduced while this program runs."""
+    return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
+
+
+def _update(actions: list[Action], request: Request) -> list[Action]:
+    """The tail of a program that updates; what other programs left is reduced first."""
+    stage, tail, sync = request.stage, list[Action](), request.sync
+    if request.kind == "update":
+        joins = (Action(sync.joins, p) for p in stage.trained)
+        tail = [*reduce_carried(sorted(request.grads), request.ahead), *joins]
+    tail += [Action("TIE", p) for p in stage.ties]
+    given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
+    tail += [*given, *map(Action, request.scales)]
+    tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
+    tail += map(Action, sync.before)
+    last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
+    last |= {a.unit: a.op for a in actions if a.op in ("GATHER", "FREE")}
+    for p in reversed(stage.trained):
+        tail += [*([Action("FREE", p)] if last.get(p) == "GATHER" else []), Action("UPDATE", p)]
+        tail += [Action(op, p) for op, pages in sync.after if p in pages]
+    return tail + [Action(op, p) for op, pages in sync.rest for p in reversed(stage.trained) if p in pages]
+
+
+def _of(kind: str, numbers: Iterable[int]) -> set[Slot]:
+    return {Slot(kind, n) for n in numbers}
+
+
+def _lasting(stage: Stage) -> set[Slot]:
+    """The slots that are filled before and after every program."""
+    trained, here = set(stage.trained), set(stage.here)
+    kept = _of("memory", stage.coded & trained) | _of("stats", stage.moving & here)
+    found = _of("shard", stage.pages) | _of("slots", trained) | kept
+    stored = {record: Slot("stored", number) for number, record in enumerate(stage.records)}
+    return {stored.get(slot, slot) for slot in found}
+
+
+def _begins(request: Request) -> frozenset[Slot]:
+    stage = request.stage
+    slots = _lasting(stage) | _of("full", request.resident) | _of("grad", request.grads) | _of("part", request.parts)
+    slots |= {Slot("weight")} if request.weighed else set()
+    slots |= request.sync.slots(request.sync.begins, stage.trained)
+    if request.kind == "backward":
+        slots |= _saved(request)
+        slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
+    return frozenset(slots)
+
+
+def _ends(request: Request) -> frozenset[Slot]:
+    """The slots that must be left, from the meaning of the kind alone: not from the list that `compile` made."""
+    stage, kind = request.stage, KINDS[request.kind]
+    slots = _lasting(stage) | set(_results(request))
+    if request.keep_full:
+        units = [u for u in stage.here if kind.ops and (kind.ops != "B" or u in stage.backward)]
+        touched = request.resident.union(*(stage.units[u].pages for u in units))
+        slots |= _of("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
+    slots |= request.sync.slots(request.sync.ends, stage.trained)
+    if kind.updates:
+        return frozenset(slots)
+    if "B" in kind.ops:
+        slots |= _of("part" if _reduces(request) else "grad", stage.trained)
+    slots |= _of("part", request.parts) | _of("grad", () if _reduces(request) else request.grads)
+    slots |= {Slot("weight")} if request.weighed or ("B" in kind.ops and stage.scores) else set()
+    slots |= _saved(request) if kind.ops == "F" else set()
+    return frozenset(slots)
+
+
+def _saved(request: Request) -> set[Slot]:
+    """The slots that a forward leaves for a backward of the caller."""
+    units = (u for u in request.stage.here if u in request.stage.backward)
+    return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
+
+
+def _results(request: Request) -> tuple[Slot, ...]:
+    stage, kinds = request.stage, KINDS[request.kind].results
+    if kinds == ("act",):
+        outputs = stage.outputs if stage.scores else ()
+        return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
+    if kinds == ("dact",):
+        wanted = [v for v in stage.used if v not in stage.constant]
+        return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
+    slots = tuple(Slot(kind) for kind in (*kinds, *request.sync.results) if kind != "weight" or stage.scores)
+    return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

@@ -1,0 +1,246 @@
+"""Passes of the compiler: from units to actions, and records on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
+
+from fsdpx.core.program.pipeline import Slots, Stage, expand, spell
+from fsdpx.core.program.verbs import VERBS, Action, Slot
+
+__all__ = ["compute", "offload", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
+
+Actions = list[Action]
+T = TypeVar("T")
+
+
+def one_by_one(microbatches: int) -> tuple[Action, ...]:
+    """The order of a step without a pipe: microbatches one after the other, forward and backward of the one stage."""
+    return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
+
+
+def compute(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
+    """From stages to units. order: F, E, B, I and W of this rank's stages, Action.unit being the stage's number. end:
+    the verb that closes each microbatch's forward where the loss is (LOSS, SCORE), if any.
+
+    A stage asks for its inputs from other stages one step before, so that they can arrive meanwhile; what it makes for
+    others is sent as soon as it is computed."""
+    units, steps = dict(stage.parts), [_Step(action, stage) for action in order]
+    loaded: set[int | None] = set()
+    result: Actions = []
+    for i, step in enumerate(steps):
+        result += step.recvs if i == 0 or not step.early(steps[i - 1]) else []
+        result += steps[i + 1].recvs if i + 1 < len(steps) and steps[i + 1].early(step) else []
+        if step.forward and stage.used and step.mb not in loaded:
+            loaded.add(step.mb)
+            result.append(Action("LOAD", None, step.mb))
+        result += step.before
+        for u in units[step.stage] if step.forward else reversed(units[step.stage]):
+            op = stage.part_of(step.op, u)
+            result += [*([Action(op, u, step.mb)] if op else []), *step.after.get(u, [])]
+        if step.forward and end and stage.scores and step.stage == stage.parts[-1][0]:
+            result.append(Action(end, None, step.mb))
+    return result
+
+
+class _Step:
+    """One entry of an order: what it receives, and what it sends before its units and after which of them."""
+
+    def __init__(self, action: Action, stage: Stage) -> None:
+        assert action.unit is not None
+        self.op, self.stage, self.mb = action.op, action.unit, action.mb
+        self.forward, self.after = action.op in "FE", dict[int, Actions]()
+        mine = [e for e in stage.edges if e.gradient is not self.forward and action.op != "W"]
+        mine = [e for e in mine if self.forward or e.value not in stage.constant]
+        here = (stage.rank, self.stage)
+        self.recvs = [Action("RECV", e.number, self.mb) for e in mine if (e.receiver, e.target) == here]
+        self.before: Actions = []
+        units = dict(stage.parts)[self.stage]
+        for edge in [e for e in mine if (e.sender, e.source) == here]:
+            # forward: what a unit gives; backward: what it adds a gradient to, the first unit being the last to do so
+            at = [u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)]
+            sends = self.after.setdefault(at[0], []) if at else self.before
+            sends.append(Action("SEND", edge.number, self.mb))
+
+    def early(self, before: _Step) -> bool:
+        """Whether the step before can run while what this one needs arrives: gradients that pass a rank twice are not
+        in each other's way then."""
+        return self.forward or before.mb != self.mb
+
+
+def recompute(actions: Actions, units: Collection[int]) -> Actions:
+    """Forwards of some units keep only what they read (C); right before their backward they run again (R)."""
+    result: Actions = []
+    for action in actions:
+        chosen = action.unit in units
+        if chosen and action.op in ("B", "I"):
+            result.append(Action("R", action.unit, action.mb))
+        result.append(Action("C", action.unit, action.mb) if chosen and action.op == "F" else action)
+    return result
+
+
+def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
+    """Insert GATHER and FREE. The future is known, so what is resident before an action is exactly what that action
+    needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed."""
+    needs = [_pages("full", VERBS[a.op].reads, a, stage) for a in actions]
+    have = dict.fromkeys(resident)
+    result: Actions = []
+    for i, action in enumerate(actions):
+        if needs[i]:
+            window = _window(needs[i], needs[i + 1 :], ahead)
+            if not keep:
+                result += [Action("FREE", p) for p in have if p not in window]
+                have = {p: None for p in have if p in window}
+            result += [Action("GATHER", p) for p in window if p not in have]
+            have |= dict.fromkeys(window)
+        result.append(action)
+    return result if keep else result + [Action("FREE", p) for p in have]
+
+
+def _pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
+    """The pages of the slots of a kind, among words of the table."""
+    slots = (slot for word in words if word.startswith(f"{kind}:") for slot in spell(word, action, stage, 1))
+    return [slot.at for slot in slots if slot.at is not None]
+
+
+def _window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
+    """What is needed now, and the next `ahead` others in order of first use."""
+    window = dict.fromkeys(now)
+    capacity = len(window) + ahead
+    for some in later:
+        for one in some:
+            if len(window) >= capacity:
+                return window
+            window[one] = None
+    return window
+
+
+def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: str) -> Actions:
+    """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
+    and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
+    The last SETTLE of a page is followed by the verb `join`, if there is one."""
+    added = [_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
+    rounds = [a.mb if each else None for a in actions]
+    last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
+    complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]
+    result = _reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
+    settled = {a.unit: i for i, a in enumerate(result) if join and a.op == "SETTLE"}
+    ends = {i: [Action(join, p)] for p, i in settled.items()}
+    return [x for i, a in enumerate(result) for x in (a, *ends.get(i, []))]
+
+
+def reduce_carried(pages: Sequence[int], behind: int) -> Actions:
+    """Reduce gradients that earlier programs left."""
+    return _reduced([([], [], [p]) for p in pages], behind)
+
+
+def _reduced(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
+    """The actions of `steps` with the reduces of the pages between them.
+
+    steps: actions, the pages that they add into, and the pages whose gradients are complete after them."""
+    result: Actions = []
+    pending: list[int] = []
+    for actions, added, complete in steps:
+        result += [Action("SETTLE", p) for p in pending if p in added]
+        pending = [p for p in pending if p not in added] + list(complete)
+        result += [*actions, *(Action("REDUCE", p) for p in complete)]
+        over = max(len(pending) - behind, 0)
+        result += [Action("SETTLE", p) for p in pending[:over]]
+        pending = pending[over:]
+    return result + [Action("SETTLE", p) for p in pending]
+
+
+def offload(actions: Actions, stage: Stage, microbatches: int, ahead: int) -> Actions:
+    """Insert FETCH, STORE and EVICT, kind by kind of the records.
+
+    The records that an action needs are in memory, and the next `ahead` of the kind; at most `ahead` others are being
+    stored. Activations that no later action of the program needs stay where they are."""
+    for kind in dict.fromkeys(record.kind for record in stage.records):
+        numbers = {record.at: n for n, record in enumerate(stage.records) if record.kind == kind}
+        slots = [expand(action, stage, microbatches) for action in actions]
+        actions = _Cache(kind, numbers, ahead).through(actions, slots)
+    return actions
+
+
+class _Cache:
+    """The records of one kind that are in memory while the actions of a program pass by.
+
+    numbers: of the records. there: slot -> whether its values differ from those that are stored. leaving: slots whose
+    values are being written. stored: activations that have been. last: slot -> the last action that needs it."""
+
+    def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
+        self.kind, self.numbers, self.ahead = kind, numbers, ahead
+        self.there: dict[Slot, bool] = {}
+        self.leaving: list[Slot] = []
+        self.stored: set[Slot] = set()
+        self.last: dict[Slot, int] = {}
+        self.result: Actions = []
+
+    def through(self, actions: Actions, slots: Sequence[Slots]) -> Actions:
+        """The actions, with those that keep what they need in memory between them."""
+        wanted = [self._mine((*s.takes, *s.reads, *s.adds)) for s in slots]
+        needs = _held(actions, slots, [[*w, *self._mine(s.gives)] for w, s in zip(wanted, slots, strict=True)])
+        first, self.last = _early(actions, needs), {slot: i for i, some in enumerate(wanted) for slot in some}
+        for i, action in enumerate(actions):
+            if needs[i] or i == first:
+                self._turn(i, _window(needs[i], wanted[i + 1 :], self.ahead))
+            self.result.append(action)
+            self.there |= dict.fromkeys(self._mine((*slots[i].adds, *slots[i].gives)), True)
+            for slot in self._mine(slots[i].takes):
+                self.there.pop(slot, None)
+        self._leave([slot for slot in self.there if slot.mb is None])
+        self._evict(0)
+        return self.result
+
+    def _mine(self, slots: Sequence[Slot]) -> list[Slot]:
+        return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
+
+    def _turn(self, at: int, window: dict[Slot, None]) -> None:
+        """Drop the slots outside the window, and fetch those missing from it."""
+        gone = [slot for slot in self.there if slot not in window]
+        self._leave([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= at])
+        self._evict(self.ahead)
+        for slot in window:
+            if slot in self.there or not (slot.mb is None or slot in self.stored):
+                continue
+            if slot in self.leaving:  # all that were before it as well
+                self._evict(len(self.leaving) - 1 - self.leaving.index(slot))
+            self._add("FETCH", slot)
+            self.stored.discard(slot)
+            self.there[slot] = False
+
+    def _leave(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            changed = self.there.pop(slot)
+            self._add("STORE" if changed else "EVICT", slot)
+            if changed:
+                self.leaving.append(slot)
+                self.stored.add(slot)
+
+    def _evict(self, left: int) -> None:
+        """Wait for the oldest writes until `left` are under way."""
+        while len(self.leaving) > left:
+            self._add("EVICT", self.leaving.pop(0))
+
+    def _add(self, op: str, slot: Slot) -> None:
+        self.result.append(Action(op, self.numbers[slot.at], slot.mb))
+
+
+def _held(actions: Actions, slots: Sequence[Slots], needs: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
+    """What each action needs in memory, and what transfers under way then do: they read until an action waits for
+    what they give."""
+    reading: dict[Slot, list[Slot]] = {}  # what a transfer gives -> what it reads
+    found = []
+    for action, some, own in zip(actions, slots, needs, strict=True):
+        found.append(list(dict.fromkeys([*own, *(slot for held in reading.values() for slot in held)])))
+        for slot in (*some.takes, *some.reads):
+            reading.pop(slot, None)
+        if VERBS[action.op].moves and own:
+            reading |= {slot: list(own) for slot in some.gives}
+    return found
+
+
+def _early(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
+    """The last action that computes before any needs a record: what is fetched then is there when it is needed."""
+    first = next((i for i, slots in enumerate(needs) if slots), 0)
+    return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)

@@ -1,0 +1,335 @@
+"""What a program knows of the model: units, pages and values as numbers, how a word of the table becomes slots, and the
+model cut over the ranks of a pipe: which stage each unit is in, and what travels between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress, count, groupby, pairwise
+from typing import TypeVar
+
+from fsdpx.core.program.verbs import VERBS, Action, Slot
+
+__all__ = ["Edge", "Slots", "Stage", "StageUnit", "constants", "expand", "pipeline", "readers", "spell"]
+
+V = TypeVar("V", bound=Hashable)
+Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A unit: its pages, the values that it reads, and those that it gives."""
+
+
+@dataclass(frozen=True)
+class StageUnit:
+    """pages: own first. takes and reads: values it is the last, or not the last, to read. gives: values others read."""
+
+    pages: tuple[int, ...]
+    takes: tuple[int, ...]
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        return self.takes + self.reads
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value on its way from one stage to another, on another rank of the pipe; or its gradient on the way back.
+
+    source, target: stages. sender, receiver: ranks of the pipe."""
+
+    number: int
+    value: int
+    source: int
+    target: int
+    sender: int
+    receiver: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of the pipe sees of the model; without a pipe, all of it.
+
+    units: of the whole model, in execution order; what they take and read is known for the units of this rank alone.
+    trainable: one flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages,
+    each as its number and its units. edges: what travels between all ranks. twins: pages that hold the same parameter
+    for units that are apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the
+    loss is computed here. moving: units with running statistics. coded: pages whose codec keeps memory. constant:
+    values whose gradient is not needed, see `constants`; those inside of units may be among them. records: slots whose
+    values lie in a slower level between uses, of all ranks; those of activations without a microbatch."""
+
+    units: tuple[StageUnit, ...]
+    trainable: tuple[bool, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[int, ...]], ...]
+    edges: tuple[Edge, ...] = ()
+    twins: tuple[tuple[int, ...], ...] = ()
+    partial: frozenset[int] = frozenset()
+    rank: int = 0
+    scores: bool = True
+    moving: frozenset[int] = frozenset()
+    coded: frozenset[int] = frozenset()
+    constant: frozenset[int] = frozenset()
+    records: tuple[Slot, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        units: Iterable[Row],
+        trainable: Iterable[bool],
+        inputs: Iterable[int],
+        outputs: Iterable[int],
+        moving: Iterable[int] = (),
+        coded: Iterable[int] = (),
+    ) -> Stage:
+        """A model on one rank, from (pages, values read, values given) per unit; the last reader of a value follows."""
+        rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
+        here = range(len(rows))
+        made, parts = readers(rows, here, outputs), ((0, tuple(here)),)
+        constant = constants(rows, set(compress(count(), trainable)), inputs)
+        known = (made, trainable, inputs, outputs, parts)
+        return cls(*known, moving=frozenset(moving), coded=frozenset(coded), constant=constant)
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """The units of this rank, in execution order."""
+        return tuple(sorted(u for _, units in self.parts for u in units))
+
+    @cached_property
+    def pages(self) -> tuple[int, ...]:
+        """The pages of this rank."""
+        return tuple(sorted({p for u in self.here for p in self.units[u].pages}))
+
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        return tuple(p for p in self.pages if self.trainable[p])
+
+    @cached_property
+    def ties(self) -> dict[int, tuple[int, ...]]:
+        """What TIE sums with other ranks' or pages' gradients: the first page of each group -> this rank's pages."""
+        groups = {group[0]: tuple(p for p in group if p in self.trained) for group in self.twins}
+        alone = self.partial - {p for group in self.twins for p in group}
+        groups |= {p: (p,) for p in alone if p in self.trained}
+        return {first: groups[first] for first in sorted(groups) if groups[first]}
+
+    @cached_property
+    def tied(self) -> frozenset[int]:
+        return frozenset(p for pages in self.ties.values() for p in pages)
+
+    @cached_property
+    def backward(self) -> frozenset[int]:
+        """The units that have a backward: they or an earlier unit train something."""
+        units = enumerate(self.units)
+        return frozenset(u for u, unit in units if self.trains(u) or not self.constant.issuperset(unit.inputs))
+
+    def trains(self, unit: int) -> bool:
+        return any(self.trainable[p] for p in self.units[unit].pages)
+
+    def part_of(self, op: str, unit: int) -> str | None:
+        """What a unit does while its stage does F, E, B, I or W. Below the first trained unit nothing runs backward.
+        The gradient of a constant input is not needed, and parameters that are not trained have none: then the other
+        half is the whole backward."""
+        if op in "FE":
+            return op
+        if unit not in self.backward:
+            return None
+        if op == "B":
+            return op
+        if self.constant.issuperset(self.units[unit].inputs):
+            return "B" if op == "W" else None
+        if not self.trains(unit):
+            return "B" if op == "I" else None
+        return op
+
+    @cached_property
+    def used(self) -> tuple[int, ...]:
+        """The inputs that some unit of this rank reads, or the loss."""
+        return tuple(v for v in self.inputs if v in self._read_here)
+
+    @cached_property
+    def _read_here(self) -> frozenset[int]:
+        read = {v for u in self.here for v in self.units[u].inputs}
+        return frozenset(read | (set(self.outputs) if self.scores else set()))
+
+    def edge(self, action: Action) -> Edge:
+        """What a message carries, from whom to whom."""
+        return self.edges[_unit(action)]
+
+    def record(self, action: Action) -> Slot:
+        """The slot that an action brings, stores or lets go."""
+        return self.records[_unit(action)]._replace(mb=action.mb)
+
+    def sends_last(self, edge: Edge) -> bool:
+        """Whether a value is not needed on this rank any more once it is sent."""
+        return edge.gradient or edge.value not in self._read_here
+
+
+def constants(
+    rows: Iterable[tuple[Iterable[Hashable], Iterable[V], Iterable[V]]],
+    trained: Container[Hashable],
+    data: Iterable[V],
+) -> frozenset[V]:
+    """The values whose gradient is not needed: `data`, and what follows from those and untrained parameters alone.
+
+    rows: in execution order: parameters or pages, values read, values given. trained: of the parameters or pages."""
+    found = set(data)
+    for used, read, given in rows:
+        if found.issuperset(read) and not any(one in trained for one in used):
+            found.update(given)
+    return frozenset(found)
+
+
+def readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
+    """(pages, values read, values given) per unit -> units. The last unit `here` that reads a value takes
+    it, unless the value is one of `outputs`, which the loss takes; all other readers leave it."""
+    mine = set(here)
+    last = {v: k for k, (_, read, _) in enumerate(rows) if k in mine for v in read} | dict.fromkeys(outputs, len(rows))
+    made = []
+    for k, (pages, read, given) in enumerate(rows):
+        takes = tuple(v for v in read if k in mine and last[v] == k)
+        made.append(StageUnit(pages, takes, tuple(v for v in read if v not in takes), given))
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of one action, in the order of the table."""
+
+    takes: tuple[Slot, ...]
+    reads: tuple[Slot, ...]
+    adds: tuple[Slot, ...]
+    gives: tuple[Slot, ...]
+
+
+def expand(action: Action, stage: Stage, microbatches: int) -> Slots:
+    """The slots that an action takes, reads, adds into and gives."""
+    verb = VERBS[action.op]
+    columns = (verb.takes, verb.reads, verb.adds, verb.gives)
+    return Slots(*(tuple(s for w in words for s in spell(w, action, stage, microbatches)) for words in columns))
+
+
+def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
+    """The slots that a word of the table of verbs stands for."""
+    kind, _, over = word.partition(":")
+    if kind == "edge":
+        return _of_edge(over, action, stage)
+    if kind == "record":
+        return [stage.record(action)]
+    if kind == "final":
+        pages = stage.trained if over == "all" else (_unit(action),)
+        return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
+    return [Slot(kind, at, mb) for at, mb in _OVER[over](action, stage, microbatches)]
+
+
+def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
+    edge = stage.edge(action)
+    wanted = {"arrives": True, "last": stage.sends_last(edge), "kept": not stage.sends_last(edge)}[over]
+    return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
+
+
+def _unit(action: Action) -> int:
+    assert action.unit is not None
+    return action.unit
+
+
+def _each(numbers: Iterable[int | None], mb: int | None = None) -> list[tuple[int | None, int | None]]:
+    return [(n, mb) for n in numbers]
+
+
+PAGED = ("shard", "slots")
+"""Kinds of records that an update changes."""
+
+# what a slot of the table ranges over, as (at, mb), for an action `a` in a stage `s` with `n` microbatches
+_OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
+    "": lambda a, s, n: [(None, None)],
+    "scored": lambda a, s, n: [(None, None)] if s.scores else [],
+    "mb": lambda a, s, n: [(None, a.mb)],
+    "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.scores else [],
+    "page": lambda a, s, n: [(a.unit, None)],
+    "here": lambda a, s, n: [(a.unit, a.mb)],
+    "once": lambda a, s, n: [] if a.mb is None else [(a.unit, a.mb)],
+    "changed": lambda a, s, n: _each(n for n, r in enumerate(s.records) if r.at == a.unit and r.kind in PAGED),
+    "always": lambda a, s, n: [(a.unit, None)] if a.mb is None else [],
+    "coded": lambda a, s, n: _each({a.unit} & s.coded),
+    "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
+    "unit": lambda a, s, n: [(a.unit, a.mb)],
+    "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward else [],
+    "moving": lambda a, s, n: _each({a.unit} & s.moving),
+    "pages": lambda a, s, n: _each(s.units[_unit(a)].pages),
+    "trained": lambda a, s, n: _each(p for p in s.units[_unit(a)].pages if s.trainable[p]),
+    "every": lambda a, s, n: _each(s.trained),
+    "inputs": lambda a, s, n: _each(s.used, a.mb),
+    "outputs": lambda a, s, n: _each(s.outputs, a.mb),
+    "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.constant), a.mb),
+    "last": lambda a, s, n: _each(s.units[_unit(a)].takes, a.mb),
+    "kept": lambda a, s, n: _each(s.units[_unit(a)].reads, a.mb),
+    "out": lambda a, s, n: _each(s.units[_unit(a)].gives, a.mb),
+    "found": lambda a, s, n: _each((v for v in s.units[_unit(a)].gives if v not in s.constant), a.mb),
+    "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.constant), a.mb),
+}
+
+
+def pipeline(
+    units: Sequence[Row],
+    trainable: Sequence[bool],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    stages: Sequence[int],
+    home: Sequence[int],
+    twins: tuple[tuple[int, ...], ...] = (),
+    partial: Iterable[int] = (),
+    moving: Iterable[int] = (),
+    coded: Iterable[int] = (),
+    constant: frozenset[int] | None = None,
+    records: tuple[Slot, ...] = (),
+) -> tuple[Stage, ...]:
+    """What each rank of the pipe sees.
+
+    units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
+    stage. twins, partial, moving, coded, constant, records: see `Stage`; constant is found from units if it is None.
+    The loss reads the outputs in the last stage; every rank has the inputs."""
+    if constant is None:
+        constant = constants(units, set(compress(count(), trainable)), inputs)
+    shared = (tuple(trainable), tuple(inputs), tuple(outputs))
+    edges = _edges(units, inputs, outputs, stages, home)
+    partly, moves, keeps = (frozenset(some) for some in (partial, moving, coded))
+    cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
+    seen = []
+    for rank in range(max(home) + 1):
+        parts = tuple(part for part in cut if home[part[0]] == rank)
+        here, scores = [u for _, part in parts for u in part], home[-1] == rank
+        made = readers(units, here, outputs if scores else ())
+        seen.append(Stage(made, *shared, parts, edges, twins, partly, rank, scores, moves, keeps, constant, records))
+    return tuple(seen)
+
+
+def _edges(
+    units: Sequence[Row], inputs: Sequence[int], outputs: Sequence[int], stages: Sequence[int], home: Sequence[int]
+) -> tuple[Edge, ...]:
+    """A value goes from reader to reader, stage by stage, and its gradient back the same way: each stage adds to what
+    the later ones found, which is the order of addition in one process. No rank gets a value twice."""
+    made: list[Edge] = []
+    if len(set(home)) == 1:  # there is no other rank to send to
+        return ()
+
+    def add(value: int, source: int, target: int, gradient: bool) -> None:
+        made.append(Edge(len(made), value, source, target, home[source], home[target], gradient))
+
+    for value in sorted({v for _, _, given in units for v in given} - set(inputs)):
+        chain = _chain(value, units, outputs, stages, len(home) - 1)
+        first = [stage for i, stage in enumerate(chain) if home[stage] not in {home[s] for s in chain[:i]}]
+        for source, target in pairwise(first):
+            add(value, source, target, gradient=False)
+        for source, target in pairwise(reversed(chain)):
+            if home[source] != home[target]:
+                add(value, source, target, gradient=True)
+    return tuple(made)
+
+
+def _chain(value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int) -> list[int]:
+    """The stages that give or read a value, each once."""
+    there = [stages[u] for u, (_, read, given) in enumerate(units) if value in read or value in given]
+    there += [last] if value in outputs else []
+    return [stage for stage, _ in groupby(sorted(there))]

@@ -1,0 +1,300 @@
+"""Pipeline schedules as data: for each rank of the pipe, the order of forwards and backwards of its stages.
+
+A step is an Action whose unit is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both halves of its
+backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the number of
+ranks, of microbatches and of stages per rank. Messages and collectives are not its business: passes add those."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fsdpx.core.base.safe_files import home, read, unreadable
+from fsdpx.core.program.simulator import PipelineSchedule
+from fsdpx.core.program.verbs import Action
+from fsdpx.core.program.verifier import validate
+from fsdpx.errors import ConfigError
+
+__all__ = [
+    "SCHEDULES", "ScheduleFunction", "dealt", "gpipe", "in_flight", "interleaved", "one_f_one_b", "placed", "schedule",
+    "validate", "zb_h1", "zb_h2", "zbv",
+]  # fmt: skip
+
+LARGEST = 100_000_000
+"""Bytes of a file of actions."""
+Actions = list[Action]
+ScheduleFunction = Callable[..., Any]
+"""(ranks, microbatches, per_rank) -> PipelineSchedule, or for each rank a list of actions or their text."""
+
+
+def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
+    """All forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
+
+    Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time."""
+    _check_numbers("gpipe", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
+
+
+def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
+    """One forward, one backward: Narayanan et al., PipeDream-flush (ICML 2021), the default of Megatron-LM.
+
+    The bubble of gpipe, with at most P - r microbatches in flight on rank r."""
+    _check_numbers("1f1b", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
+
+
+def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
+    """1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
+
+    Microbatches go through the stages of a rank in rounds of P; a last round may be shorter.
+    Bubble (P - 1) / (v m + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B."""
+    _check_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
+    # whole rounds, then without the microbatches that there are not: what is left of an order that runs, runs too
+    rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * per_rank, ranks)
+        forwards = [Action("F", s, m) for group in rounds for s in stages for m in group]
+        backwards = [Action("B", s, m) for group in rounds for s in reversed(stages) for m in group]
+        both = _alternate(forwards, backwards, warm=2 * (ranks - rank - 1) + (per_rank - 1) * ranks)
+        rows.append([action for action in both if action.mb in range(microbatches)])
+    return PipelineSchedule.of("interleaved", rows, microbatches)
+
+
+def dealt(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
+    """Any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the rank of each stage.
+
+    Ranks take what is ready: in gpipe all forwards first; else a backward if there is one, and at most S - s
+    microbatches are in flight at stage s of S. The oldest microbatch is never held up by that, so no rank waits for
+    ever. Of several stages the last goes first; in interleaved microbatches go forward in rounds of P."""
+    stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
+    done = {"F": [0] * stages, "B": [0] * stages}  # microbatches
+
+    def ready(op: str, stage: int) -> bool:
+        own, forward = done[op][stage], done["F"][stage]
+        if op == "F":
+            free = all_first or forward - done["B"][stage] < stages - stage
+            return own < microbatches and free and (stage == 0 or done["F"][stage - 1] > own)
+        whole = all(done["F"][s] == microbatches for s in range(stages) if home[s] == home[stage])
+        after = stage == stages - 1 or done["B"][stage + 1] > own
+        return own < forward and after and (whole or not all_first)
+
+    def urgency(step: tuple[str, int]) -> tuple[int, ...]:
+        op, stage = step
+        return (1, done["F"][stage] // ranks, stage) if op == "F" and name == "interleaved" else (op == "F", -stage)
+
+    rows: list[Actions] = [[] for _ in range(ranks)]
+    while done["B"][0] < microbatches:
+        found = [[(op, s) for op in "BF" for s in range(stages) if home[s] == r and ready(op, s)] for r in range(ranks)]
+        for row, steps in zip(rows, found, strict=True):
+            if steps:
+                op, stage = min(steps, key=urgency)
+                row.append(Action(op, stage, done[op][stage]))
+                done[op][stage] += 1
+    return PipelineSchedule.of(name, rows, microbatches)
+
+
+def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
+    """1F1B with backward in halves, the second late enough to fill the end: ZB-H1, Qi et al. (ICLR 2024), section 2.1.
+
+    At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in all on every rank.
+    Time lost (P - 1)(TF + TI - TW), for m >= P and TW <= TF."""
+    _check_numbers("zb-h1", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
+
+
+def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
+    """As zb_h1 with twice the warm-up, which fills the start as well: ZB-H2 of Qi et al. (ICLR 2024), section 2.2.
+
+    At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in all on every rank.
+    Time lost (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF."""
+    _check_numbers("zb-h2", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank)
+
+
+def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
+    """Two stages per rank along a V, stage s on rank s going down and on rank 2P - 1 - s coming back: ZB-V, Qi et al.,
+    "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
+
+    No time lost where TF = TI = TW, for m >= 2P - 1. At most 2P pairs of stage and microbatch in flight on each rank:
+    two stages of half the size each, so the memory of 1F1B on its first rank."""
+    _check_numbers("zbv", ranks, microbatches, per_rank, 2)
+    whole = max(microbatches, 2 * ranks - 1)  # with fewer, what is left of the order for that many
+    rows = []
+    for rank in range(ranks):
+        after = ranks - rank
+        # small letters: the stage going down; capitals: the one coming back; each is the next microbatch of its kind
+        start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
+        end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
+        all_of_them = _spelled(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
+        rows.append([action for action in all_of_them if action.mb in range(microbatches)])
+    return PipelineSchedule.of("zbv", rows, microbatches)
+
+
+def _spelled(letters: str, down: int, back: int) -> Actions:
+    """What letters stand for, each the next microbatch of its kind, however many microbatches there are."""
+    count = {letter: itertools.count() for letter in "fiwFIW"}
+    return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
+
+
+def _one_stage_each(
+    name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
+) -> PipelineSchedule:
+    """Stage r on rank r. warm: forwards of a rank before it alternates. late: by how many microbatches W follows I."""
+    rows = []
+    for rank in range(ranks):
+        forwards, backwards, weights = (
+            [Action(op, rank, m) for m in range(microbatches)] for op in ("F", "B" if late is None else "I", "W")
+        )
+        rows.append(_alternate(forwards, backwards, warm(rank), weights if late else [], late(rank) if late else 0))
+    return PipelineSchedule.of(name, rows, microbatches)
+
+
+def _alternate(
+    forwards: Actions, backwards: Actions, warm: int, weights: Sequence[Action] = (), late: int = 0
+) -> Actions:
+    """`warm` forwards, then one forward and one backward in turn; the nth of `weights` after backward n + late."""
+    actions = forwards[:warm]
+    for n, backward in enumerate(backwards):
+        actions += [*forwards[warm + n : warm + n + 1], backward]
+        actions += weights[n - late : n - late + 1] if n >= late else []
+    return actions + list(weights[max(len(backwards) - late, 0) :])
+
+
+def _check_numbers(name: str, ranks: int, microbatches: int, per_rank: int, takes: int, more: bool = False) -> None:
+    if ranks < 1 or microbatches < 1:
+        raise ConfigError(f"schedule {name!r}: ranks={ranks} and microbatches={microbatches} must both be at least 1")
+    if per_rank < takes or (per_rank > takes and not more):
+        wanted = f"{takes} stage{'s' * (takes > 1)}{' or more' * more}"
+        raise ConfigError(
+            f"schedule {name!r} puts {wanted} on each rank, not per_rank={per_rank}, which makes "
+            f"{ranks * per_rank} stages on {ranks} ranks; 'interleaved' takes 2 or more per rank, 'zbv' 2, the others 1"
+        )
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zbv": zbv,
+}
+FIXED = {
+    "zb-h1": "has one stage on each rank, in order",
+    "zb-h2": "has one stage on each rank, in order",
+    "zbv": "goes down the ranks and comes back in a V, stage s on rank s and stage 2P - 1 - s as well",
+}
+"""Why stages cannot lie elsewhere: where W fills the gaps is worked out for these places."""
+
+
+def schedule(
+    choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None = None
+) -> PipelineSchedule:
+    """A validated schedule for a number of ranks and microbatches.
+
+    Parameters
+    ----------
+    choice : a name in SCHEDULES; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for
+        each rank, a list of actions or their text; or the path of a text file with one line per rank, its actions
+        separated by blanks, where # begins a comment
+    ranks : of the pipe
+    microbatches : of a step
+    per_rank : stages per rank; by default what the schedule prefers (1; interleaved, zbv 2)
+
+    Raises
+    ------
+    ConfigError : numbers that do not fit the schedule
+    ProgramError : a schedule that cannot run
+    """
+    if callable(choice):
+        return _from_function(choice, ranks, microbatches, per_rank)
+    if isinstance(choice, str) and choice in SCHEDULES:
+        return _named(choice, ranks, microbatches, per_rank)
+    if not isinstance(choice, str | Path):
+        raise ConfigError(f"schedule={choice!r}: a name, a function or the path of a text file is needed")
+    try:
+        text = read(home(choice), LARGEST, ours=False).decode()
+    except FileNotFoundError:
+        names = ", ".join(map(repr, SCHEDULES))
+        raise ConfigError(
+            f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"schedule={str(choice)!r} cannot be read: {unreadable(error, choice)}") from error
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return _fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
+
+
+@lru_cache(maxsize=64)
+def _named(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
+    return _from_function(SCHEDULES[name], ranks, microbatches, per_rank)
+
+
+def placed(
+    choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, stages: int | Sequence[int]
+) -> PipelineSchedule:
+    """The same for a number of stages, or for the rank of each: ConfigError for schedules that have other places."""
+    number = isinstance(stages, int)
+    home = tuple(s % ranks for s in range(stages)) if isinstance(stages, int) else tuple(stages)
+    per_rank, rest = divmod(len(home), ranks)
+    free = isinstance(choice, str) and choice in SCHEDULES and choice not in FIXED
+    if not rest and (not free or (per_rank > 1) == (choice == "interleaved")):
+        made = schedule(choice, ranks, microbatches, per_rank)
+        if made.home == home or (number and not free):
+            return made
+    if free:
+        made = dealt(str(choice), home, microbatches)
+        validate(made)
+        return made
+    name = choice if isinstance(choice, str) else getattr(choice, "__name__", str(choice))
+    raise ConfigError(
+        f"schedule {name!r} {FIXED.get(str(name), 'says itself where its stages are')}; here {len(home)} stages are "
+        f"dealt out to ranks {', '.join(map(str, home))}: choose 'gpipe', '1f1b' or 'interleaved', which take any"
+    )
+
+
+def _from_function(function: ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
+    parameter = inspect.signature(function).parameters.get("per_rank")
+    default = parameter.default if parameter and isinstance(parameter.default, int) else 1
+    name = getattr(function, "__name__", "schedule")
+    try:
+        inspect.signature(function).bind(ranks, microbatches, default)
+    except TypeError as error:
+        raise ConfigError(f"schedule {name!r} must take (ranks, microbatches, per_rank): {error}") from error
+    made = function(ranks, microbatches, default if per_rank is None else per_rank)
+    if not isinstance(made, PipelineSchedule | list | tuple):
+        wanted = "a PipelineSchedule or a list of actions per rank"
+        raise ConfigError(f"schedule {name!r} returned {made!r}: {wanted} is needed")
+    return _fitting(name, made, ranks, microbatches, per_rank)
+
+
+Rows = Iterable[str | Sequence[Action | str]]
+
+
+def _fitting(
+    name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
+) -> PipelineSchedule:
+    """The schedule, if it can run and is for that many ranks, microbatches and stages."""
+    own = made if isinstance(made, PipelineSchedule) else PipelineSchedule.of(name, made, microbatches)
+    who = f"schedule {own.name!r}"
+    if len(own.ranks) != ranks:
+        raise ConfigError(f"{who} is for {len(own.ranks)} ranks, but the pipe has {ranks}")
+    if own.microbatches != microbatches:
+        raise ConfigError(f"{who} is for {own.microbatches} microbatches, but microbatches={microbatches}")
+    if per_rank is not None and own.stages != ranks * per_rank:
+        wanted = f"the {ranks * per_rank} of per_rank={per_rank}"
+        raise ConfigError(f"{who} has {own.stages} stages on {ranks} ranks, not {wanted}")
+    validate(own)
+    return own
+
+
+def in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
+    """Per rank, the most pairs of stage and microbatch whose F has run and whose last user of activations has not.
+
+    until: "W" counts until B or W, "I" until B or I. After I only what the gradient of the parameters needs is kept, so
+    the activation memory of Qi et al. is I-pairs times M_B plus the rest of the W-pairs times M_W."""
+    changes = [[(action.op == "F") - (action.op in ("B", until)) for action in row] for row in schedule.ranks]
+    return tuple(max(itertools.accumulate(row), default=0) for row in changes)

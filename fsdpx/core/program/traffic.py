@@ -1,0 +1,132 @@
+"""count: bytes, calls and lifetimes of the buffers of a program, read off the table of verbs before anything runs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fsdpx.core.program.compiler import Program
+from fsdpx.core.program.pipeline import spell
+from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, buffer_of
+
+__all__ = ["Lifetime", "Moves", "Sizes", "Traffic", "filled", "lifetimes", "traffic"]
+
+
+Moves = tuple[tuple[str, int], ...]
+"""Collectives, and the bytes that each moves."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of mesh axes."""
+
+    full: Mapping[int, int]
+    shard: Mapping[int, int]
+    replica_own: Mapping[int, int]  # elements of the shard that this replica would own in an all-reduce
+    param_itemsize: int
+    grad_itemsize: int
+    widths: dict[str, int]
+    carried: Mapping[tuple[str, str], Mapping[int, Moves]] = field(default_factory=dict)
+    """(axis, collective) -> page -> how a codec carries it instead; plain if nothing is said"""
+    ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
+    tie_itemsize: int = 4
+    edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
+    records: Mapping[tuple[int, int | None], int] = field(default_factory=dict)  # (record, microbatch) -> bytes
+    # page -> what its update sends: axis, collective, bytes
+    parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls and bytes of one (axis, call)."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
+    """What a rank sends in a run of a program: calls and bytes per (mesh axis, collective); and what it reads from and
+    writes to a slower level.
+
+    A page of n elements, o of them this rank's own on the axis, counts n - o in an all-gather and a reduce-scatter,
+    2 (n - o) in an all-reduce. Control messages are a few bytes and left out, and so is what layers move themselves
+    along the tensor axis.
+
+    Parameters
+    ----------
+    program : what `fsdpx.core.program.compile` gives
+    sizes : elements and bytes of this rank's pages, ties and edges
+    """
+    total: dict[tuple[str, str], Traffic] = {}
+    for action in program.actions:
+        for axis, call, nbytes in _moved(action, sizes):
+            have = total.get((axis, call), Traffic())
+            total[axis, call] = Traffic(have.calls + 1, have.bytes + nbytes)
+    return total
+
+
+def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
+    """(axis, collective, bytes) of an action."""
+    param = sizes.param_itemsize
+    itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
+    for move in (*VERBS[action.op].moves, *VERBS[action.op].within):
+        if move.format == "control":
+            continue
+        assert action.unit is not None
+        if move.amount == "edge":
+            nbytes = sizes.edges.get((action.unit, action.mb or 0), 0)
+            yield from [(move.axis, move.call, nbytes)] if nbytes else []
+        elif move.amount == "record":
+            yield move.axis, move.call, sizes.records.get((action.unit, action.mb), 0)
+        elif move.amount == "parts":
+            yield from sizes.parts.get(action.unit, ())
+        elif move.axis == "peers":
+            for axis, call, elements in sizes.ties[action.unit]:
+                yield axis, call, elements * itemsizes[move.format]
+        elif sizes.widths[move.axis] > 1:
+            if (moves := sizes.carried.get((move.axis, move.call), {}).get(action.unit)) is not None:
+                yield from ((move.axis, call, nbytes) for call, nbytes in moves)
+                continue
+            whole, own = (sizes.full, sizes.shard) if move.amount == "full" else (sizes.shard, sizes.replica_own)
+            times = 2 if move.call == "all_reduce" else 1
+            yield move.axis, move.call, (whole[action.unit] - own[action.unit]) * times * itemsizes[move.format]
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A buffer lives from the start of action `start` to the end of action `stop`."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+
+def lifetimes(program: Program) -> list[Lifetime]:
+    """When each lent buffer is alive, by birth: those that the program itself fills and empties, and all scratch.
+
+    Slots of one buffer are one life (sum3 goes on where grad3 ended). A buffer may live several times. Scratch that
+    is never ended lives to the last action."""
+    carried = {buffer_of(slot) for slot in program.begins | program.ends}
+    lent = [x for x in filled(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
+    return sorted([*lent, *_scratch(program)], key=lambda life: life.start)
+
+
+def filled(program: Program) -> Iterator[Lifetime]:
+    """The lives of all buffers in slots. start: -1 for those of `begins`; stop: the number of actions for `ends`."""
+    born = dict.fromkeys(map(buffer_of, program.begins), -1)
+    for at, slots in enumerate(program.slots):
+        given = dict.fromkeys(map(buffer_of, (*slots.adds, *slots.gives)), at)
+        born |= {buffer: at for buffer in given if buffer not in born}
+        for buffer in map(buffer_of, slots.takes):
+            if buffer not in given:
+                yield Lifetime(buffer, born.pop(buffer), at)
+    yield from (Lifetime(buffer, start, len(program.actions)) for buffer, start in born.items())
+
+
+def _scratch(program: Program) -> Iterator[Lifetime]:
+    ends: dict[Slot, int] = {}  # the next action that takes or reads a slot, seen from the last action backwards
+    last = len(program.actions) - 1
+    for at, action in reversed(list(enumerate(program.actions))):
+        for scratch in VERBS[action.op].scratch:
+            until = spell(scratch.until, action, program.stage, program.microbatches) if scratch.until else []
+            stop = min((ends.get(slot, last) for slot in until), default=at)
+            yield Lifetime(Slot(scratch.kind, action.unit), at, stop)
+        ends |= dict.fromkeys((*program.slots[at].takes, *program.slots[at].reads), at)

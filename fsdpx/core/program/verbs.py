@@ -1,0 +1,240 @@
+"""The verbs, the slots that they fill and empty, and actions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from fsdpx.errors import ProgramError
+
+__all__ = [
+    "SLOTS", "VERBS", "Action", "Move", "Scratch", "Slot", "SlotKind", "Verb", "buffer_of", "marked", "parse",
+    "partner",
+]  # fmt: skip
+
+_TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """op: a verb of the table. unit: number of the unit (or of the page, for verbs that move pages). mb: microbatch."""
+
+    op: str
+    unit: int | None = None
+    mb: int | None = None
+
+    def __str__(self) -> str:
+        unit = "" if self.unit is None else str(self.unit)
+        return self.op + unit + ("" if self.mb is None else f".{self.mb}")
+
+
+def parse(text: str) -> tuple[Action, ...]:
+    """The inverse of printing: actions separated by white space."""
+    actions = []
+    for word in text.split():
+        match = _TEXT.fullmatch(word)
+        if match is None:
+            wanted = "expected a verb in capitals, a number and .microbatch, as in F3.0"
+            raise ProgramError(f"{word!r} is no action: {wanted}")
+        unit, mb = (None if number is None else int(number) for number in match.groups()[1:])
+        actions.append(Action(match[1], unit, mb))
+    return tuple(actions)
+
+
+def marked(actions: Sequence[Action], at: int) -> str:
+    """An action, and six before and behind it, with an arrow under it."""
+    start = max(at - 6, 0)
+    words = [str(a) for a in actions[start : at + 7]]
+    lead = "... " if start else ""
+    arrow = len(lead) + sum(len(w) + 1 for w in words[: at - start])
+    return f"  {lead}{' '.join(words)}\n  {' ' * arrow}^"
+
+
+class Slot(NamedTuple):
+    """kind: one of SLOTS. at: number of the page, unit or value. mb: microbatch. Prints as "full3" or "act5.0"."""
+
+    kind: str
+    at: int | None = None
+    mb: int | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.at is None else str(self.at)
+        return self.kind + at + ("" if self.mb is None else f".{self.mb}")
+
+
+@dataclass(frozen=True)
+class SlotKind:
+    """Kinds with the same `buffer` lie in the same memory and are never alive together.
+
+    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program,
+    unless it is there before or after it."""
+
+    buffer: str
+    memory: str
+    lent: bool = False
+
+
+SLOTS: dict[str, SlotKind] = {
+    # parameters, and what else is kept from step to step
+    "shard": SlotKind("shard", "parameters", lent=True),
+    "full": SlotKind("full", "parameters", lent=True),
+    "slots": SlotKind("slots", "optimiser", lent=True),  # of a page: a dict name -> array
+    "stored": SlotKind("stored", "control"),  # of a record: its values lie in a slower level
+    "memory": SlotKind("memory", "codec memory"),  # what a codec keeps per page, e.g. error feedback
+    "stats": SlotKind("stats", "state"),  # running statistics of a unit
+    # gradients
+    "grad": SlotKind("grad", "gradients", lent=True),
+    "sum": SlotKind("grad", "gradients", lent=True),
+    "part": SlotKind("part", "gradients"),
+    "total": SlotKind("part", "gradients"),
+    "tied": SlotKind("part", "gradients"),
+    # activations
+    "act": SlotKind("act", "activations"),
+    "dact": SlotKind("dact", "activations"),
+    "saved": SlotKind("saved", "activations"),
+    "held": SlotKind("held", "activations"),
+    "kept": SlotKind("kept", "activations"),
+    "seed": SlotKind("seed", "activations"),
+    # numbers
+    "loss": SlotKind("loss", "control"),
+    "weight": SlotKind("weight", "control"),
+    "mean": SlotKind("mean", "control"),
+    "scale": SlotKind("scale", "control"),
+    "agreed": SlotKind("agreed", "control"),
+    # scratch
+    "wire": SlotKind("wire", "scratch", lent=True),
+    "carry": SlotKind("carry", "scratch", lent=True),
+    "trade": SlotKind("trade", "scratch", lent=True),
+    "join": SlotKind("join", "scratch", lent=True),
+    "tie": SlotKind("tie", "scratch", lent=True),
+}
+
+
+def buffer_of(slot: Slot) -> Slot:
+    """The memory that a slot lies in: that of sum3 is grad3."""
+    kind = SLOTS[slot.kind].buffer
+    return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge`, a
+    `record`, or `parts` of matrices that ranks put together.
+
+    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on; "disk": no
+    ranks, but a slower level of this one. format: whose bytes an element has: those of "param", "grad", "tie"
+    (gradients summed by TIE), "value" (what an edge carries), "record" (its arrays), "update" (what the
+    optimiser says) or "control" (a few numbers, not counted)."""
+
+    axis: str
+    call: str
+    amount: str
+    format: str
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Short-lived memory of a verb, one of the kinds of SLOTS, for the action's page.
+
+    It lives from the action to the first later one that takes or reads the slot `until`; "": for the action only."""
+
+    kind: str
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """takes: read and emptied. reads: read and left. adds: created or added into. gives: must be empty, is filled."""
+
+    takes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    lane: str = "compute"
+    moves: tuple[Move, ...] = ()
+    within: tuple[Move, ...] = ()  # what it moves and waits for itself
+    about: str = "unit"  # what Action.unit counts: "unit", "page", "edge", "record" or nothing
+    scratch: tuple[Scratch, ...] = ()
+
+    @cached_property
+    def meets(self) -> bool:
+        """Whether the verb waits for other ranks of the pipe that do the same. It moves a few bytes; no time is
+        counted."""
+        return self.lane in ("world", "peers")
+
+    @cached_property
+    def sends(self) -> bool:
+        return any(move.call == "send" for move in self.moves)
+
+    @cached_property
+    def receives(self) -> bool:
+        return any(move.call == "recv" for move in self.moves)
+
+
+NUMBERS = Move("world", "all_gather", "numbers", "control")
+
+# fmt: off
+VERBS: dict[str, Verb] = {
+    # data in, data out
+    "LOAD": Verb(gives=("act:inputs",), lane="host", about=""),
+    "LOSS": Verb(takes=("act:outputs",), adds=("dact:made", "weight"), gives=("loss:mb",), about=""),
+    "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
+    "SEED": Verb(takes=("seed:mb",), adds=("dact:made", "weight"), lane="host", about=""),
+    "MEAN": Verb(takes=("loss:all",), reads=("weight:scored",), gives=("mean",), about="",
+                 lane="world", moves=(NUMBERS,)),
+    # from stage to stage
+    "SEND": Verb(takes=("edge:last",), reads=("edge:kept",), about="edge",
+                 lane="pipe", moves=(Move("pipe", "send", "edge", "value"),)),
+    "RECV": Verb(gives=("edge:arrives",), about="edge", lane="pipe", moves=(Move("pipe", "recv", "edge", "value"),)),
+    # parameters
+    "GATHER": Verb(reads=("shard:page",), gives=("full:page",), about="page", scratch=(Scratch("wire", "full:page"),),
+                   lane="shard", moves=(Move("shard", "all_gather", "full", "param"),)),
+    "FREE": Verb(takes=("full:page",), lane="host", about="page"),
+    # a slower level
+    "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
+                  moves=(Move("disk", "read", "record", "record"),)),
+    "STORE": Verb(takes=("record:here",), gives=("record:here", "stored:here"), about="record", lane="disk",
+                  moves=(Move("disk", "write", "record", "record"),)),
+    "EVICT": Verb(takes=("record:here",), lane="host", about="record"),
+    # compute
+    "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
+              gives=("act:out", "saved:back")),
+    "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept", "stats:moving"), gives=("act:out",)),
+    "C": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
+              gives=("act:out", "held:unit")),
+    "R": Verb(takes=("held:unit",), reads=("full:pages", "stats:moving"), gives=("saved:unit",)),
+    "B": Verb(takes=("dact:found", "saved:unit"), reads=("full:pages", "stats:moving"),
+              adds=("grad:trained", "dact:in")),
+    "I": Verb(takes=("dact:found", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("dact:in",),
+              gives=("kept:unit",)),
+    "W": Verb(takes=("kept:unit",), adds=("grad:trained",)),
+    # gradients; the sum of a reduce may go straight to where the part is kept
+    "REDUCE": Verb(takes=("grad:page",), adds=("part:page", "memory:coded"), gives=("sum:page",), about="page",
+                   scratch=(Scratch("carry", "sum:page"), Scratch("trade", "part:page")),
+                   lane="shard", moves=(Move("shard", "reduce_scatter", "full", "grad"),)),
+    "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
+    "JOIN": Verb(takes=("part:page",), gives=("total:page",), adds=("memory:coded",), about="page",
+                 scratch=(Scratch("join"),), lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
+    "TIE": Verb(takes=("total:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
+                lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
+    # update
+    "SCALE": Verb(takes=("weight:scored",), reads=("mean", "final:all"), gives=("scale",), lane="host", about=""),
+    "NORM": Verb(takes=("loss:all", "weight:scored"), reads=("final:all",), gives=("mean", "scale"), about="",
+                 lane="world", moves=(NUMBERS,)),
+    "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
+    "UPDATE": Verb(takes=("final:page", "stored:changed"), reads=("scale", "shard:page", "slots:page"),
+                   adds=("shard:page", "slots:page"), about="page",
+                   within=(Move("shard", "all_to_all", "parts", "update"),)),
+}
+# fmt: on
+"""By name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+
+
+@cache
+def partner(op: str) -> str:
+    """The verb at the other end of a message: the receive of a send, and the send of a receive."""
+    sends = VERBS[op].sends
+    return next(other for other, verb in VERBS.items() if (verb.receives if sends else verb.sends))

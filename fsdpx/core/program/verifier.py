@@ -1,0 +1,198 @@
+"""Proofs about a program: slots are filled before they are read, and ranks wait for no one in a circle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+
+from fsdpx.core.program.compiler import Program, Request, compile
+from fsdpx.core.program.simulator import UNIT, Done, PipelineSchedule, Stuck, arrow, done_as, needs, run, walked
+from fsdpx.core.program.verbs import VERBS, Action, buffer_of, marked, partner
+from fsdpx.errors import ProgramError
+
+__all__ = ["check", "check_pipe", "prove", "validate"]
+
+
+def check(*programs: Program) -> None:
+    """Raise ProgramError at the first action that cannot run as the table of verbs says, or if ranks of one stage
+    would issue collectives in different orders. One program: its slots. Several: their agreement too."""
+    for program in programs:
+        _check_slots(program)
+    for rank, other in enumerate(programs[1:], start=1):
+        _check_order(programs[0], other, rank)
+
+
+def _check_slots(program: Program) -> None:
+    alive = set(program.begins)
+    buffers = {buffer_of(slot): slot for slot in alive}
+    for at, slots in enumerate(program.slots):
+        for slot in (*slots.takes, *slots.reads):
+            if slot not in alive:
+                raise _error(program.actions, at, f"needs {slot}, which is not there")
+        for slot in slots.takes:
+            alive.discard(slot)
+            buffers.pop(buffer_of(slot), None)
+        for slot in slots.gives:
+            if slot in alive:
+                raise _error(program.actions, at, f"gives {slot}, which is already there")
+        for slot in (*slots.gives, *slots.adds):
+            occupant = buffers.setdefault(buffer_of(slot), slot)
+            if occupant != slot:
+                raise _error(program.actions, at, f"needs the memory of {slot}, where {occupant} still lies")
+            alive.add(slot)
+    left, missing = sorted(map(str, alive - program.ends)), sorted(map(str, program.ends - alive))
+    if left or missing:
+        what = f"leaves {', '.join(left)} behind" if left else f"ends without {', '.join(missing)}"
+        raise ProgramError(f"the {program.kind} program {what}\n{marked(program.actions, len(program.actions) - 1)}")
+
+
+def _check_order(first: Program, other: Program, rank: int) -> None:
+    """Collectives must come in one order on all ranks of a stage; compute between them may differ."""
+    ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
+    for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            what = f"collective {at} is {a} in program 0 but {b} in program {rank}"
+            raise ProgramError(f"{what}\n{marked(ours, at)}\n{marked(theirs, at)}")
+    if len(ours) != len(theirs):
+        raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
+
+
+def check_pipe(programs: Sequence[Program]) -> None:
+    """Raise ProgramError unless the programs of all ranks of a pipe, run together, finish.
+
+    programs: by rank of the pipe. Sends and receives are issued at once; the first action that needs what was
+    received waits for it, and verbs in which ranks meet wait for all of them."""
+    run(programs, lambda rank, action: 0.0, blocking=True)
+    _check_meetings(programs)
+    _check_pairs(programs)
+
+
+@lru_cache(maxsize=128)  # each rank of a pipe asks for the same, where ranks are threads or run on paper
+def prove(requests: tuple[Request, ...]) -> None:
+    """`check_pipe` of what is compiled from the requests of all ranks of a pipe."""
+    check_pipe([compile(request) for request in requests])
+
+
+def _check_meetings(programs: Sequence[Program]) -> None:
+    """Every rank takes part in what the whole world does together."""
+    first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            ours, theirs = (" ".join(map(str, some)) or "nothing" for some in (first, other))
+            raise ProgramError(f"rank 0 of the pipe meets all others in {ours}, rank {rank} in {theirs}")
+
+
+def _check_pairs(programs: Sequence[Program]) -> None:
+    """Every message is sent once, by its sender, and received once, by its receiver."""
+    counts = Counter(a for program in programs for a in program.actions)
+    for rank, program in enumerate(programs):
+        for at, action in enumerate(program.actions):
+            sends = VERBS[action.op].sends
+            if not sends and not VERBS[action.op].receives:
+                continue
+            edge = program.stage.edge(action)
+            if rank != (edge.sender if sends else edge.receiver):
+                raise _error(program.actions, at, f"stands on rank {rank} of the pipe, where it does not belong")
+            if counts[action] > 1:
+                raise _error(program.actions, at, f"stands there {counts[action]} times")
+            if counts[Action(partner(action.op), action.unit, action.mb)] != 1:
+                other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
+                raise _error(program.actions, at, f"is not {other} of the pipe")
+
+
+def _error(actions: Sequence[Action], at: int, what: str) -> ProgramError:
+    return ProgramError(f"action {at}, {actions[at]}, {what}\n{marked(actions, at)}")
+
+
+WHAT = {"F": "forward", "I": "gradient of the input", "W": "gradient of the parameters"}
+
+
+def validate(schedule: PipelineSchedule) -> None:
+    """See that a schedule can run, and that it gives the same bits as any other.
+
+    Every action is F, B, I or W of a stage and a microbatch there are, on the rank of its stage. Every stage has for
+    each microbatch one F, then one B, or one I and then one W. The gradients of a stage's parameters are added in the
+    order of the microbatches. No rank waits forever: F follows F of the stage before, B and I follow B or I of the
+    stage after.
+
+    Parameters
+    ----------
+    schedule : of any origin
+
+    Raises
+    ------
+    ProgramError : one of these does not hold; with the schedule, and an arrow under the step
+    """
+    for rank in range(len(schedule.ranks)):
+        _check_rank(schedule, rank)
+    _check_complete(schedule)
+    _, stuck = walked(schedule, UNIT)
+    if stuck:
+        waits = "; ".join(line for wait in stuck for line in _explained(schedule, wait))
+        raise _wrong_order(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
+
+
+def _check_rank(schedule: PipelineSchedule, rank: int) -> None:
+    done: set[Done] = set()
+    added: dict[int, Action] = {}  # the last action of each stage that added to its gradients
+    for at, action in enumerate(schedule.ranks[rank]):
+        wrong = _misplaced(schedule, rank, action) or _early(action, done)
+        if wrong:
+            raise _wrong_order(schedule, rank, at, f"{action} {wrong}")
+        _, stage, mb = done_as(action)
+        if action.op in "BW":
+            before = added.get(stage, action)
+            if done_as(before)[2] > mb:
+                why = "they are added in the order of the microbatches, so that every schedule gives the same bits"
+                what = f"{action} adds to the gradients of stage {stage} after {before}; {why}"
+                raise _wrong_order(schedule, rank, at, what)
+            added[stage] = action
+        done |= {done_as(action), *([("W", stage, mb)] if action.op == "B" else [])}
+
+
+def _misplaced(schedule: PipelineSchedule, rank: int, action: Action) -> str | None:
+    stage, mb = action.unit, action.mb
+    if action.op not in ("F", "B", "I", "W") or stage is None or mb is None:
+        return "is no step of a schedule: expected F, B, I or W, a stage and .microbatch, as in F3.0"
+    if stage >= schedule.stages or mb >= schedule.microbatches:
+        there = f"stages 0 to {schedule.stages - 1} and microbatches 0 to {schedule.microbatches - 1}"
+        return f"does not exist: there are {there}"
+    if schedule.home[stage] != rank:
+        return f"stands on rank {rank}, but stage {stage} is on rank {schedule.home[stage]}"
+    return None
+
+
+def _early(action: Action, done: set[Done]) -> str | None:
+    """What is wrong with an action after what its rank has done."""
+    kind, stage, mb = done_as(action)
+    if (kind, stage, mb) in done:
+        return f"comes twice: the {WHAT[kind]} of stage {stage}, microbatch {mb}, was already made"
+    before = {"F": None, "I": "F", "W": "I"}[kind]
+    if before and (before, stage, mb) not in done:
+        return f"comes before the {WHAT[before]} of stage {stage}, microbatch {mb}"
+    return None
+
+
+def _check_complete(schedule: PipelineSchedule) -> None:
+    there = {(a.op, a.unit, a.mb) for row in schedule.ranks for a in row}
+    for stage, mb in product(range(schedule.stages), range(schedule.microbatches)):
+        ops = {op for op in "FBIW" if (op, stage, mb) in there}
+        if ops not in ({"F", "B"}, {"F", "I", "W"}):
+            missing = "F" if "F" not in ops else "W" if "I" in ops else "B (or I and W)"
+            rank = schedule.home[stage]
+            what = f"rank {rank} has no {missing} of stage {stage}, microbatch {mb} of {schedule.microbatches}"
+            raise _wrong_order(schedule, rank, len(schedule.ranks[rank]), what)
+
+
+def _explained(schedule: PipelineSchedule, wait: Stuck) -> Iterator[str]:
+    action = schedule.ranks[wait.rank][wait.at]
+    for kind, stage, mb in needs(action, schedule.stages):
+        if (kind, stage, mb) in wait.keys:
+            name = f"F{stage}.{mb}" if kind == "F" else f"B{stage}.{mb} or I{stage}.{mb}"
+            yield f"rank {wait.rank} at {action} for {name} of rank {schedule.home[stage]}"
+
+
+def _wrong_order(schedule: PipelineSchedule, rank: int, at: int, what: str) -> ProgramError:
+    return ProgramError(f"schedule {schedule.name!r}: {what}\n{arrow(schedule, rank, at)}")

@@ -1,0 +1,198 @@
+"""Pages: flat arrays of parameters, their ranges, and their shards."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from fsdpx.core.array.sums import GRAIN
+
+__all__ = ["Field", "Page", "Piece", "Range", "Run", "ShardedPage", "cut", "near", "overlap"]
+
+Run = tuple[int, int]
+"""Elements [start, stop) of a whole tensor, in C order."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of a logical array."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) that lie both in have[`have`] and in want[`want`]."""
+
+    have: int
+    want: int
+    start: int
+    stop: int
+
+
+def overlap(have: Sequence[Range], want: Sequence[Range]) -> list[Piece]:
+    """Every non-empty overlap of two lists of ranges, each sorted and without overlaps in itself. O(n + m).
+
+    Answers how to reload, resize, find optimiser segments and slice checkpoints."""
+    pieces = []
+    h = w = 0
+    while h < len(have) and w < len(want):
+        start, stop = max(have[h].start, want[w].start), min(have[h].stop, want[w].stop)
+        if start < stop:
+            pieces.append(Piece(h, w, start, stop))
+        if have[h].stop <= want[w].stop:
+            h += 1
+        else:
+            w += 1
+    return pieces
+
+
+@dataclass(frozen=True)
+class Field:
+    """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
+
+    shape: of the part that belongs to this rank of the tensor axis. source: the parameter whose values these are; it
+    differs from `name` for a copy of a parameter that is tied across ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """A flat array of `size` elements that holds `fields` without gaps.
+
+    partial: each rank of the tensor axis computes only a part of its gradient. codec: the number of what carries its
+    gradient."""
+
+    index: int
+    fields: tuple[Field, ...]
+    size: int
+    trainable: bool
+    partial: bool = False
+    codec: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        shapes: Sequence[tuple[str, tuple[int, ...]]],
+        trainable: bool,
+        partial: bool = False,
+        sources: Mapping[str, str] | None = None,
+        codec: int = 0,
+    ) -> Page:
+        """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
+        sizes = [prod(shape) for _, shape in shapes]
+        offsets = [0, *accumulate(sizes)]
+        known = sources or {}
+        fields = tuple(
+            Field(name, tuple(shape), o, n, known.get(name, name))
+            for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
+        )
+        return cls(index, fields, offsets[-1], trainable, partial, codec)
+
+    def named(self, flat: Any) -> dict[str, Any]:
+        """Name -> the elements of a flat array of the page, in their shape."""
+        return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
+
+    def held(self, flat: Any, mine: Range) -> Iterator[tuple[Field, int, Any]]:
+        """What a flat array of the elements `mine` has of each field: the first element of the parameter, and those
+        from there on as a flat array of numbers."""
+        for piece in self.pieces(mine):
+            field = self.fields[piece.have]
+            yield field, piece.start - field.offset, flat[piece.start - mine.start : piece.stop - mine.start]
+
+    def pieces(self, shard: Range) -> list[Piece]:
+        """Which fields (piece.have) a shard of this page holds, in page coordinates."""
+        return overlap([Range(f.offset, f.offset + f.size) for f in self.fields], [shard])
+
+    def shapes(self, mine: Range) -> list[tuple[int, ...]]:
+        """What the elements `mine` of a flat array are, one after the other: the whole rows of a tensor with its other
+        dims, and vectors."""
+        found: list[tuple[int, ...]] = []
+        for piece in self.pieces(mine):
+            field = self.fields[piece.have]
+            start, stop, row = piece.start - field.offset, piece.stop - field.offset, prod(field.shape[1:])
+            if len(field.shape) < 2 or not row:
+                found.append((stop - start,))
+                continue
+            top = -(-start // row)
+            bottom = max(stop // row, top)
+            before, after = min(top * row, stop) - start, max(stop - bottom * row, 0)
+            found += [(before,), (bottom - top, *field.shape[1:]), (after,)]
+        return [shape for shape in found if prod(shape)]
+
+    def grid(self) -> list[int]:
+        """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start."""
+        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, GRAIN)]
+        return edges + [self.size]
+
+
+def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
+    """The page in `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
+
+    snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut."""
+    bounds = [page.size * r // width for r in range(width + 1)]
+    if snap and width > 1:
+        grid = page.grid()
+        bounds = [0, *(_nearest(grid, b) for b in bounds[1:-1]), page.size]
+    return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def near(runs: Iterable[Run], most: int, sparse: float = math.inf) -> Iterator[list[Run]]:
+    """Runs in groups that span up to `most` elements, and up to `sparse` times as many as are in them: fewer calls than
+    one for each run."""
+    group: list[Run] = []
+    inside = 0
+    for run in runs:
+        span = run[1] - (group or [run])[0][0]
+        if group and (span > most or span > sparse * (inside + run[1] - run[0])):
+            yield group
+            group, inside = [], 0
+        group.append(run)
+        inside += run[1] - run[0]
+    if group:
+        yield group
+
+
+def _nearest(grid: list[int], value: int) -> int:
+    at = bisect_left(grid, value)
+    left = grid[max(at - 1, 0)]
+    right = grid[min(at, len(grid) - 1)]
+    return left if value - left <= right - value else right
+
+
+@dataclass(frozen=True)
+class ShardedPage:
+    """A page cut over the shard axis. shards: of all its ranks. mine: the one of this rank."""
+
+    page: Page
+    shards: tuple[Range, ...]
+    rank: int
+
+    @property
+    def mine(self) -> Range:
+        return self.shards[self.rank]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        return [r.size for r in self.shards]
+
+    @property
+    def size(self) -> int:
+        return self.page.size

@@ -1,0 +1,164 @@
+"""The memory of a rank's whole process: its arena, windows that ranks of a host share, and all that is beside them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from fsdpx.core.base.config import byte_count
+from fsdpx.core.base.messages import bytes_text, table
+from fsdpx.core.comm.init import node_of
+from fsdpx.core.state.train_state import TrainState
+
+__all__ = ["Footprint", "ProcessBytes", "held", "memory_limits", "peak_rss", "reading"]
+
+
+class ProcessBytes(NamedTuple):
+    """Bytes. rss: resident, a page that ranks share counting in each. pss: such a page divided by its sharers."""
+
+    rss: int
+    pss: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of one rank's process by part, whose sum it is.
+
+    Parameters
+    ----------
+    parts : name -> resident bytes, and bytes with shared pages divided
+    ranks_here : ranks of its host; None if that is unknown
+    """
+
+    parts: Mapping[str, ProcessBytes]
+    ranks_here: int | None = 1
+
+    @property
+    def rss(self) -> int:
+        """Resident bytes of this rank."""
+        return sum(part.rss for part in self.parts.values())
+
+    @property
+    def pss(self) -> int:
+        """Bytes of this rank, those that it shares divided: what the ranks of a host add up to."""
+        return sum(part.pss for part in self.parts.values())
+
+    @property
+    def host(self) -> int | None:
+        """Bytes of all ranks of the host, if they are like this one."""
+        return None if self.ranks_here is None else self.ranks_here * self.pss
+
+    def __str__(self) -> str:
+        """The parts of the memory and their sum, a row each, and the sum over the ranks of the host."""
+        rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
+        rows += [(name, bytes_text(part.rss), bytes_text(part.pss)) for name, part in self.parts.items()]
+        rows += [("in all", bytes_text(self.rss), bytes_text(self.pss))]
+        if self.host is not None and self.ranks_here != 1:
+            rows += [(f"{self.ranks_here} such ranks on a host", "", bytes_text(self.host))]
+        return table(rows)
+
+    def fits(self, budget: int | str) -> bool:
+        """Whether a rank takes at most `budget` bytes (a number, or "2GiB") of its host's memory."""
+        return self.pss <= byte_count(budget, "memory")
+
+
+def held(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
+    """The arena and the shared windows of a rank.
+
+    A rank reads its part of what each other rank has in a window to sum it up: that much more is resident."""
+    arena, total = state.arena, sum(state.nbytes().values())
+    shared = [row for row in state.ledger if row.kept and row.inside is None and row.sharers > 1]
+    common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
+    own = max(sum(block.nbytes for block in arena.blocks) - common, 0)
+    read = own * (ranks_here - 1) // ranks_here
+    passing = sum(row.nbytes for row in state.ledger if row.passing)  # these lie where activations were
+    private = max(total - share - own - passing, 0)
+    parts = {"arena": ProcessBytes(private, private), "shared windows": ProcessBytes(common + own + read, share + own)}
+    return {name: part for name, part in parts.items() if part.rss}
+
+
+def reading(state: TrainState) -> partial[Footprint | None]:
+    """A function that reads the memory of this process at the time of the call, as Linux reports it; None elsewhere.
+
+    Call it on request only: Linux walks through all pages of the process."""
+    node, world = node_of(state.placement.axes.world), state.placement.axes.world
+    here = len(node.machine) if node else 1 if world.size == 1 else None
+    return partial(_measured, held(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
+
+
+def _measured(arena: int, ranks_here: int | None) -> Footprint | None:
+    try:
+        status, rollup = (_kilobytes(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
+        own, files, shared = (1024 * status[name] for name in ("RssAnon", "RssFile", "RssShmem"))
+    except (OSError, KeyError):
+        return None
+    arena = min(arena, own)
+    parts = {
+        "arena": ProcessBytes(arena, arena),
+        "interpreter, libraries, activations": ProcessBytes(own - arena, own - arena),
+        "code of libraries": ProcessBytes(files, 1024 * rollup.get("Pss_File", files // 1024)),
+        "windows and MPI's shared memory": ProcessBytes(shared, 1024 * rollup.get("Pss_Shmem", shared // 1024)),
+    }
+    return Footprint({name: part for name, part in parts.items() if part.rss}, ranks_here)
+
+
+def peak_rss() -> int:
+    """The most bytes of memory that this process ever held."""
+    try:
+        return 1024 * _kilobytes(Path("/proc/self/status"))["VmHWM"]  # getrusage begins with those of its parent
+    except (OSError, KeyError):
+        import resource
+
+        value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return value if sys.platform == "darwin" else 1024 * value
+
+
+LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))
+
+
+def memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
+    """How much memory there is, as text, and the bytes of it that the plan of each rank may take, if known.
+
+    held: bytes that this rank's plan has got already. ranks_here: ranks that share the machine."""
+    try:
+        machine, own = (_kilobytes(Path("/proc", name)) for name in ("meminfo", "self/status"))
+        total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]
+        used = [1024 * own[name] for _, name, _ in LIMITS]
+        groups = [*_control_groups(Path("/proc/self/cgroup").read_text())]
+    except (OSError, KeyError):  # not Linux
+        return "unknown, the system does not say", None
+    import resource
+
+    found = [(f"{bytes_text(free)} free of {bytes_text(total)} on this machine", free // ranks_here + held)]
+    found += [(f"{bytes_text(n)} for its control group (cgroup)", n // ranks_here) for n in groups if n < total]
+    for (name, _, words), taken in zip(LIMITS, used, strict=True):
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY:
+            text = f"{bytes_text(limit)} for each process ({words}), of which {bytes_text(taken)} are taken"
+            found.append((text, max(limit - taken, 0) + held))
+    shared = "" if ranks_here == 1 else f"; {ranks_here} ranks share it"
+    return "; ".join(text for text, _ in found) + shared, min(most for _, most in found)
+
+
+def _control_groups(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """The limits of a process's groups and of the groups around them. text: its `cgroup` of Linux, version 2 or 1."""
+    for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, file = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        folder = top / path.strip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(top) and (group / file).is_file():
+                limit = (group / file).read_text().strip()
+                if limit != "max":
+                    yield int(limit)
+
+
+def _kilobytes(file: Path) -> dict[str, int]:
+    """The lines "name: number kB" of a file."""
+    words = (line.split() for line in file.read_text().splitlines())
+    return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

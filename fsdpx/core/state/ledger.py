@@ -1,0 +1,331 @@
+"""The ledger: the rows of what a rank holds, and where each of them lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from fsdpx.core.comm.mesh import Axes
+from fsdpx.core.compression import Codec, Recut, Route
+from fsdpx.core.state.flat_parameters import Range, ShardedPage
+from fsdpx.core.state.placement import Placement
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Spec
+from fsdpx.optim.average import AVERAGE
+
+__all__ = [
+    "KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime", "local_gradient", "memories", "of_replica",
+    "recut_of", "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
+]  # fmt: skip
+
+@dataclass(frozen=True)
+class Kind:
+    """memory: under which a report counts it. slot: the kind of slot in which programs see it, if they do. saved: it
+    belongs to the train state, so checkpoints hold it, re-cuts move it and recovery keeps copies of it; everything else
+    can be made again from what is saved. prefix: of the name under which it is saved."""
+
+    memory: str
+    slot: str = ""
+    saved: bool = False
+    prefix: str = ""
+
+
+KINDS = {
+    "master": Kind("parameters", "shard", saved=True),  # the parameters that the optimiser updates
+    "full": Kind("parameters"),  # gathered, in the format in which layers compute
+    "grad": Kind("gradients"),  # of whole pages, as backward adds into them
+    "part": Kind("gradients"),  # summed over ranks
+    "slot": Kind("optimiser", "slots", saved=True),  # state of the optimiser
+    "memory": Kind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
+    "trace": Kind("codec memory", "memory"),  # the same, zeroed after a load and on other ranks
+    "statistic": Kind("state", saved=True),  # running statistics of layers
+    "average": Kind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
+    "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
+}
+"""By name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+
+Owner = Literal["shard", "all", "data", "replica", "private"]
+"""Which ranks hold the same elements: "shard", those that stand at this place of the shard axis; "all" ranks, where no
+other axis cuts the tensor; "data", those at this place of the data axis: replicas share it out as well; "replica":
+those of one replica as "shard", and each replica has contents of its own; "private", none: the contents belong to this
+rank alone."""
+
+Level = Literal["device", "host", "disk", "map", "rank"]
+"""Where the bytes are: with the arrays that are computed on, in host memory, on disk, there as well but mapped, so that
+the system keeps of it what memory has room for, or in the memory of another rank."""
+
+Lifetime = Literal["run", "step", "pass", "use"]
+"""How long the contents are good: as long as there is a trainer, until the next update, or while an action uses them.
+Rows that live for a "use" have no memory of their own: programs plan where they lie. Rows that live for a "pass" are
+valid as long as those of a step, but have memory only from their first use to the update: where activations lay that
+are gone by then."""
+
+
+class Key(NamedTuple):
+    """What tells rows apart. page: None for a tensor by itself. name: of the slot or the tensor."""
+
+    kind: str
+    page: int | None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One array. span: its elements, in the page's (or the tensor's) numbers. times: how many such arrays lie behind
+    each other (partial sums). inside, at: the row in whose memory it lies, and from which element on. sharers: ranks of
+    this machine that have the memory in common."""
+
+    key: Key
+    dtype: Any
+    span: Range
+    owner: Owner = "shard"
+    lifetime: Lifetime = "run"
+    level: Level = "device"
+    times: int = 1
+    inside: Key | None = None
+    at: int = 0
+    sharers: int = 1
+
+    @property
+    def elements(self) -> int:
+        return self.span.size * self.times
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * int(self.dtype.itemsize)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the row has memory between programs, once it is there."""
+        return self.lifetime != "use" and self.level != "disk"
+
+    @property
+    def passing(self) -> bool:
+        """Whether the row has no memory after an update."""
+        return self.lifetime == "pass"
+
+    @property
+    def saved(self) -> bool:
+        return KINDS[self.key.kind].saved
+
+
+class Ledger:
+    """Rows in the order in which they were added, and the array of each row that is kept.
+
+    slower: gives the array of a row that lies in a slower level, for as long as it is referenced. planned, most: bytes
+    by kind of memory of the rows that it began with, and the most there ever were."""
+
+    def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
+        self.rows = {row.key: row for row in rows}
+        self.arrays: dict[Key, Any] = {}
+        self.sizes: dict[tuple[str, int], list[float]] = {}
+        """(axis, page) -> of the last reduce there, for reports: see `state.gradients.Reduction`."""
+        self._slower = slower
+        self.planned = self.nbytes()
+        self.most = Counter(self.planned)
+        self._now = Counter(self.planned)
+
+    def __iter__(self) -> Iterator[LedgerRow]:
+        return iter(self.rows.values())
+
+    def add(self, row: LedgerRow, array: Any) -> None:
+        assert row.key not in self.rows, f"{row.key} is there already"
+        self.rows[row.key], self.arrays[row.key] = row, array
+        self._count(row, 1)
+
+    def drop(self, key: Key) -> None:
+        self._count(self.rows.pop(key), -1)
+        self.arrays.pop(key, None)
+
+    def _count(self, row: LedgerRow, sign: int) -> None:
+        if row.kept and row.inside is None:
+            kind = KINDS[row.key.kind].memory
+            self._now[kind] += sign * (row.nbytes // row.sharers)
+            self.most[kind] = max(self.most[kind], self._now[kind])
+
+    def array(self, kind: str, page: int | None, name: str = "") -> Any:
+        """The array of a row; None if there is no such row, or if programs plan where it lies."""
+        row = self.rows.get(Key(kind, page, name))
+        return None if row is None else self._at(row)
+
+    def saved(self) -> Iterator[tuple[LedgerRow, Any]]:
+        """The rows of the train state with their arrays."""
+        return ((row, self._at(row)) for row in self if row.saved)
+
+    def _at(self, row: LedgerRow) -> Any:
+        if row.level == "disk" and self._slower is not None:
+            return self._slower(row)
+        return self.arrays.get(row.key)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind of memory of all rows that have memory of their own, those in common divided by the sharers."""
+        total: Counter[str] = Counter()
+        for row in self:
+            if row.kept and row.inside is None and row.level != "map":
+                total[KINDS[row.key.kind].memory] += row.nbytes // row.sharers
+        return dict(total)
+
+    def on_disk(self) -> dict[str, int]:
+        """Bytes by kind of memory of all rows that lie on disk."""
+        total: Counter[str] = Counter()
+        for row in self:
+            if row.level in ("disk", "map") and row.inside is None:
+                total[KINDS[row.key.kind].memory] += row.nbytes
+        return dict(total)
+
+    def clear(self) -> None:
+        self.rows.clear()
+        self.arrays.clear()
+
+
+def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
+    """All rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks have their full
+    parameters in common there, 0 if none do."""
+    formats, owner = placement.formats, placement.pace.owner
+    for page in placement.pages.values():
+        yield from _parameters(placement, page, sharers)
+        if page.page.trainable:
+            yield from _gradients(placement, page, windows)
+            for name in placement.optimizer.slots:
+                kind = "average" if name == AVERAGE else "slot"
+                p, level = page.page.index, _level(placement, "optimizer")
+                mine = placement.pages[p].mine
+                yield LedgerRow(Key(kind, p, name), placement.slot_format(name), mine, owner, level=level)
+            yield from placement.pace.rows(page)
+            yield from _memory(placement, page)
+    for name, spec in placement.layout.state.items():
+        yield LedgerRow(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
+
+
+def _level(placement: Placement, what: str) -> Level:
+    return "disk" if placement.offloads(what) else "device"
+
+
+def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
+    """The shard is a part of the full parameters where these are kept in the same format."""
+    p = page.page.index
+    dtype, gathered = placement.formats.master, placement.formats.compute
+    kept = placement.keep_full or sharers > 0
+    full = LedgerRow(
+        Key("full", p),
+        gathered,
+        Range(0, page.size),
+        "all",
+        "step" if kept else "use",
+        sharers=max(sharers, 1),
+    )
+    yield full
+    as_stored = placement.formats.wire is None and gathered == dtype
+    inside = full.key if kept and not placement.pace.own_speed and as_stored else None
+    owner, level = placement.pace.owner if page.page.trainable else "shard", _level(placement, "parameters")
+    at = page.mine.start if inside else 0
+    yield LedgerRow(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)
+
+
+def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
+    """The reduced part lies in the full gradient where that is kept: at its own place in windows, which other ranks may
+    be reading elsewhere, else in front."""
+    p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
+    lifetime: Lifetime = "step" if kept else "use"
+    level: Level = "map" if placement.offloads("gradients") else "device"
+    times = placement.accumulation.times
+    full = LedgerRow(
+        Key("grad", p), dtype, Range(0, page.size), "private", lifetime, level if kept else "device", times
+    )
+    yield full
+    inside, at = (full.key, page.mine.start * windows) if kept else (None, 0)
+    alone = inside is None and level == "device" and placement.pace.together
+    yield LedgerRow(
+        Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", level=level, inside=inside, at=at
+    )
+
+
+def _memory(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
+    """What codecs keep, "axis/name"."""
+    p, mine = page.page.index, page.mine
+    for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size):
+        span = mine if axis == "replica" else Range(0, page.size)
+        key = Key("trace" if recut == "reset" else "memory", p, f"{axis}/{name}")
+        held = span if recut == "sum" else Range(0, elements)
+        if held.size != elements:
+            raise ConfigError(
+                f"codec memory {name!r} has {elements} elements for a gradient of {span.size}: its recut is 'sum', so "
+                "there must be as many"
+            )
+        yield LedgerRow(key, placement.formats.gradients, held, "private")
+
+
+def memories(route: Route, axes: Axes, size: int, own: int) -> Iterator[tuple[str, str, int, Recut]]:
+    """Axis, name, elements and recut of all that codecs keep of a gradient of `size` elements, `own` of them in this
+    rank's shard. A rank by itself does not keep memory whose recut is "reset"."""
+    for axis in axes.summing:
+        codec: Codec = getattr(route, axis)
+        for name, elements in codec.memory(size if axis == "shard" else own).items():
+            recut = _recut(codec, name)
+            if recut != "reset" or axes.data.size > 1:
+                yield axis, name, elements, recut
+
+
+def recut_of(placement: Placement, key: Key) -> str:
+    """How a codec's memory reaches other ranks."""
+    assert key.page is not None
+    axis, _, name = key.name.partition("/")
+    route = placement.route(key.page)
+    codec = route.replica if axis == "replica" else route.shard
+    return _recut(codec, name)
+
+
+def _recut(codec: Codec, name: str) -> Recut:
+    found = codec.recut.get(name, "reset")
+    if found not in get_args(Recut):
+        raise ConfigError(f"{type(codec).__name__}: recut of {name!r} is {found!r}: choose 'sum', 'same' or 'reset'")
+    return found
+
+
+def local_gradient(placement: Placement, page: int) -> LedgerRow:
+    """A whole gradient that is kept on this rank until the update, where gradients live for a use otherwise."""
+    span, times = Range(0, placement.pages[page].size), placement.accumulation.times
+    return LedgerRow(Key("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times)
+
+
+def tensor_name(row: str, parameter: str) -> str:
+    """The name of a tensor of the train state: "m/0.weight" of slot m, "0.weight" of the parameter itself."""
+    return f"{row}/{parameter}" if row else parameter
+
+
+def saved_name(row: LedgerRow, replica: int) -> str:
+    """The first half of such a name: "m", or "replica1/m" of what each replica has of its own."""
+    name = KINDS[row.key.kind].prefix + row.key.name
+    return of_replica(name, replica) if row.owner == "replica" else name
+
+
+def of_replica(name: str, replica: int) -> str:
+    """The same for what one replica has of its own."""
+    return f"replica{replica}/{name}" if name else f"replica{replica}"
+
+
+def saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, Spec]:
+    """Every tensor of the train state of the whole model, the same on every rank: parameters and running statistics,
+    then what the optimiser keeps of each trained parameter. replicas: how many of them have a state of their own, where
+    they train by themselves; None: those of the mesh."""
+    specs = placement.layout.specs
+    trained = {name: spec for name, spec in specs.items() if spec.trainable}
+    found = {
+        tensor_name(slot, name): spec
+        for slot in placement.pace.slots(replicas)
+        for name, spec in trained.items()
+    }
+    return specs | {name: spec for name, spec in found.items() if spec.size}
+
+
+def saved_format(placement: Placement, name: str) -> np.dtype:
+    """The format in which ranks hold a tensor of the train state."""
+    formats = placement.formats
+    if "/" in name and name not in placement.layout.specs:
+        slots = [word for word in name.split("/")[:2] if word in placement.kept]  # "m/...", or "replica1/m/..."
+        return placement.slot_format(slots[0]) if slots else formats.master
+    return formats.statistics if name in placement.layout.state else formats.master

@@ -1,0 +1,450 @@
+"""The placement of one rank, fixed as long as there are these ranks: model, layout, mesh, formats, options and pace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.base.config import Offload, Precision, Sharding, byte_count
+from fsdpx.core.comm.backend import TAGS
+from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.comm.communicator import DONE, Communicator, split_evenly
+from fsdpx.core.comm.mesh import Axes
+from fsdpx.core.compression import Codecs, Route
+from fsdpx.core.program import (
+    Action,
+    Edge,
+    PipelineSchedule,
+    Request,
+    Stage,
+    placed,
+    prove,
+    schedule,
+)
+from fsdpx.core.state.accumulation import Accumulation, accumulation
+from fsdpx.core.state.flat_parameters import Page, Range, ShardedPage, cut
+from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
+from fsdpx.core.state.sync_policy import TOGETHER, Pace, PaceChoice
+from fsdpx.core.state.tuning import Tuning
+from fsdpx.core.state.units import Layout, Unit
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.grid import Grid
+from fsdpx.nn.layer import Spec, dotted
+from fsdpx.nn.linearize import Sorted
+from fsdpx.nn.sharding import Parts, share
+from fsdpx.optim import Segment, Segments
+from fsdpx.optim.optimizer import Kept, inside, kept_of
+from fsdpx.optim.segments import Peers
+
+__all__ = ["Formats", "Options", "Pipe", "Placement", "Recompute", "recompute", "segments_of", "statistics_of", "tag"]
+
+
+@dataclass
+class Pipe:
+    """choice: name, function or file of the schedule. width: ranks of the pipe. dealt: the number of stages,
+    or the rank of each, where that was given."""
+
+    choice: str | Callable[..., Any]
+    width: int = 1
+    dealt: int | tuple[int, ...] | None = None
+    _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
+    _proved: set[Request] = field(default_factory=set)
+
+    def schedule(self, microbatches: int) -> PipelineSchedule:
+        """The actions of each rank in order; ConfigError if the schedule needs more microbatches."""
+        if microbatches not in self._schedules:
+            numbers = self.choice, self.width, microbatches
+            made = schedule(*numbers) if self.dealt is None else placed(*numbers, self.dealt)
+            self._schedules[microbatches] = made
+        return self._schedules[microbatches]
+
+    def home(self, microbatches: int) -> tuple[int, ...]:
+        """The rank of each stage. One rank runs the model as one stage."""
+        home = self.schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
+        return home if self.width > 1 else (0,)
+
+    def many(self, home: tuple[int, ...]) -> str:
+        """Why there are so many stages, if there are more than ranks and the schedule chose their number."""
+        if self.dealt is not None or len(home) <= self.width:
+            return ""
+        name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
+        return f" (schedule {name!r} puts {len(home) // self.width} on each of {self.width} ranks)"
+
+    def words(self, microbatches: int) -> str:
+        """The schedule as text, rank by rank."""
+        return str(self.schedule(microbatches)) if self.width > 1 else ""
+
+    def order(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
+        """Forwards and backwards of one rank; None without a pipe: one microbatch after the other."""
+        return None if self.width == 1 else self.schedule(microbatches).ranks[rank]
+
+    def prove(self, request: Request, stages: tuple[Stage, ...]) -> None:
+        """Compile what all ranks of the pipe run for a request like this one, and check that it finishes."""
+        bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), weighed=False)
+        if self.width == 1 or bare in self._proved:
+            return
+        self._proved.add(bare)
+        requests = []
+        for rank, stage in enumerate(stages):
+            order = None if request.order is None else self.order(request.microbatches, rank)
+            seen = replace(stage, trainable=request.stage.trainable, constant=request.stage.constant)
+            requests.append(replace(bare, stage=seen, order=order))
+        prove(tuple(requests))
+        last = request.microbatches - 1
+        if any(tag(stages[0], e, last, request.microbatches) >= TAGS for e in stages[0].edges):
+            raise ConfigError(
+                f"{request.microbatches} microbatches and {len(stages[0].edges)} values between stages need more than "
+                f"{TAGS} different messages between two ranks: use fewer microbatches"
+            )
+
+
+def tag(stage: Stage, edge: Edge, mb: int, microbatches: int) -> int:
+    """A number of its own for each message between two ranks: they may be received in any order."""
+    pair = (edge.sender, edge.receiver)
+    before = sum((e.sender, e.receiver) == pair for e in stage.edges[: edge.number])
+    return before * microbatches + mb
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """every: k for every k-th unit, 0 none. budget: bytes that what backward needs may take on a rank, or None. cores:
+    kinds of layers that keep less inside their unit."""
+
+    every: int = 0
+    budget: int | None = None
+    cores: frozenset[str] = frozenset()
+
+
+def recompute(choice: Any) -> Recompute:
+    """From what a user says: None, "all", "attention", every k-th unit as a number, or a budget such as "512MiB"."""
+    if choice is None:
+        return Recompute()
+    if isinstance(choice, str) and choice == "all":
+        return Recompute(every=1)
+    if isinstance(choice, str) and choice == "attention":
+        return Recompute(cores=frozenset({"attention"}))
+    if isinstance(choice, int) and not isinstance(choice, bool) and choice > 0:
+        return Recompute(every=choice)
+    if not isinstance(choice, str) or not choice.strip().endswith("B"):
+        raise ConfigError(
+            f"recompute={choice!r}: choose 'all', 'attention', a number k for every k-th unit, or the bytes that may "
+            "be kept for backward, such as '512MiB'"
+        )
+    return Recompute(budget=byte_count(choice, "recompute"))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a step may be asked for beside its placement.
+
+    clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
+    added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that
+    run forward again. offload: what lies on disk between uses. pace: a strategy by which ranks do not make every step
+    together. planned: what a plan has chosen, in words."""
+
+    seed: int = 0
+    clip_norm: float | None = None
+    chunks: int | None = None
+    check_finite: bool = False
+    schedule: str | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload | None = None
+    pace: PaceChoice = TOGETHER
+    planned: str = ""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Number formats by role. master: of sharded parameters and optimiser state. gradients: in which those add up.
+    statistics: of running ones. compute: of layers, that is of gathered parameters and
+    activations. wire: of parameters on their way, None if that of compute. precision: what was asked for."""
+
+    master: np.dtype
+    gradients: np.dtype
+    statistics: np.dtype
+    compute: np.dtype
+    wire: np.dtype | None
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class FieldParts:
+    """A field of which each rank has a part. outputs: how the model's output is cut."""
+
+    grid: Grid
+    outputs: Parts
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an input of the whole field, with the ghost cells beyond its ends."""
+        joined = self.grid.entered.joined()
+        around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
+        return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
+
+    def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of this rank's part of an output of the whole field."""
+        return (*shape[:2], *self.outputs.local(self.grid.place))
+
+    def target(self, y: Any) -> Any:
+        """A target as the caller has it, without the ghost cells that it may bring."""
+        return self.grid.interior(y) if self.outputs == self.grid.parts else y
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """stages: what each rank of the pipe sees. model: sorted, as this line of the tensor axis runs it. output_dim: dim
+    of the model's output that is cut over the tensor axis. pipe: the schedule, for any number of microbatches."""
+
+    xp: Any
+    model: Sorted
+    layout: Layout
+    stages: tuple[Stage, ...]
+    axes: Axes
+    sharding: Sharding
+    formats: Formats
+    codecs: Codecs
+    optimizer: Any
+    loss: Any
+    options: Options
+    tuning: Tuning
+    pipe: Pipe
+    output_dim: int | None = None
+    field: FieldParts | None = None
+
+    def others(self, rows: Sequence[int]) -> Sequence[int]:
+        """The samples of those before this rank's, from those of all data ranks."""
+        return self.distinct(rows)[: self.axes.samples.rank]
+
+    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
+        """The same of each group of data ranks that has samples of its own; without a field each rank is one."""
+        return rows if self.field is None else [rows[member[0]] for member in self.axes.members]
+
+    def demand_together(self, rows: Sequence[int]) -> None:
+        """DataError where ranks that have parts of the same samples do not have as many of them."""
+        for member in () if self.field is None else self.axes.members:
+            odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
+            if odd is not None:
+                raise DataError(
+                    f"data rank {member[0]} has {rows[member[0]]} samples, and data rank {odd}, which has another part "
+                    f"of the same fields, {rows[odd]}"
+                )
+
+    # -- this rank -----------------------------------------------------------------------------------------------------
+
+    def described(self, array: Any) -> str:
+        """What of an array of the batch must be alike on all ranks: all but the number of samples, and, of a part of a
+        field, the cells."""
+        shape = array.shape[1:]
+        return f"{array.dtype}{list(shape)}" if self.field is None else f"{array.dtype} of {shape[0]} channels"
+
+    @cached_property
+    def stage(self) -> Stage:
+        return self.stages[self.axes.pipe.rank]
+
+    @cached_property
+    def imaginary(self) -> bool:
+        """Whether arrays have shapes only: a dry run."""
+        return bool(getattr(self.xp, "holds_no_data", False))
+
+    @cached_property
+    def pages(self) -> dict[int, ShardedPage]:
+        """The pages of this rank of the pipe, by number."""
+        shard, snap = self.axes.shard, self.accumulation.bitwise
+        pages = (self.layout.pages[p] for p in self.stage.pages)
+        return {page.index: ShardedPage(page, cut(page, shard.size, snap), shard.rank) for page in pages}
+
+    @cached_property
+    def accumulation(self) -> Accumulation:
+        """How gradients add up."""
+        return accumulation(self.options.chunks, self.axes)
+
+    def offloads(self, what: str) -> bool:
+        """Whether that lies on disk between uses."""
+        return self.options.offload is not None and what in self.options.offload.what
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How ranks keep pace."""
+        return self.options.pace.on(self)
+
+    @property
+    def keep_full(self) -> bool:
+        """Full parameters stay until the update: asked for, or the shard is the whole; not if shards lie on disk."""
+        kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
+        return kept and not self.offloads("parameters")
+
+    @property
+    def keep_grads(self) -> bool:
+        """Full gradients have memory of their own."""
+        return self.sharding.full_grads == "step" or self.axes.shard.size == 1
+
+    @property
+    def reduce_each(self) -> bool:
+        """Each microbatch's gradients are reduced at once, unless partial sums cost less whole than cut."""
+        return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
+
+    @property
+    def product_threads(self) -> int:
+        """Products cut among threads end in other last bits; bitwise results do not tell how many there were."""
+        return 1 if self.accumulation.bitwise else self.tuning.threads
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether the loss found here counts: ranks of one tensor line find the same, unless each finds a part."""
+        return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
+
+    def first_sample(self, batch: Microbatch) -> int:
+        """The first one of a microbatch that the layers of this rank see: not 0 where the tensor axis cuts samples."""
+        tensor = self.axes.tensor
+        return share(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
+
+    @cached_property
+    def statistics(self) -> dict[int, tuple[str, ...]]:
+        """Unit -> names of the running statistics that its layers move, for the units of this rank."""
+        units = (self.layout.units[u] for u in self.stage.here)
+        found = {unit.index: statistics_of(self.layout, unit) for unit in units}
+        return {unit: names for unit, names in found.items() if names}
+
+    @cached_property
+    def statistics_home(self) -> dict[str, int]:
+        """The rank of the pipe that moves each running statistic."""
+        spread, layout = self.layout.spread, self.layout
+        users = ((dotted(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
+        names = ((layout.canonical(name), i) for name, i in users)
+        return {name: spread.rank_of(i) for name, i in names if name in layout.state}
+
+    def route(self, page: int) -> Route:
+        """What carries the gradient of a page; over replicas that train by themselves, the outer one."""
+        return self._routes[page]
+
+    @cached_property
+    def _routes(self) -> dict[int, Route]:
+        """Page -> what carries the gradients of this rank, and knows the tensors in them."""
+        found = {}
+        for p, page in self.pages.items():
+            shard, replica = self.codecs.rules[page.page.codec][1]
+            whole = Range(0, page.size)
+            found[p] = Route(shard.shaped(page.page.shapes(whole)), replica.shaped(page.page.shapes(page.mine)))
+        return found
+
+    @cached_property
+    def segments(self) -> dict[int, Segments]:
+        """What this rank's shard of each page holds, in the optimiser's terms."""
+        alone = self.axes.shard.size == self.axes.tensor.size == 1
+        return {p: self.segments_over(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained}
+
+    def segments_over(self, page: int, comm: Communicator, parts: Sequence[Range], alone: bool) -> Segments:
+        """The segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank has any."""
+        of, specs = self.pages[page].page, self.layout.specs
+        exchange = None if alone else partial(_exchange, self, page, comm)
+
+        def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
+            comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.name(page)})").wait()
+
+        peers = Peers(lambda: [segments_of(of, part, specs) for part in parts], comm.rank, all_to_all)
+        return Segments(segments_of(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
+
+    def parts_moved(self, page: int) -> tuple[tuple[str, str, int], ...]:
+        """What the optimiser sends of this rank's part of a page, to ranks that have other parts of its parameters:
+        axis, collective, and bytes."""
+        optimizer = inside(self.optimizer)
+        if gathers := getattr(optimizer, "gathers", 0):
+            nbytes, shard, tensor = 8 * gathers * len(self.sources(page)), self.axes.shard.size, self.axes.tensor.size
+            sent = {"shard": nbytes * (shard - 1), "tensor": nbytes * shard * (tensor - 1)}
+            return tuple((axis, "all_gather", moved) for axis, moved in sent.items() if moved)
+        count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
+        return () if count is None else (("shard", "all_to_all", count * self.formats.gradients.itemsize),)
+
+    @cached_property
+    def kept(self) -> dict[str, Kept]:
+        """What the slots of the optimiser hold."""
+        return kept_of(self.optimizer)
+
+    def slot_format(self, slot: str) -> np.dtype:
+        """The format of a slot of the optimiser."""
+        found: np.dtype = self.kept[slot].format(self.formats.master)
+        return found
+
+    def name(self, page: int) -> str:
+        """A page as text for errors: the names it holds."""
+        return self._names[page]
+
+    def sources(self, page: int) -> list[str]:
+        """The parameters of a page."""
+        return list(dict.fromkeys(f.source for f in self.pages[page].page.fields))
+
+    @cached_property
+    def _names(self) -> list[str]:
+        ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
+        return [first if first == last else f"{first}..{last}" for first, last in ends]
+
+    # -- others --------------------------------------------------------------------------------------------------------
+
+    def everyone(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
+        """A few float64 numbers of every rank of `comm`, or of all ranks, in rank order, on every rank."""
+        rows: list[list[float]] = self.telling(values, what, lambda rows: rows, comm).wait()
+        return rows
+
+    def telling(
+        self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
+    ) -> Transfer:
+        """The numbers of all ranks, on their way: the transfer gives what `use` makes of them when all are there."""
+        comm, n = comm or self.axes.world, len(values)
+        if comm.size == 1:
+            return Transfer(DONE, lambda: use([values]))
+        table = np.zeros(n * comm.size)
+        own = table[comm.rank * n : (comm.rank + 1) * n]
+        own[:] = values
+        handle = comm.all_gather(own, table, what=what)
+        if self.imaginary:  # a million ranks cost no more than one
+            return Transfer(handle, lambda: use([values] * comm.size))
+        return Transfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
+
+    @cached_property
+    def shapes(self) -> ValueShapes:
+        """Shapes of the model's values."""
+        return ValueShapes(self.model, self.axes, self.formats.compute)
+
+    def replica_own(self, page: int) -> int:
+        """Elements of this rank's shard of a page that it would own in an all-reduce over replicas."""
+        replica = self.axes.replica
+        return split_evenly(self.pages[page].mine.size, replica.size)[replica.rank]
+
+
+def statistics_of(layout: Layout, unit: Unit) -> tuple[str, ...]:
+    """Names of the running statistics that the layers of a unit move."""
+    names = (layout.canonical(dotted(n.path, local)) for n in unit.nodes for local in n.layer.specs())
+    return tuple(dict.fromkeys(name for name in names if name in layout.state))
+
+
+def segments_of(page: Page, mine: Range, specs: Mapping[str, Spec]) -> tuple[Segment, ...]:
+    """What elements of a page are, in the optimiser's terms."""
+    items, start = [], mine.start
+    for piece in page.pieces(mine):
+        f = page.fields[piece.have]
+        at, norm = (piece.start - start, piece.stop - start, piece.start - f.offset), specs[f.source].norm
+        items.append(Segment(f.source, *at, f.size, f.shape, norm))
+    return tuple(items)
+
+
+def _exchange(
+    placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
+) -> dict[str, list[list[float]]]:
+    """Parameter of a page -> `width` numbers from each rank that may hold a part of it; what several ranks of the
+    tensor axis hold alike counts once."""
+    layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
+    names, what = placement.sources(page), f"UPDATE{page} ({placement.name(page)})"
+    for name in names:
+        numbers = mine.get(name) if tensor.rank == 0 or layout.specs[name].cut is not None else None
+        row += [0.0] * width if numbers is None else numbers
+    rows = placement.everyone(row, what, holders)
+    if tensor.size > 1:
+        rows = placement.everyone([x for row in rows for x in row], what, tensor)
+    numbers = [x for row in rows for x in row]
+    every = len(names) * width
+    return {
+        name: [numbers[at : at + width] for at in range(i * width, len(numbers), every)] for i, name in enumerate(names)
+    }

@@ -1,0 +1,66 @@
+"""What a program is given: microbatches, and the shapes of the values between units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.array.shapes.array import metered
+from fsdpx.core.comm.backend import FakeCommunicator
+from fsdpx.core.comm.mesh import Axes, connect
+from fsdpx.nn.cache import Cache
+from fsdpx.nn.linearize import Sorted, shapes
+
+__all__ = ["Feed", "Microbatch", "ValueShapes"]
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward's worth of this rank's batch. row: number of its first sample in the global batch."""
+
+    inputs: tuple[Any, ...]
+    target: Any
+    row: int
+
+
+@dataclass(frozen=True)
+class Feed:
+    """batch: the microbatches of this rank; None in place of one without samples. training: the mode of layers such as
+    dropout. commit: called with the mean loss and the scale of a step before it updates. cache: as `Env` has it.
+    batched: whether the caller's arrays have a dim of samples."""
+
+    batch: list[Microbatch | None] = field(default_factory=list)
+    training: bool = True
+    commit: Callable[[Any, Any], None] | None = None
+    cache: Cache | None = None
+    batched: bool = True
+
+
+class ValueShapes:
+    """The shapes of all values of a model in one format, on any rank of the tensor axis; found once for each shape of a
+    batch."""
+
+    def __init__(self, model: Sorted, axes: Axes, dtype: Any) -> None:
+        self._model, self._axes, self._dtype = model, axes, dtype
+        self._found: dict[Any, list[Any]] = {}
+        self._imagined: dict[int, Axes] = {}
+
+    def of(self, value: int, batch: Microbatch, tensor: int | None = None) -> Any:
+        """A value of a microbatch as a shape-only array; on rank `tensor` of the tensor axis."""
+        rank = self._axes.tensor.rank if tensor is None else tensor
+        key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
+        with metered():  # a dry run does not count as memory what only says shapes
+            if key not in self._found:
+                inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
+                found = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
+                self._found[key] = [(one.shape, one.dtype) for one in found]
+            return ShapeArray(*self._found[key][value])
+
+    def imagined(self, tensor: int) -> Axes:
+        """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""
+        if tensor not in self._imagined:
+            mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
+            fake = FakeCommunicator(mesh.rank(place), mesh.size)
+            self._imagined[tensor] = connect(mesh, fake, field=self._axes.field)
+        return self._imagined[tensor]

@@ -1,0 +1,194 @@
+"""The pace of ranks: what a strategy changes where they do not make every step together, one hook for each question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from fsdpx.core.base.config import Sharding
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.compression import Codec
+from fsdpx.core.program import Slot, Sync
+from fsdpx.core.state.flat_parameters import ShardedPage
+
+__all__ = ["NAMED", "TOGETHER", "Pace", "PaceChoice", "pace_of", "put_for_now"]
+
+MEAN, EVERY_STEP = Slot("mean"), Sync()
+
+
+class PaceChoice:
+    """A strategy as a user chooses it, as far as it is about the pace of ranks; by this one they step together.
+
+    excluded: the choice whose rows of the table in core/trainer/option_rules.py name what cannot be beside it.
+    replicas: whether those train by themselves, so that the ranks of one of them are a group. optimizers: beside the
+    one of each step. carried: the codec between replicas, if it is another one. words: what all ranks must have chosen
+    alike. prefix: how an error about what is excluded begins."""
+
+    excluded: ClassVar[str] = "nothing"
+    replicas: ClassVar[bool] = False
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        return ()
+
+    @property
+    def carried(self) -> Codec | None:
+        return None
+
+    @property
+    def words(self) -> str:
+        return ""
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.excluded} with "
+
+    def inner(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
+        """The strategy of those ranks that step together, "" for the one that was chosen."""
+        return ""
+
+    def on(self, placement: Any) -> Pace:
+        """The pace of ranks that are placed so."""
+        return Pace(placement)
+
+
+TOGETHER = PaceChoice()
+NAMED: dict[str, PaceChoice] = {}
+"""By the names of strategies: `fsdpx.ext.asynchronous` adds its own."""
+
+
+def pace_of(strategy: Any) -> PaceChoice:
+    """What a strategy or its name says of the pace of ranks."""
+    if isinstance(strategy, PaceChoice):
+        return strategy
+    return NAMED.get(strategy, TOGETHER) if isinstance(strategy, str) else TOGETHER
+
+
+class Pace:
+    """The pace of the ranks of a placement. These make every step together; strategies change what is theirs.
+
+    together: whether each step is one of all ranks. own_speed: whether ranks wait for each other only where they must.
+    owner: which ranks hold the same of trained parameters and of the optimiser's state, an `Owner` of the ledger.
+    lasting: kinds of slots that stay from program to program. about: what a checkpoint's note says."""
+
+    together, own_speed = True, False
+    owner: Literal["shard", "replica"] = "shard"
+    lasting: frozenset[str] = frozenset()
+    about: str | None = None
+
+    def __init__(self, placement: Any) -> None:
+        self.placement = placement
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def kind(self, kind: str) -> str:
+        """The kind of program that runs when a trainer asks for this one; ConfigError if there is none."""
+        return kind
+
+    def sync(self, step: int) -> Sync:
+        """How ranks come together in step `step`, counted from 1."""
+        return EVERY_STEP
+
+    def round(self) -> list[tuple[Sync, int]]:
+        """The different steps of a round, its last one last, and how often each is made."""
+        return [(EVERY_STEP, 1)]
+
+    def met(self, step: int) -> bool:
+        """Whether all ranks come together in step `step`."""
+        return True
+
+    def loss(self, results: Mapping[Slot, Any]) -> float:
+        """The loss of a step that has ended."""
+        return float(results[MEAN].value)
+
+    # -- what a rank holds ---------------------------------------------------------------------------------------------
+
+    def connect(self) -> Iterator[tuple[Any, Any]]:
+        """Make memory that all ranks reach: keys of rows, and their arrays there. Collective."""
+        return iter(())
+
+    def rows(self, page: ShardedPage) -> Iterator[Any]:
+        """More rows of the ledger, of a trained page."""
+        return iter(())
+
+    def slots(self, replicas: int | None) -> list[str]:
+        """What is kept of each trained parameter, by the first half of its name in a checkpoint. replicas: how many of
+        them have a state of their own, where they do; None: those of the mesh."""
+        return list(self.placement.kept)
+
+    # -- changes of the state; each is given the `TrainState` ----------------------------------------------------------
+
+    def made(self, state: Any) -> None:
+        """Fill its slots: it has just been made."""
+
+    def initialised(self, state: Any) -> None:
+        """Parameters have their first values."""
+
+    def loaded(self, state: Any) -> None:
+        """Parameters have been set from outside."""
+
+    def updated(self, state: Any, weight: float) -> None:
+        """A step has been made, on samples of this weight."""
+
+    def resumed(self, state: Any, saved: Mapping[str, Any] | None) -> None:
+        """Training goes on where the state was saved. saved: what the checkpoint says."""
+
+    def saved(self, state: Any) -> dict[str, Any] | None:
+        """What a checkpoint says beside its arrays. Collective."""
+        return None
+
+    def demand_saved(self, saved: Mapping[str, Any], where: str) -> None:
+        """CheckpointError unless training can go on here from what a checkpoint says."""
+
+    def demand_settled(self, steps: int) -> None:
+        """ConfigError where ranks have parameters of their own after so many steps, and something asks for the same."""
+
+    # -- where calls begin and end -------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Return when all ranks have made their last step, where they have to wait for that by themselves."""
+
+    def count_updates(self, name: str, steps: int) -> int:
+        """How many updates the page of a parameter has had, after `steps` of the trainer."""
+        return steps
+
+    @property
+    def updates_per_step(self) -> int:
+        """How many updates a page gets in one step of all ranks."""
+        return 1
+
+    def placed(self, steps: int) -> None:
+        """All parameters have been set, after this number of steps."""
+
+    def lost(self) -> list[int]:
+        """The ranks that are known to have died, where the others train on."""
+        return []
+
+    def parameters(self) -> dict[str, Any] | None:
+        """The parameters that all ranks have in common, where one rank can read them by itself."""
+        return None
+
+    def common(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+        """Read what all ranks have in common of these kinds of rows, where each has its own. What is returned puts it
+        there, once all have read, and returns what puts the own back."""
+        return None
+
+    def remember(self) -> Callable[[], None] | None:
+        """Copy what this rank holds of the parameters, where all ranks change them; what is returned puts it back."""
+        return None
+
+    def close(self) -> None:
+        """Free memory that all ranks reach. Collective."""
+
+
+def put_for_now(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+    """Set arrays to values, as a function that puts back what they were."""
+    before = [(array, array.copy()) for array, _ in values]
+    for array, value in values:
+        array[...] = value
+
+    def put_back() -> None:
+        for array, value in before:
+            array[...] = value
+
+    return put_back

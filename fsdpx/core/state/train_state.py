@@ -1,0 +1,382 @@
+"""What lasts from step to step: parameters, state of the optimiser, the loss scale, and the time spent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from fsdpx.core.array.arena import Arena
+from fsdpx.core.array.random import Moment, Random
+from fsdpx.core.base.config import Precision
+from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.program import Slot
+from fsdpx.core.state.ledger import KINDS, Key, Ledger, LedgerRow
+from fsdpx.core.state.placement import Placement
+from fsdpx.errors import NumericsError
+from fsdpx.ext.offload.disk import Disk
+
+__all__ = ["BATCHES", "PROGRESS", "Clock", "Freezing", "Scaler", "Spent", "Tie", "TrainState", "restore_copies"]
+
+SMALLEST = 2.0**-40
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """value: factor on the loss. good: steps since it last changed. Dynamic scales halve on overflow, else double."""
+
+    value: float
+    dynamic: bool
+    growth_interval: int
+    good: int = 0
+
+    @classmethod
+    def of(cls, precision: Precision) -> Scaler:
+        dynamic = precision.loss_scale == "dynamic"
+        value = precision.initial_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
+        return cls(value, dynamic, precision.growth_interval)
+
+    def after(self, finite: bool) -> Scaler:
+        """The scale after a step whose gradients were finite, or not; every rank sees the same flag."""
+        if not self.dynamic:
+            return self
+        if finite:
+            grown = self.good + 1 >= self.growth_interval
+            return replace(self, value=self.value * 2, good=0) if grown else replace(self, good=self.good + 1)
+        if self.value / 2 < SMALLEST:
+            raise NumericsError(
+                f"gradients are NaN or Inf at every loss scale down to {self.value / 2:g}: "
+                "distribute(..., check_finite=True) names where they begin"
+            )
+        return replace(self, value=self.value / 2, good=0)
+
+    def restored(self, value: float, good: int) -> Scaler:
+        """The scale of a checkpoint; one that does not move stays what the precision says."""
+        return replace(self, value=value, good=good) if self.dynamic else self
+
+
+PROGRESS = "(moving transfers on)"
+"""A row of the clock beside those of the verbs."""
+BATCHES = "(batches: checked, and agreed on by all ranks)"
+"""Another one: the first ranks to get there wait for the others."""
+
+
+class Spent(NamedTuple):
+    """What went into the actions of one verb.
+
+    seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
+    sent or received in them. flown: seconds that transfers which they began were under way. busy: the part of
+    these seconds in which this rank moved the transfer on or waited for it; in the rest it computed."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    calls: int = 0
+    nbytes: int = 0
+    flown: float = 0.0
+    busy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Gradients of one parameter that several ranks found apart: copies of a tied parameter on other ranks of the pipe,
+    and parts that the ranks of the tensor axis found.
+
+    pages: with copies of one parameter, its first user's first; or a lone page. ranks: of the pipe, of each page.
+    comm: the ranks of the pipe that have one, if several. partial: the tensor axis is summed over, too."""
+
+    pages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    comm: Communicator | None
+    partial: bool
+
+    @property
+    def order(self) -> list[int]:
+        """Positions in `pages` by rank: how they lie when all ranks' are gathered."""
+        return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
+
+    @property
+    def held(self) -> list[int]:
+        """How many of the pages each rank has, in rank order."""
+        return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
+
+    def elements(self, one: int) -> int:
+        """Elements of all ranks' gradients, when a page has `one` here."""
+        return one * len(self.pages) if self.comm is not None else 0
+
+
+@dataclass
+class Clock:
+    """rows: by verb, the numbers of a `Spent`. Moving transfers on between actions is a row of its own. in_flight: by
+    mesh axis, the seconds that transfers were under way, and the seconds in which this rank did nothing else
+    meanwhile."""
+
+    rows: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0, 0, 0.0, 0.0]))
+    in_flight: dict[str, tuple[float, float]] = field(default_factory=dict)
+    start: float = field(default_factory=perf_counter)
+
+    def landed(self, op: str, axis: str, seconds: float, busy: float) -> None:
+        """A transfer over `axis` that an action of this verb began is complete."""
+        before = self.in_flight.get(axis, (0.0, 0.0))
+        self.in_flight[axis] = (before[0] + seconds, before[1] + busy)
+        row = self.rows[op]
+        row[4] += seconds
+        row[5] += busy
+
+    def ran(self, op: str, begin: float, ready: float, end: float, nbytes: int = 0) -> None:
+        """An action of this verb began, had all it needs, and ended."""
+        row = self.rows[op]
+        row[0] += end - ready
+        row[1] += ready - begin
+        row[2] += 1
+        row[3] += nbytes
+
+    def spent(self) -> dict[str, Spent]:
+        """By verb, as it is now."""
+        return {op: Spent(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()}
+
+
+class Freezing:
+    """frozen: parameters that get no gradient and no update for now. missed: parameter -> updates that left it alone
+    until it was trained again, if it was ever frozen; its own count of updates is that many smaller."""
+
+    def __init__(self, updates: Callable[[str], int]) -> None:
+        """updates: how many the page of a parameter has had so far."""
+        self.frozen: frozenset[str] = frozenset()
+        self.missed: dict[str, int] = {}
+        self._updates = updates
+        self._since: dict[str, int] = {}  # frozen parameter -> updates of its page before that
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """Leave parameters alone from now on; on all ranks the same ones."""
+        self._since |= {name: self._updates(name) for name in names if name not in self.frozen}
+        self.frozen = frozenset(self._since)
+
+    def unfreeze(self, names: Iterable[str]) -> None:
+        """Train parameters again."""
+        self.missed = self.count_missed()
+        self._since = {name: self._updates(name) for name in self.frozen.difference(names)}
+        self.frozen = frozenset(self._since)
+
+    def count_missed(self) -> dict[str, int]:
+        """The updates missed so far, also by what is frozen now."""
+        now = {name: self._updates(name) - before for name, before in self._since.items()}
+        return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
+
+    def resume(self, missed: dict[str, int], updates: int) -> None:
+        """Go on where each page has had so many updates, and parameters have missed some of them. What is frozen stays
+        so."""
+        self.missed, self._since = missed, dict.fromkeys(self.frozen, updates)
+
+
+def restore_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Put back into arrays what they were copied from."""
+    for array, before in pairs:
+        array[...] = before
+
+
+LASTING = frozenset({"stats", "stored", *(kind.slot for kind in KINDS.values() if kind.slot)})
+"""Kinds of slots that are there before and after every program, or belong to one that is still to come; a pace may
+have more."""
+
+
+class TrainState:
+    """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
+    batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
+    kinds of programs since the last update, alike on all ranks. idle: parameters that some backward has given no
+    gradient. disk: where rows of that level lie."""
+
+    def __init__(
+        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: Disk | None = None
+    ) -> None:
+        self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
+        self.disk = disk
+        self.store: dict[Slot, Any] = {}
+        self.scaler = Scaler.of(placement.formats.precision)
+        self.seed = placement.options.seed
+        self.moment = Moment()
+        self.steps = self.samples = 0
+        self.adding = ""
+        self.ran: set[str] = set()
+        self.freezing = Freezing(self._count_updates)
+        self.idle: dict[str, None] = {}
+        self._fill_store()
+
+    def _fill_store(self) -> None:
+        """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
+        place, store = self.placement, self.store
+        store |= {Slot("slots", p): {} for p in place.stage.trained}
+        for number, record in enumerate(place.stage.records):
+            if record.kind in ("saved", "held"):
+                continue
+            if store.pop(record, None) is not None or record.at in place.pages:
+                store[Slot("stored", number)] = True
+        for row in self.ledger:
+            kind, page, name = row.key
+            if page is not None and KINDS[kind].slot and row.level != "disk":
+                slot, array = Slot(KINDS[kind].slot, page), self.ledger.arrays[row.key]
+                if name:
+                    store.setdefault(slot, {})[name] = array
+                else:
+                    store[slot] = array
+        for unit, names in place.statistics.items():
+            store[Slot("stats", unit)] = {name: self.statistic(name) for name in names}
+        place.pace.made(self)
+
+    def statistic(self, name: str) -> Any:
+        """A running statistic in its shape."""
+        return self.ledger.array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
+
+    def copy_statistics(self) -> list[tuple[Any, Any]]:
+        """The running statistics that this rank moves, each with a copy, for `restore_copies` if a step fails."""
+        names = {name for names in self.placement.statistics.values() for name in names}
+        arrays = [self.ledger.array("statistic", None, name) for name in sorted(names)]
+        return [(array, array.copy()) for array in arrays]
+
+    @property
+    def random(self) -> Random:
+        """Random numbers of layers: functions of the seed and of the place in training."""
+        return Random(self.seed, moment=self.moment)
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def holding(self, kind: str) -> frozenset[int]:
+        """The pages, units or values of which a slot of this kind is filled."""
+        return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
+
+    def discard(self, kinds: Iterable[str]) -> None:
+        """Empty all slots of these kinds."""
+        unwanted = set(kinds)
+        for slot in [slot for slot in self.store if slot.kind in unwanted]:
+            del self.store[slot]
+
+    def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
+        """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
+        stay, passing = LASTING | self.placement.pace.lasting | set(but), set(self.placement.stage.records)
+        gone = [
+            s for s in self.store if s.kind not in stay or s in passing or (s.kind == "stored" and s.mb is not None)
+        ]
+        return {slot: self.store.pop(slot) for slot in gone}
+
+    def updated(self, skipped: bool, scaler: Scaler, weight: float = 0.0) -> None:
+        """An update is finished. skipped: gradients overflowed, and nothing has changed. weight: what the
+        gradients were found on."""
+        self.steps += not skipped
+        self.placement.pace.updated(self, weight)
+        self.scaler = scaler
+        self.samples, self.adding = 0, ""
+        self.ran = {"updated"}
+        self.drop_local()
+        for row in self.ledger:
+            if row.passing:
+                self.ledger.arrays.pop(row.key, None)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Parameters that get no gradient and are not updated for now."""
+        return self.freezing.frozen
+
+    def count_missed_steps(self) -> dict[str, int]:
+        """Parameter -> steps of the trainer in which it was not updated, where there were any."""
+        each = self.placement.pace.updates_per_step
+        missed = self.freezing.count_missed().items()
+        steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
+        return {name: n for name, n in steps.items() if n}
+
+    def _count_updates(self, name: str) -> int:
+        return self.placement.pace.count_updates(name, self.steps)
+
+    def follow(self, steps: int, value: float, good: int) -> None:
+        """An update that other ranks have made."""
+        self.steps, self.scaler = steps, self.scaler.restored(value, good)
+
+    def land(self) -> None:
+        """Wait for what is under way between programs."""
+        for slot, value in self.store.items():
+            if slot.kind in self.placement.pace.lasting and isinstance(value, Transfer):
+                self.store[slot] = value.wait()
+
+    def resume(
+        self,
+        steps: int,
+        samples: int,
+        seed: int,
+        scale: tuple[float, int] | None,
+        pace: dict[str, Any] | None = None,
+        missed: Mapping[str, int] | None = None,
+    ) -> None:
+        """Go on where a state was taken. Random numbers are those of its seed from here on. missed: see
+        `count_missed_steps`."""
+        self.forget()
+        self.drop_local()
+        self.steps, self.samples, self.seed = steps, samples, seed
+        self.placement.pace.resumed(self, pace)
+        each = self.placement.pace.updates_per_step
+        self.freezing.resume({name: n * each for name, n in (missed or {}).items()}, steps * each)
+        if scale is not None:
+            self.scaler = self.scaler.restored(*scale)
+
+    def zero_grad(self) -> None:
+        """Gradients that were added up are lost; a forward that waits for its backward is not."""
+        self.discard(["grad", "part", "weight"])
+        self.samples, self.adding = 0, ""
+        self.drop_local()
+
+    def replaced(self) -> None:
+        """Parameters have changed: gathered ones are stale, here and on every rank."""
+        self.discard(["full"])
+        self.ran.discard("updated")
+
+    def forget(self) -> None:
+        """After an error: what the broken program left in slots is lost, gradients included; parameters are whole."""
+        self.adding = ""
+        self.ran.clear()
+        self.set_aside(but=())
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def passing(self, key: Key) -> Any:
+        """The array of a row that lives for a pass, until the next update is finished: not sooner, since after
+        an error a transfer may still write into it."""
+        if key not in self.ledger.arrays:
+            row = self.ledger.rows[key]
+            self.ledger.arrays[key] = self.arena.fresh(row.elements, row.dtype)
+        return self.ledger.arrays[key]
+
+    def local_gradient(self, row: LedgerRow) -> Any:
+        """Memory for a whole gradient that stays on this rank until the update, while `no_sync` asks for it."""
+        if row.key not in self.ledger.arrays:
+            self.ledger.add(row, self.arena.keep(row.key, row.elements, row.dtype, passing=True))
+        return self.ledger.arrays[row.key]
+
+    def drop_local(self) -> None:
+        """Give back the gradients that `no_sync` asked for."""
+        for key in [row.key for row in self.ledger if row.key.name == "local" and row.key.kind == "grad"]:
+            self.ledger.drop(key)
+            self.arena.drop(key)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind of memory, of everything that is held now."""
+        found = self.ledger.nbytes()
+        return found | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
+
+    def high_water(self) -> dict[str, tuple[int, int]]:
+        """By kind of memory, the bytes that the placement lays out, and the most that were held at any time."""
+        ledger, slab = self.ledger, self.arena.slab_nbytes
+        found = {kind: (ledger.planned.get(kind, 0), most) for kind, most in ledger.most.items()}
+        return found | ({"working set": (slab, slab)} if slab else {})
+
+    def close(self) -> None:
+        """Free the memory that ranks share and the communicators that were made for it. Collective."""
+        self.store.clear()
+        self.ledger.clear()
+        if self.disk is not None:
+            self.disk.close()
+        self.arena.close()
+        self.placement.pace.close()
+        for tie in self.ties.values():
+            if tie.comm is not None:
+                tie.comm.close()
+        self.placement.axes.close()

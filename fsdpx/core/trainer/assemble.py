@@ -1,0 +1,490 @@
+"""From a recipe and a world to a session: all ranks check every choice alike before any byte of data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array import blas
+from fsdpx.core.array.arena import keep_pages
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import namespace
+from fsdpx.core.base import config, environment
+from fsdpx.core.base.config import Offload, Precision, Sharding
+from fsdpx.core.base.messages import say, slow
+from fsdpx.core.base.name_hints import demand_match
+from fsdpx.core.comm.backend import FakeCommunicator
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.desync_check import Guarded
+from fsdpx.core.comm.mesh import Axes, FieldRanks, Mesh, connect
+from fsdpx.core.comm.mpi.start_watchdog import ranks_text
+from fsdpx.core.compression import Choice, Codec, Codecs
+from fsdpx.core.compression import codec as codec_of
+from fsdpx.core.engine.engine import Engine
+from fsdpx.core.engine.warmup import make_ready, warm_calls
+from fsdpx.core.program import Slot, Stage, pipeline
+from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatches_of
+from fsdpx.core.state.allocate import allocate
+from fsdpx.core.state.ledger import memories
+from fsdpx.core.state.placement import FieldParts, Formats, Options, Pipe, Placement, recompute, statistics_of
+from fsdpx.core.state.sync_policy import TOGETHER, PaceChoice
+from fsdpx.core.state.tuning import Tuning, kept, tune_for
+from fsdpx.core.state.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
+from fsdpx.core.trainer.batch import share_errors, sum_of
+from fsdpx.core.trainer.option_rules import (
+    CHUNKS,
+    SPACE,
+    Beside,
+    agree,
+    check_offload,
+    check_whole,
+    demand_together,
+)  # fmt: skip
+from fsdpx.core.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
+from fsdpx.core.trainer.session import Commit, Session
+from fsdpx.errors import ConfigError, install_hint, warn
+from fsdpx.ext.gpu import visible_devices
+from fsdpx.ext.half.rounded import Rounded
+from fsdpx.nn.layer import Layer, runs_of
+from fsdpx.nn.linearize import Sorted, once, sort, with_numbers
+from fsdpx.nn.tensor_plan import Planned, over_parts, parallelise
+from fsdpx.optim import no_decay
+from fsdpx.optim.average import Averaged
+from fsdpx.optim.muon import BUT
+from fsdpx.optim.optimizer import scheduled
+
+__all__ = ["placement_of", "session_of"]
+
+Watch = Callable[[Axes], Any]
+"""Begins to look after this rank on its axes. Collective."""
+
+
+def session_of(
+    recipe: Recipe,
+    world: Communicator,
+    tuning: Tuning | None = None,
+    *,
+    initial: bool = True,
+    commit: Commit | None = None,
+    watch: Watch | None = None,
+) -> Session:
+    """The session of this rank of `world`. Collective: ranks compare their recipes first.
+
+    tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else the
+    caller fills them in. commit: see `Feed`."""
+    place, model, microbatches = placement_of(recipe, world, tuning)
+    training = recipe.training
+    if place.xp is np:
+        keep_pages()
+    norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
+    dtypes = place.formats.compute, place.formats.gradients, place.formats.master
+    if place.xp is np:
+        runs = *runs_of(model), *getattr(place.loss, "runs", ())
+        optimizers = [] if place.optimizer is None else [place.optimizer]
+        with slow(_speaks(world), "compiling kernels") as count:
+            make_ready(warm_calls(runs, optimizers, place.codecs, dtypes, norm), _share(world), count)
+    state = allocate(place, initial)
+    recorder = None if watch is None else watch(place.axes)
+    _remark(place)
+    session = Session(Engine(state, recorder), _of_one_process(recipe, place), training.loss, microbatches, commit)
+    session.placed()
+    return session
+
+
+def _of_one_process(recipe: Recipe, place: Placement) -> Sorted:
+    """The model as one process has it, with its layers in order; over a field with ghost cells, those at its ends."""
+    grid, dtype = recipe.distribution.space, place.formats.compute
+    joined = None if grid is None or not grid.entered.ghosts else grid.entered.joined()
+
+    def ordered() -> Sorted:
+        model = with_numbers(recipe.training.model, dtype)
+        return sort(model if joined is None else over_parts(model, joined)[0])
+
+    return once(("ordered", recipe.training.model, joined, dtype), ordered)
+
+
+def _speaks(world: Communicator) -> bool:
+    """Whether this is rank 0, and exists: of the whole job, where each rank may have a trainer of its own."""
+    launcher = environment.read().launcher
+    return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)
+
+
+def _share(world: Communicator) -> tuple[int, int]:
+    """This process of how many ranks of the job on its host: (number, count)."""
+    launcher = None if isinstance(world, FakeCommunicator) else environment.read().launcher
+    if launcher is None or launcher.local_rank is None or not launcher.local_size:
+        return 0, 1
+    return launcher.local_rank % launcher.local_size, launcher.local_size
+
+
+class TrainingRanks(NamedTuple):
+    """Who trains, on what, with which measured choices, and at which pace."""
+
+    xp: Any
+    axes: Axes
+    sharding: Sharding
+    tuning: Tuning
+    pace: PaceChoice
+
+
+class Reducing(NamedTuple):
+    """How gradients become the sums that update. microbatches: that a step was asked for. each: of this rank."""
+
+    codecs: Codecs
+    accumulation: Accumulation
+    microbatches: int
+    each: int
+
+
+class Pages(NamedTuple):
+    """The model as this rank runs it, and where its parameters lie. pipe: the order of microbatches over stages."""
+
+    model: Sorted
+    pipe: Pipe
+    layout: Layout
+
+
+def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Layer, int]:
+    """Where everything goes on this rank, the model as this line of the tensor axis runs it, and how many microbatches
+    a step was asked for. Collective.
+
+    It is made in stages of which each needs those before it alone: ranks, formats, the model, how gradients are
+    reduced, and pages. Then all ranks compare what they were asked for, before any data moves."""
+    ranks = _ranks(recipe, world, tuning)
+    with share_errors(world, "distribute", agree_at_end=True):
+        formats = _asked(recipe.training.precision, ranks.xp)
+        planned, model = _model(recipe, ranks, formats)
+        reducing = _reducing(recipe, ranks, formats, model)
+        pages = _pages(recipe, ranks, formats, planned, model, reducing)
+        options = _options(recipe, ranks, formats, pages)
+    agree(world, _asked_for(recipe, ranks, formats, reducing, pages, options))
+    optimizer = _optimizer(recipe.training, formats)
+    placed = Placement(
+        xp=ranks.xp,
+        model=model,
+        layout=pages.layout,
+        stages=_stages(pages.layout, reducing, ranks.axes, optimizer, options.offload),
+        axes=ranks.axes,
+        sharding=ranks.sharding,
+        formats=_formats(formats),
+        codecs=reducing.codecs,
+        optimizer=optimizer,
+        loss=planned.loss,
+        options=options,
+        tuning=ranks.tuning,
+        pipe=pages.pipe,
+        output_dim=planned.output_dim,
+        field=_field(recipe),
+    )
+    return placed, planned.model, reducing.microbatches
+
+
+def _field(recipe: Recipe) -> FieldParts | None:
+    """How fields lie over the ranks."""
+    grid = recipe.distribution.space
+    return None if grid is None else FieldParts(grid, over_parts(recipe.training.model, grid.entered)[1])
+
+
+def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
+    """The device and the mesh of this rank. Collective."""
+    distribution, machinery, settings = recipe.distribution, recipe.machinery, environment.read()
+    xp = _namespace(machinery, world)
+    guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
+    with slow(_speaks(world), "measuring", kept) as count:
+        tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp, count)
+    axes, sharding = _axes(recipe, world, guard)
+    return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
+
+
+def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Planned, Sorted]:
+    """The model that this line of the tensor axis runs, also with its layers in order."""
+    training, axes = recipe.training, ranks.axes
+    made, dtype = recipe.distribution, dtype_of(formats.compute)
+    cut = made.tensor_plan, made.sequence, made.space
+    key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
+    planned = once(key, lambda: _planned(training, axes, made, dtype))
+    model = once(("sorted", planned.model), lambda: sort(planned.model))
+    for optimizer in (training.optimizer, *ranks.pace.optimizers):
+        check_whole(optimizer, axes.tensor.size)
+    return planned, model
+
+
+def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted) -> Reducing:
+    """What carries gradients, and in which tree they add up."""
+    training, axes = recipe.training, ranks.axes
+    microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
+    codecs = _codecs(recipe.distribution.codec, formats, ranks.pace.carried)
+    if training.chunks is not None:
+        chosen = Beside(recipe, model, formats, axes.mesh, xp=ranks.xp, codecs=codecs)
+        demand_together(CHUNKS, chosen, f"chunks={training.chunks}: ")
+    sums = accumulation(training.chunks, axes)
+    return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
+
+
+def _pages(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, planned: Planned, model: Sorted, reducing: Reducing
+) -> Pages:
+    """Stages, units and pages."""
+    axes = ranks.axes
+    distribution, pipe = _dealt(recipe.distribution, model, axes.pipe.size)
+    assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
+    demand_layers(model, axes.pipe.size, "")  # before a schedule of so many ranks is made
+    home = pipe.home(reducing.each)
+    starts = cut_stages(model, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
+    bitwise = reducing.accumulation.bitwise
+    spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, bitwise)
+    return Pages(model, pipe, _layout(recipe, ranks, formats, model, spread, reducing.codecs))
+
+
+def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pages) -> Options:
+    """What a step is asked for beside; ConfigError for options that exclude each other."""
+    training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
+    recomputing, schedule = recompute(training.recompute), distribution.schedule
+    every, count = recomputing.every, len(pages.layout.units)
+    if every > count:
+        raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
+    check_offload(distribution.offload, training.optimizer, training.average)
+    chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
+    demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
+    return Options(
+        seed=training.seed,
+        clip_norm=training.clip_norm,
+        chunks=training.chunks,
+        check_finite=machinery.check_finite,
+        schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
+        recompute=recomputing,
+        offload=distribution.offload,
+        pace=ranks.pace,
+        planned=distribution.planned,
+    )
+
+
+def _asked_for(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, reducing: Reducing, pages: Pages, options: Options
+) -> dict[str, Any]:
+    """What all ranks must have asked for alike, by its name in errors."""
+    training, layout, pace = recipe.training, pages.layout, ranks.pace
+    return {
+        "strategy": ranks.sharding,  # it decides the mesh where none is given
+        "mesh": ranks.axes.mesh,
+        "precision": formats,
+        "options": replace(options, pace=TOGETHER),
+        "model": layout,
+        "layers": pages.model,
+        "stages": layout.spread.starts,
+        "schedule": pages.pipe.words(reducing.each),
+        "space": repr(recipe.distribution.space),
+        "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
+        "optimizer": training.optimizer,
+        "loss": training.loss,
+        "arrays": "" if recipe.distribution.space is not None else _arrays(training.model) + _arrays(training.loss),
+        "codec": reducing.codecs,
+        "microbatches": reducing.microbatches,
+        "device": recipe.machinery.device,
+        "library of 16-bit products": _products(ranks.axes.world, formats, ranks.xp),
+        "average": training.average,
+        "trace": recipe.machinery.traced(),
+        "the learning rate of step 1": scheduled(training.optimizer, 1)[0],
+        "pace": pace.words,
+        "outer optimizer": pace.optimizers,
+    }
+
+
+def _arrays(thing: Any) -> str:
+    """A line for each layer or loss that holds arrays, such as masks and weights of cells, which its text leaves out:
+    with `space` each rank has its part of them."""
+    held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
+    held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
+    lines = [f"{thing!r} with arrays of sum {sum_of(held):08x}"] if held else []
+    inside = thing.children().values() if isinstance(thing, Layer) else ()
+    return "\n".join([*lines, *filter(None, map(_arrays, inside))])
+
+
+def _namespace(machinery: Machinery, world: Communicator) -> Any:
+    """The namespace of arrays on the device; on GPUs this rank takes its own one first, which is collective."""
+    if machinery.device == "cuda":
+        for ranks in visible_devices.shared(visible_devices.take(world, machinery.device_map)):
+            say(world, f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU")
+    return namespace(machinery.device)
+
+
+def _asked(choice: str | Precision | None, xp: Any) -> Precision:
+    """The formats that were asked for. "fp16" computes in 16 bits where the processor has instructions for it."""
+    formats = config.precision(choice)
+    if config.half_name(choice) == "float16" and xp is np and blas.halves.chosen("float16") != blas.halves.WIDENED:
+        return Precision("float16", loss_scale="dynamic")
+    return formats
+
+
+def _products(world: Communicator, formats: Precision, xp: Any) -> str:
+    """The library that computes products of 16-bit matrices: results depend on it. A warning, once, where it is slower
+    than float32."""
+    if formats.compute == formats.gradients or xp is not np:
+        return ""
+    name = dtype_of(formats.compute).name
+    library, able = blas.halves.chosen(name), blas.halves.instructions(name)
+    if library == blas.halves.WIDENED and world.rank == 0:
+        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NOTHING
+        warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
+    return library
+
+
+NOTHING = "this processor has no instructions for it"
+
+
+def _optimizer(training: Training, formats: Precision) -> Any:
+    """The optimiser that updates the shard, in the format of the shard."""
+    optimizer, narrow = training.optimizer, formats.updated != formats.gradients
+    if narrow:
+        optimizer = Rounded(optimizer, formats.rounding == "kahan")
+    if training.average is not None:
+        optimizer = Averaged(optimizer, training.average, "float32" if narrow else None)
+    return optimizer
+
+
+def _formats(formats: Precision) -> Formats:
+    p = formats
+    compute, wire = dtype_of(p.compute), dtype_of(p.wire)
+    master, gradients, statistics = dtype_of(p.updated), dtype_of(p.gradients), dtype_of(p.statistics)
+    return Formats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
+
+
+def _layout(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, codecs: Codecs
+) -> Layout:
+    """Units and pages; ConfigError for patterns that match no parameter."""
+    training = recipe.training
+    wanted = recipe.machinery.group_bytes
+    group = ranks.tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
+    dtype = dtype_of(formats.compute)
+
+    def carried(names: Sequence[str]) -> tuple[int, bool]:
+        number = codecs.number(names)
+        return number, not all(codec.elementwise for codec in codecs.rules[number][1])
+
+    still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
+    frozen = ("*",) if still else training.frozen
+    layout = lay_out(model, dtype.itemsize, group, frozen, spread, carried)
+    for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
+        layout.matching(pattern, "codec")
+    for optimizer in (training.optimizer, *ranks.pace.optimizers):
+        _check_patterns(optimizer, layout)
+    return layout
+
+
+def _check_patterns(optimizer: Any, layout: Layout) -> None:
+    """ConfigError for a pattern of an optimiser that matches nothing, unless it is one of those for any model."""
+    names = [name for name, spec in layout.specs.items() if not spec.state]
+    for argument, common in (("groups", no_decay), ("but", BUT)):
+        given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
+        demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
+
+
+def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype) -> Planned:
+    """The model that this line of the tensor axis runs: the model itself, if there is no such axis. dtype: in which
+    it computes."""
+    model, loss = with_numbers(training.model, dtype), training.loss
+    plan, sequence = distribution.tensor_plan, distribution.sequence
+    if distribution.space is not None:
+        made, outputs = over_parts(model, distribution.space.entered)
+        return Planned(made, loss.over(outputs), None, frozenset())
+    if axes.tensor.size == 1 and plan is None and sequence is None:
+        return Planned(model, loss, None, frozenset())
+    return parallelise(model, loss, axes.tensor.size, plan, sequence)
+
+
+def _codecs(choice: Choice, formats: Precision, outer: Codec | None) -> Codecs:
+    """outer: between replicas that train by themselves."""
+    found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients))
+    if outer is not None:
+        found = Codecs(tuple((pattern, route._replace(replica=outer)) for pattern, route in found.rules))
+    for codec in found:
+        codec.check(formats.gradients)
+        if codec.feedback and formats.loss_scale == "dynamic":
+            raise ConfigError(
+                f"codec {type(codec).__name__} keeps what it lost in units of the loss scale, which is dynamic: choose "
+                "a fixed loss_scale, or precision='bf16'"
+            )
+    return found
+
+
+def _remark(place: Placement) -> None:
+    """Report what users should know about how their parameters are carried."""
+    for codec in dict.fromkeys(place.codecs):
+        pages = (page for page in place.layout.pages if codec in place.codecs.rules[page.codec][1] and page.trainable)
+        if text := codec.remark({field.name: field.shape for page in pages for field in page.fields}):
+            say(place.axes.world, text)
+
+
+def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Distribution, Pipe]:
+    """The same with stages as a list, and the pipe that has them."""
+    stages, dealt = deal(ordered, distribution.stages, ranks)
+    return replace(distribution, stages=stages), Pipe(distribution.schedule, ranks, dealt)
+
+
+def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
+    distribution, ahead = recipe.distribution, recipe.machinery.ahead
+    with share_errors(world, "distribute", agree_at_end=True):
+        strategy = distribution.within(world.size)
+        mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
+        named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
+        if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
+            raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
+        width = mesh.width("replica") * mesh.width("shard")
+        lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
+        ahead = lifetimes.ahead if ahead is None else ahead
+        if distribution.space is not None:
+            demand_together(SPACE, Beside(recipe, mesh=mesh), "space: ")
+    field = _field_ranks(distribution, mesh, world)
+    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, field=field)
+    return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
+
+
+def _field_ranks(distribution: Distribution, mesh: Mesh, world: Communicator) -> FieldRanks | None:
+    """Which ranks hold parts of which samples; ConfigError where grid and mesh do not fit. Collective with a grid."""
+    grid = distribution.space
+    if grid is None:
+        if mesh.space:
+            raise ConfigError(
+                f"Mesh(space={mesh.space}): which cells each rank has is not known; give space=fsdpx.Grid(comm, "
+                f"u.shape[:{len(mesh.space)}], dims={mesh.space}) as well"
+            )
+        return None
+    if mesh.space not in ((), grid.dims):
+        raise ConfigError(f"Mesh(space={mesh.space}): the grid has {grid.dims} ranks; leave the one or the other out")
+    mine = grid.ranks(world.rank)
+    grids = [None] * world.size if mine is None else world.all_gather_plain(list(mine))
+    return FieldRanks.of(mesh, world.rank, grid.dims, grids)
+
+
+def _stages(
+    layout: Layout, reducing: Reducing, axes: Axes, optimizer: Any, offload: Offload | None
+) -> tuple[Stage, ...]:
+    """The view of each rank of the pipe."""
+    rules = reducing.codecs.rules
+    what = () if offload is None else offload.what
+    state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
+    shards = [page.index for page in layout.pages if "parameters" in what]
+    coded = [p.index for p in layout.pages if p.trainable and any(memories(rules[p.codec][1], axes, 1, 1))]
+    spilled = range(len(layout.units) if "activations" in what else 0)
+    return pipeline(
+        [(u.pages, u.inputs, u.outputs) for u in layout.units],
+        layout.trainable(),
+        range(len(layout.inputs)),
+        layout.outputs,
+        [unit.stage for unit in layout.units],
+        layout.spread.home,
+        layout.twins,
+        [page.index for page in layout.pages if page.partial],
+        moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
+        coded=coded,
+        constant=layout.constant(),
+        records=(
+            *(Slot("slots", p) for p in state),
+            *(Slot("shard", p) for p in shards),
+            *(Slot(kind, unit) for kind in ("saved", "held") for unit in spilled),
+        ),
+    )

@@ -1,0 +1,360 @@
+"""Calls and their batches: every call of a trainer begins with one exchange in which the ranks tell each other which
+call it is; a rank's part of the global batch is checked, agreed on with the other ranks, and cut into microbatches."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.namespace import from_host, to_host, unmasked
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.comm.backend import FakeCommunicator
+from fsdpx.core.comm.communicator import Communicator, ReduceOp
+from fsdpx.core.comm.desync_check import compare, grouped
+from fsdpx.core.comm.mesh import REPLICA, Axes
+from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.step_inputs import Microbatch
+from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
+from fsdpx.ext.gpu.devices import current, is_on_gpu, where
+from fsdpx.nn.gradient_accumulation import as_taken
+
+__all__ = [
+    "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "as_given", "begin", "call_records",
+    "check_places", "cut", "different", "exchange", "given_of", "inputs_of", "largest", "largest_microbatch", "number",
+    "share_errors", "sum_of", "target_of",
+]  # fmt: skip
+
+WIDTH, CALL = 4, 2
+"""Numbers of 8 bytes that each rank sends, and which of them identifies its call; the others are the call's own."""
+OWN = [column for column in range(WIDTH) if column != CALL]
+OWN_WIDTH = len(OWN)
+
+
+class CallRecord(NamedTuple):
+    """A rank's call, its arguments, and what is wrong with them, for errors that all ranks raise alike."""
+
+    call: str
+    features: str = ""
+    kind: type[FsdpxError] | None = None
+    text: str = ""
+
+
+def exchange(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
+    """The numbers of every rank, by rank: one all-gather of 32 bytes, the same for every call."""
+    table = np.zeros((comm.size, WIDTH), np.int64)
+    table[comm.rank] = row
+    if comm.size > 1:
+        flat = table.reshape(-1)
+        comm.all_gather(flat[WIDTH * comm.rank : WIDTH * (comm.rank + 1)], flat, what=what).wait()
+    return table
+
+
+def begin(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
+    """Return when all ranks have come to `call`; DesyncError on all of them if some call something else, ConfigError if
+    some have other `values`."""
+    own = 0 if values is None else number(str(sorted(values.items())))
+    table = _checked(comm, call, [own] * OWN_WIDTH)
+    if values is not None and (table[:, 0] != own).any():
+        compare(comm, values)
+
+
+@contextmanager
+def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
+    """Raise an error about arguments on all ranks, where only some have found it. Nothing communicates in the block.
+
+    The others meet it in the exchange that `call` begins with, so a call without an error sends nothing more.
+    agree_at_end: where no such exchange follows, one ends the block. Collective."""
+    if comm.size == 1 or isinstance(comm, FakeCommunicator):
+        yield
+        return
+    try:
+        yield
+    except FsdpxError as error:
+        exchange(comm, [0, 0, number(f"{call}: an error"), 0], call)
+        mine = CallRecord(call, "", type(error), str(error))
+        everyone = comm.all_gather_plain(mine)
+        if all(one == mine for one in everyone):
+            raise  # all ranks have found it
+        raise_first(everyone)
+    else:
+        if agree_at_end:
+            begin(comm, call)
+
+
+def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
+    """Begin a call as `begin` does, and return the largest of each of the values, of 8 bytes, over all ranks: in one
+    exchange if there are few."""
+    if values.size > OWN_WIDTH:
+        begin(comm, call)
+        found = np.array(values)
+        comm.all_reduce(found, ReduceOp.MAX, what=call).wait()
+        return found
+    row = np.zeros(OWN_WIDTH, values.dtype)
+    row[: values.size] = values
+    table = _checked(comm, call, row.view(np.int64).tolist())
+    return np.ascontiguousarray(table[:, OWN]).view(values.dtype)[:, : values.size].max(axis=0)
+
+
+def _checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
+    table = exchange(comm, [*own[:CALL], number(call), *own[CALL:]], call)
+    if (table[:, CALL] != table[0, CALL]).any():
+        call_records(comm, CallRecord(call))
+    return table
+
+
+def call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
+    """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
+    met one, or where the calls differ. Collective, after an exchange that did not agree."""
+    everyone: list[CallRecord] = comm.all_gather_plain(mine)
+    raise_first(everyone)
+    if any(one.call != mine.call for one in everyone):
+        raise DesyncError(different({rank: one.call for rank, one in enumerate(everyone)}))
+    return everyone
+
+
+def raise_first(everyone: Sequence[CallRecord]) -> None:
+    """Raise the error of the lowest rank that has met one, with its number."""
+    for rank, one in enumerate(everyone):
+        if one.kind is not None:
+            raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")
+
+
+def different(calls: dict[int, str]) -> str:
+    """The error text if ranks make these calls."""
+    return f"ranks called different methods: {grouped(calls)}. All ranks make the same calls, in the same order"
+
+
+def number(text: str) -> int:
+    """Tells texts apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+ENOUGH = 8
+"""Samples in a row that are the same on all data ranks before anything is said: a few may be so by chance."""
+
+
+class Twins:
+    """Doubts that data ranks have samples of their own, until two of them differ once or it has been said.
+
+    Samples that are all equal tell nothing, and neither do empty batches: they may be meant, or be what an idle rank
+    has."""
+
+    def __init__(self, axes: Axes) -> None:
+        self._size, self._speaks = axes.data.size, axes.world.rank == 0
+        self.doubted, self._same = self._size > 1, 0
+
+    def see(self, alike: bool, arrays: Sequence[Any]) -> None:
+        """The next batch. alike: it is the same on all data ranks, which therefore all decide alike."""
+        if not alike:
+            self.doubted = False
+        elif any(bool((a != a[:1]).any()) for a in arrays):
+            self._same += arrays[0].shape[0]
+            self.doubted = self._same < ENOUGH
+            if not self.doubted and self._speaks:
+                self._warn()
+
+    def _warn(self) -> None:
+        warn(
+            f"fsdpx: all {self._size} data ranks train on the same samples ({self._same} so far), so together they do "
+            "what one rank would: give each its part of the global batch, as DataLoader(comm=trainer.data) does, or "
+            "cut it by trainer.data.rank and trainer.data.size",
+        )
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """This rank's samples: dim 0 of every input and of the target. row: number of the first one in the global batch.
+    rows: of every data rank."""
+
+    inputs: tuple[Any, ...]
+    target: Any
+    rows: tuple[int, ...]
+    row: int
+
+    @property
+    def size(self) -> int:
+        return int(self.inputs[0].shape[0])
+
+
+def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
+    """The model's inputs in order, from an array, a tuple or a dict by name, each as its first layers take it: floats,
+    and whole numbers that are no indices, in the model's format."""
+    names, field = placement.layout.inputs, placement.field
+    arrays = [array_of(placement, a, name) for name, a in zip(names, given_of(placement, x), strict=True)]
+    if field is not None:
+        called = [_called(name) if len(names) > 1 else "the input" for name in names]
+        arrays = [field.grid.entering(a, field.grid.entered, text) for a, text in zip(arrays, called, strict=True)]
+    for name, array in zip(names, arrays, strict=True):
+        if array.ndim == 0:
+            raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
+        if array.shape[0] != arrays[0].shape[0]:
+            raise DataError(f"input {name!r} has {array.shape[0]} samples, input {names[0]!r} has {arrays[0].shape[0]}")
+    takes = placement.model.takes
+    return tuple([_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
+
+
+def given_of(placement: Placement, x: Any) -> list[Any]:
+    """What the caller gives for each input of the model, in order."""
+    names = placement.layout.inputs
+    if isinstance(x, Mapping):
+        if set(x) != set(names):
+            raise DataError(f"the model's inputs are {', '.join(names)}, the batch has {', '.join(map(str, x))}")
+        return [x[name] for name in names]
+    given = list(x) if isinstance(x, tuple | list) and len(names) > 1 else [x]
+    if len(given) != len(names):
+        raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(given)}")
+    return given
+
+
+def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
+    """An input as its first layers take it; DataError for whole numbers that the model's format has no number for."""
+    narrow = takes == "numbers" and placement.formats.compute == np.float16 and not placement.imaginary
+    if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > HALF:
+        raise DataError(f"input {name!r} is {array.dtype} and holds numbers beyond {HALF}, the largest of float16")
+    return as_taken(array, takes, placement.formats.compute)
+
+
+def target_of(placement: Placement, y: Any, samples: int) -> Any:
+    target, field = array_of(placement, y, TARGET), placement.field
+    if field is not None:
+        target = field.grid.entering(field.target(target), field.outputs, TARGET)
+    if target.ndim == 0 or target.shape[0] != samples:
+        have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
+        raise DataError(f"the target has {have}, the inputs have {samples}")
+    return target
+
+
+TARGET = "the target"
+
+
+def _called(name: str) -> str:
+    """An array of a batch, in errors."""
+    return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
+
+
+def as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
+    """An error about a format that floats were converted to, which also names the one that the caller gave."""
+    text, _, dtype = str(problem).rpartition("whole numbers, got ")
+    given = getattr(y if "labels" in text else x, "dtype", None)
+    known = not text or given is None or str(given) == dtype
+    return problem if known else type(problem)(f"{problem} (given as {given})")
+
+
+def array_of(placement: Placement, value: Any, name: str = "") -> Any:
+    """On the engine's device, floating point in its format, in the byte order of the machine. name: of the input, or
+    TARGET."""
+    compute = placement.formats.compute
+    if value.__class__ is np.ndarray and placement.xp is np:  # nearly always
+        dtype = value.dtype
+        if dtype is compute or (dtype.kind in "iub" and dtype.isnative):
+            return value
+    if value is None:
+        raise DataError(f"got None where an array is needed: {_called(name)}")
+    if placement.imaginary:
+        return value.astype(compute) if value.dtype.kind == "f" and value.dtype != compute else value
+    try:
+        array = value if is_on_gpu(value) else unmasked(value)
+    except (TypeError, ValueError) as error:
+        found = "" if isinstance(error, DataError) else " is no array"
+        raise DataError(f"{_called(name)}{found}: {error}") from error
+    if array.dtype.kind not in "fiubV" or array.dtype.type is np.void:
+        raise DataError(f"{_called(name)} of dtype {array.dtype} cannot be trained on: numbers are needed")
+    if array.dtype.kind in "fV" and array.dtype != compute:
+        array = array.astype(compute)
+    elif not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not is_on_gpu(array):
+        return from_host(placement.xp, array)
+    if placement.xp is np:
+        raise DataError(f"{_called(name)} lies {where(array)}, and device='cpu': pass array.get()")
+    return array
+
+
+def check_places(placement: Placement, x: Any, y: Any) -> None:
+    """DataError unless the arrays of a batch for a GPU, as they were given, lie on one device: the host, from which
+    they are copied, or the GPU of this rank."""
+    if placement.xp is np or placement.imaginary:
+        return
+    inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
+    places = [where(array) for array in (*inputs, *([] if y is None else [y]))]
+    own = f"on GPU {current()}"
+    if len({*places}) > 1:
+        raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
+    if places[0] not in ("on the host", own):
+        raise DataError(f"the batch lies {places[0]}, and this rank computes {own}: put it there, or on the host")
+
+
+ENDED = "no batch: its loader has come to its end"
+DIGEST = " holding "
+HALF = 65504
+
+
+def agree(
+    axes: Axes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
+) -> tuple[tuple[int, ...], bool]:
+    """Begin `call` with a batch, and tell each other whether that is good: the rows of every data rank and whether
+    these have the same digest, or the same error on all of them.
+
+    Ranks of one data rank must agree in all of `features`, the others up to DIGEST. Costs one all-gather of 32 bytes;
+    texts travel only when something is wrong. features ENDED: this rank has no batch. comm: the ranks of one
+    replica, if these train by themselves: the others are taken to have as many rows."""
+    comm = comm or axes.world
+    kind, _, digest = features.partition(DIGEST)
+    table = exchange(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
+    alone = comm.size < axes.world.size
+    ranks = axes.mesh.line(axes.coordinates, REPLICA) if alone else range(comm.size)
+    lines = list(map(axes.mesh.data_rank, ranks))
+    first = [lines.index(line) for line in sorted(set(lines))]
+    same = (table == table[[lines.index(line) for line in lines]]).all()
+    if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:
+        known = tuple(table[first, 1].tolist())
+        return known * (axes.data.size // len(known)), bool((table[first] == table[0]).all())
+    mine = CallRecord(call, kind) if error is None else CallRecord(call, kind, type(error), str(error))
+    raise _disagreement([one.features for one in call_records(comm, mine)], lines)
+
+
+def _disagreement(features: list[str], lines: list[int]) -> DataError:
+    """The same error on every rank, naming the ranks. features, lines: by rank."""
+    if len(set(features)) == 1:
+        return DataError(
+            "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
+            f"rank, as a DataLoader(comm=trainer.data) does. The data ranks of ranks 0 to {len(lines) - 1} are {lines}"
+        )
+    lines_of = "; ".join(f"rank {r} has {report}" for r, report in enumerate(features))
+    return DataError(f"the parts of the global batch differ in more than the number of samples: {lines_of}")
+
+
+def sum_of(arrays: Iterable[Any]) -> int:
+    """One number that tells arrays apart by their contents."""
+    total = 0
+    for array in arrays:
+        total = zlib.crc32(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data, total)
+    return total
+
+
+def cut(placement: Placement, part: LocalBatch, microbatches: int, evenly: bool = False) -> list[Microbatch | None]:
+    """The microbatches of a part, as gradients add up; the same number on every rank. evenly: as even as can be."""
+    bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
+    if not evenly:
+        sums, rank = placement.accumulation, placement.axes.data.rank
+        bounds, microbatches = sums.bounds(part.rows, rank, microbatches), sums.microbatches(microbatches)
+    mine: list[Microbatch | None] = []
+    for a, b in pairwise(bounds):
+        target = None if part.target is None else part.target[a:b]
+        mine.append(Microbatch(tuple(array[a:b] for array in part.inputs), target, part.row + a))
+    return mine + [None] * (microbatches - len(mine))
+
+
+def largest_microbatch(
+    placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
+) -> Microbatch:
+    """A batch without data, with as many samples as the largest microbatch of any rank."""
+    most = placement.accumulation.largest(rows, microbatches)
+    return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

@@ -1,0 +1,249 @@
+"""distribute: from a model and its choices to a trainer; all ranks check every choice alike before any byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from fsdpx.core.base import environment, hooks
+from fsdpx.core.base.arguments import check_arguments, demand_arguments
+from fsdpx.core.base.config import Elastic, Offload, Precision, Sharding
+from fsdpx.core.base.name_hints import demand_known
+from fsdpx.core.comm import default_communicator as defaults
+from fsdpx.core.comm.backend import FakeCommunicator
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.default_communicator import uses, with_arguments
+from fsdpx.core.comm.init import adopt, carrier_of, resilient
+from fsdpx.core.comm.init import world as open_world
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.compression import Choice
+from fsdpx.core.state.sync_policy import PaceChoice
+from fsdpx.core.state.units import Stages
+from fsdpx.core.trainer.batch import begin, share_errors
+from fsdpx.core.trainer.call_runner import FixedRanks
+from fsdpx.core.trainer.fit import made
+from fsdpx.core.trainer.functional import default
+from fsdpx.core.trainer.option_rules import ELASTIC, Beside, demand_together
+from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
+from fsdpx.core.trainer.trainer import Trainer
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.grid import Grid
+from fsdpx.ext.gpu.devices import DeviceMap
+from fsdpx.ext.interop.initial_values import handed_on, same_values
+from fsdpx.ext.observe.record import Recorder
+from fsdpx.ext.observe.trace import Tracer
+from fsdpx.ext.watch.watchdog import note, unwatch, watch_axes
+
+__all__ = ["OPTIONS", "distribute"]
+
+
+@hooks.visit()
+@partial(check_arguments, when="failed")
+def distribute(
+    model: Any,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    strategy: str | Sharding | PaceChoice = "fsdp",
+    mesh: Mesh | None = None,
+    comm: Any = None,
+    microbatches: int | None = None,
+    seed: int = 0,
+    precision: str | Precision | None = None,
+    clip_norm: float | None = None,
+    codec: Choice = None,
+    chunks: int | None = None,
+    frozen: Sequence[str] = (),
+    schedule: str | Callable[..., Any] = "1f1b",
+    stages: Stages | None = None,
+    recompute: Any = None,
+    tensor_plan: Mapping[str, Any] | None = None,
+    sequence: str | None = None,
+    elastic: bool | Elastic = False,
+    average: Any = None,
+    offload: Offload | None = None,
+    space: Grid | None = None,
+    machinery: Machinery | None = None,
+    **rarely: Any,
+) -> Trainer:
+    """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
+
+    Parameters
+    ----------
+    model : a layer, such as `nn.Chain(...)`, or a `torch.nn.Module` (docs: pytorch)
+    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well. Without an optimiser the
+        trainer is for `predict`, `generate` and `evaluate`, which takes a loss, and holds parameters alone
+    strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
+        `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs: local);
+        or ranks at their own speed (docs: asynchronous): "async" or `fsdpx.Async(...)`, "gossip" or
+        `fsdpx.Gossip(...)`; or "auto": what a plan finds to be the quickest, which needs `batch` and takes `memory` and
+        `machine` beside (docs: planning)
+    mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
+    comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
+    microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
+    seed : of initialisation and dropout, independent of the layout
+    precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
+        but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
+    clip_norm : largest global gradient norm
+    codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "topk", "powersgd" or a
+        `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
+        one of these: the first that fits counts (docs: compression)
+    chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
+    frozen : name patterns of parameters that are not trained
+    schedule : of a pipe: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
+    stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
+        pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs: schedules)
+    recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
+    tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
+    sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples"
+        for samples instead, beside experts (docs: tensor)
+    elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs: elastic)
+    average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
+    offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs: offload)
+    space : a `fsdpx.Grid`: each rank has a part of every field, as its solver has it, and batches and predictions are
+        such parts (docs: fields)
+    machinery : `fsdpx.Machinery(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
+    rarely : fields of `fsdpx.Machinery` by name, `device="cuda"`; they replace those of `machinery`. With
+        strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the whole global batch, or such arrays;
+        `memory`, bytes that a rank may take, "16GiB"; and `machine`, as for `fsdpx.plan`
+
+    Returns
+    -------
+    Trainer : with `elastic`, batches are given whole on every rank, and `trainer.host` is an `ElasticRanks`
+
+    Raises
+    ------
+    ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
+    """
+    if comm is None and isinstance(space, Grid):
+        comm = space.comm
+    defaults.demand_member(comm)
+    before = _before(comm)
+    with nullcontext() if before is None else share_errors(before, "distribute"):
+        choice, chosen = Elastic.of(elastic), _machinery(machinery, rarely)
+    asked = {name: value for name in PLANNED if (value := rarely.pop(name, None)) is not None}
+    given = {name: chosen[name] for name in ("backend", "check", "tune")}
+    given |= {"strategy='auto'": True} if isinstance(strategy, str) and strategy == "auto" else {}
+    with with_arguments(comm=defaults.kind(comm), elastic=elastic, **given) as words:
+        where = chosen["backend"], chosen["device"], chosen["device_map"]
+        world: Any = _met(comm, before, *where, choice is not None, words)
+    with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
+        demand_known("distribute", rarely, OPTIONS)
+        ours = native(model, loss)
+        training = Training(
+            *ours, optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average, precision
+        )
+        lies = Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload, space)
+        recipe = Recipe(training, lies, Machinery(**chosen))
+    recipe = _planned(recipe, world, asked)
+    return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
+
+
+PLANNED = ("batch", "memory", "machine")
+OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)] + [*PLANNED]
+"""All that `distribute` takes by name. The first three are of strategy="auto" alone."""
+
+
+def _planned(recipe: Recipe, world: Communicator, asked: Mapping[str, Any]) -> Recipe:
+    """The recipe, with what a plan chooses where that was asked for. Collective."""
+    if recipe.distribution.strategy == "auto":
+        from fsdpx.plan.auto import planned  # loaded only where it is asked for
+
+        return planned(recipe, world, **asked)
+    for name, value in asked.items():
+        raise ConfigError(f"{name}={value!r}: a plan needs it, and nothing is planned; say strategy='auto'")
+    return recipe
+
+
+def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
+    device = recipe.machinery.device
+    if device != "shape":
+        same_values(recipe.training.model, world)
+    session = made(recipe, world, watch=watch_axes)
+    trace = recipe.machinery.traced()
+    if trace is not None and not session.place.imaginary:
+        session.tracer = Tracer(session.engine, trace)
+    if (wanted := environment.recorded()) is not None and not session.place.imaginary:
+        Recorder(session.engine, wanted[1], wanted[0])
+    if device != "shape":
+        handed_on(recipe.training.model, world)
+    return _hooked(Trainer(FixedRanks(session)), world)
+
+
+def _hooked(trainer: Trainer, world: Any) -> Trainer:
+    """The trainer; while it lives an uncaught exception ends all ranks, where they are processes."""
+    if (carrier := carrier_of(world)) is not None:
+        hooks.hold(trainer, carrier, stays=True)
+    return trainer
+
+
+def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> Trainer:
+    from fsdpx.ext.elastic.call_runner import ElasticRanks  # loaded only where it is asked for
+
+    demand_together(ELASTIC, Beside(recipe))
+    trainer = Trainer(ElasticRanks(recipe, world, choice))
+    if (opened := defaults.current()) is not None:
+        unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies
+    return _hooked(trainer, world)
+
+
+def _met(
+    comm: Any,
+    before: Communicator | None,
+    backend: str | None,
+    device: str,
+    device_map: DeviceMap,
+    elastic: bool,
+    given: Mapping[str, str],
+) -> Any:
+    """The ranks of the trainer, which have all come to this call and were given the same. Where they had met before it,
+    they agree on that there; else in the first message of what is opened here. It is before choices are checked: an
+    error on all ranks is printed once for all of them."""
+    words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
+    if before is not None:
+        note(before, "distribute")
+        begin(before, words, given)
+    world: Any = resilient(comm) if elastic else _world(comm, backend, device, device_map)
+    if (carrier := carrier_of(world)) is not None:
+        hooks.hold(carrier, carrier)
+    if not elastic and world is not before:
+        note(world, "distribute")
+        begin(world, words)
+    return world
+
+
+def _machinery(machinery: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices of `Machinery`, and what else was given by name; ConfigError for values of another kind."""
+    if not isinstance(machinery, Machinery | None):
+        raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
+    own = {name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely}  # looked at before all
+    demand_arguments(Machinery.__init__, (None,), own, "distribute")
+    return vars(machinery or Machinery()) | {k: v for k, v in rarely.items() if k not in PLANNED}
+
+
+def _before(comm: Any) -> Communicator | None:
+    """None where some of them may have died since. A communicator of as many ranks as were started has those of the
+    default one: they meet there, also if some of them give none."""
+    if isinstance(comm, FakeCommunicator):  # one rank of a job looks at what another job would do
+        return None
+    opened, size = defaults.current(), None if comm is None else getattr(comm, "size", None)
+    if opened is not None and (comm is None or size == opened.comm.size == environment.read().expected_size):
+        comm = opened.comm
+    known = hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter")
+    return comm if known and not environment.read().ulfm else None
+
+
+def _world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
+    if backend == "nccl" and device != "cuda":
+        raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
+    if comm is not None:
+        adopted = adopt(comm, backend, device_map)
+        uses(adopted)
+        return adopted
+    return default() if backend is None else open_world(backend, device_map=device_map)
+
+

@@ -1,0 +1,275 @@
+"""The history of `fit`: what happened step by step, when it is saved, where a run goes on, and how it comes back to the
+best weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fsdpx.core.base.messages import say
+from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.safe_files import home
+from fsdpx.core.checkpoint.atomic_commit import numbered
+from fsdpx.core.checkpoint.save import Choices
+from fsdpx.core.trainer.call_runner import TrainerHost
+from fsdpx.errors import CheckpointError, ConfigError
+
+__all__ = ["Begun", "Checkpoints", "History", "Saves"]
+
+Values = list[tuple[int, float]]
+
+
+@dataclass
+class History:
+    """The history of a run. losses: one per step. validation: (step, loss) pairs. metrics: by name, (step, value)
+    pairs. epochs: whole ones since the very start. reason: why training ended, empty before. seconds: in training steps
+    and their data, validation left out. seen: samples (or what `count` counts) of all ranks in this run. before: steps
+    that earlier runs made, if this one goes on from a checkpoint. checkpoint: the last one that was saved or
+    resumed."""
+
+    losses: list[float] = field(default_factory=list)
+    validation: Values = field(default_factory=list)
+    metrics: dict[str, Values] = field(default_factory=dict)
+    epochs: int = 0
+    reason: str = ""
+    seconds: float = 0.0
+    seen: int = 0
+    before: int = 0
+    checkpoint: Path | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps made since the very start."""
+        return self.before + len(self.losses)
+
+    @property
+    def best(self) -> float:
+        """Lowest validation loss, inf without validation."""
+        return min((_or_inf(loss) for _, loss in self.validation), default=math.inf)
+
+    @property
+    def best_step(self) -> int | None:
+        """The first step with the lowest validation loss."""
+        return next((step for step, loss in self.validation if loss == self.best), None)
+
+    @property
+    def since_best(self) -> int:
+        """Validations after the best one."""
+        losses = [_or_inf(loss) for _, loss in self.validation]
+        return len(losses) - 1 - losses.index(self.best) if losses else 0
+
+
+def _or_inf(loss: float) -> float:
+    return math.inf if math.isnan(loss) else loss
+
+
+NAME = "step-"
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a run goes on. path: of the checkpoint. first: the epoch in which the run began. finished: why it had come
+    to its end, "" if it had not. fit: all of that, as it was saved."""
+
+    path: Path
+    first: int
+    finished: str
+    fit: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: Path, fit: Mapping[str, Any], history: History) -> Begun:
+        """From the data that `Checkpoints.save` wrote; the run's history is put into `history`."""
+        history.before, history.checkpoint = int(fit["done"]), path
+        history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
+        for name, pairs in fit.get("metrics", {}).items():
+            history.metrics[str(name)] = [(int(step), float(value)) for step, value in pairs]
+        settings = {str(name): str(text) for name, text in fit.get("settings", {}).items()}
+        return cls(path, int(fit["first"]), str(fit.get("finished", "")), {**fit, "settings": settings})
+
+
+@knowing
+@dataclass(frozen=True)
+class Checkpoints:
+    """For `fit(..., checkpoints=Checkpoints("run/checkpoints", every=500))`.
+
+    Parameters
+    ----------
+    folder : holds step-500, step-1000, ...
+    every : steps between two; there is one at the end, too
+    keep : how many of the last ones stay, None for all; with `restore_best` the best one stays as well
+    resume : a run begins at the newest one, if there is one; epochs and steps are counted from the very start. False:
+        a folder that has checkpoints already is refused
+    background : write while training goes on, for a copy of the shard in memory
+    dtype, shard_bytes : as in `Trainer.save`
+    """
+
+    folder: str | PathLike[str]
+    every: int = 500
+    keep: int | None = 3
+    resume: bool = True
+    background: bool = False
+    dtype: str | None = None
+    shard_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            if not (name == "keep" and value is None) and (type(value) is not int or value < 1):
+                raise ConfigError(f"Checkpoints({name}={value!r}): a whole number, 1 or more")
+
+    @classmethod
+    def of(cls, given: Any) -> Checkpoints:
+        """From the folder alone: the rest by default."""
+        if isinstance(given, str | PathLike):
+            return cls(given)
+        if not isinstance(given, cls):
+            raise ConfigError(f"fit(checkpoints={given!r}): a folder, or fsdpx.Checkpoints(folder, every=...)")
+        return given
+
+    def path(self, step: int) -> Path:
+        return home(self.folder) / f"{NAME}{step}"
+
+    def latest(self) -> Path | None:
+        """The newest that is whole, or None."""
+        found = list(numbered(home(self.folder), NAME))
+        return found[-1][1] if found else None
+
+    def begin(self, host: TrainerHost, loader: Any, history: History) -> Begun | None:
+        """Go on from the newest one, if there is one and `resume` says so; its history comes into `history`.
+        Collective."""
+        for method in ("state_dict", "load_state_dict", "epoch"):
+            if not hasattr(loader, method):
+                raise ConfigError(
+                    f"fit(checkpoints=...): the loader is a {type(loader).__name__} without {method}, so a run that "
+                    "goes on would not know its place in the data; use a data.DataLoader"
+                )
+        host.wait_saved()
+        path = host.alone(f"resume from {self.folder}", self.latest)
+        if path is None:
+            return None
+        if not self.resume:
+            raise CheckpointError(
+                f"{path} is of an earlier run, which the next start would take for the newest of this one: give "
+                "Checkpoints(...) another folder, remove its checkpoints, or go on from them with resume=True"
+            )
+        fit = host.resume(path, loader, convert=self.dtype is not None).fit
+        if fit is None:
+            raise CheckpointError(f"{path} was not saved by fit: load it, and give fit another folder")
+        try:
+            begun = Begun.of(path, fit, history)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: what fit saved there cannot be read: {error!r}") from None
+        history.epochs = max(loader.epoch - begun.first, 0)
+        return begun
+
+    def save(self, host: TrainerHost, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
+        """Write the checkpoint of this step. best: stays, however old. Collective."""
+        path = self.path(fit["done"])
+        choices = Choices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
+        host.checkpoint(path, choices, loader, fit, background)
+        return path
+
+
+class Saves:
+    """first: the epoch in which the run began. finished: why an earlier run ended, "" if there is none or it did not.
+
+    best: keep the weights of the best validation: as a checkpoint that stays, or, where there are no checkpoints, as a
+    copy of this rank's part in memory."""
+
+    def __init__(
+        self, trainer: Any, loader: Any, checkpoints: Checkpoints | None, history: History, best: bool
+    ) -> None:
+        self.trainer, self.loader, self.checkpoints, self.history, self.best = (
+            trainer, loader, checkpoints, history, best
+        )  # fmt: skip
+        begun = None if checkpoints is None else checkpoints.begin(trainer.host, loader, history)
+        self.first, self.finished = getattr(loader, "epoch", 0), ""
+        self._written: Mapping[str, Any] | None = None
+        self._memory: tuple[int, Callable[[], None]] | None = None
+        if begun is not None:
+            self.first, self.finished, self._written = begun.first, begun.finished, begun.fit
+
+    def say_begun(self) -> None:
+        """Where the run goes on, and which settings have changed."""
+        path, history = self.history.checkpoint, self.history
+        if self._written is None:
+            return
+        say(self.trainer.host, f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first + 1}")
+        if changed := _changed(self._written.get("settings", {}), self._settings()):
+            say(self.trainer.host, f"changed since {path}: {'; '.join(changed)}")
+
+    def step(self, better: bool = False) -> bool:
+        """After a step: save if it is time, or if it is better than all before. Whether it was saved."""
+        if better and self.best and self.checkpoints is None:
+            self._memory = (self.history.steps, self.trainer.host.remember(self.trainer))
+        if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
+            return False
+        if self.history.steps % self.checkpoints.every and not (better and self.best):
+            return False
+        self._save(self._state(), self.checkpoints.background)
+        return True
+
+    def last(self, ended: str = "") -> bool:
+        """The run stops here: save what is not yet saved, and wait until all is whole. ended: why, if for good."""
+        if self.checkpoints is None:
+            return False
+        state = self._state() | {"finished": ended}
+        new = state != self._written
+        if new:
+            self._save(state, background=False)
+        try:
+            self.trainer.host.wait_saved()
+        except CheckpointError:
+            self._save(state, background=False)  # raises again, unless the cause is gone
+        return new
+
+    def restore(self) -> None:
+        """End with the weights of the best validation. Collective."""
+        step = self.history.best_step
+        if not self.best or step is None or step == self.history.steps:
+            return
+        what = f"step {step}, the best (validation loss {self.history.best:.4f})"
+        if self.checkpoints is None:
+            if self._memory is not None and self._memory[0] == step:
+                self._memory[1]()
+                say(self.trainer.host, f"the weights are those of {what}")
+            return
+        path = self.checkpoints.path(step)
+        if not self.trainer.host.alone(f"look for {path}", path.exists):
+            say(self.trainer.host, f"{path} is not there, so the weights are the last ones and not those of {what}")
+            return
+        self.trainer.load_weights(path, convert=self.checkpoints.dtype is not None)
+        say(self.trainer.host, f"the weights are those of {what}: {path}")
+
+    def _state(self) -> dict[str, Any]:
+        """The state that a later start needs."""
+        history = self.history
+        pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
+        return {
+            "done": history.steps,
+            "first": self.first,
+            "validation": [list(pair) for pair in history.validation],
+            "metrics": pairs,
+            "settings": self._settings(),
+            "finished": "",
+        }
+
+    def _settings(self) -> dict[str, str]:
+        size = getattr(self.loader, "batch_size", None)
+        return self.trainer.inspect.settings() | ({} if size is None else {"batch size": str(size)})
+
+    def _save(self, state: Mapping[str, Any], background: bool) -> None:
+        assert self.checkpoints is not None
+        step = self.history.best_step if self.best else None
+        best = None if step is None else self.checkpoints.path(step)
+        self.history.checkpoint = self.checkpoints.save(self.trainer.host, self.loader, state, background, best)
+        self._written = state
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The settings that are known in both and differ."""
+    return [f"{name} {before[name]} -> {text}" for name, text in now.items() if before.get(name, text) != text]

@@ -1,0 +1,422 @@
+"""The functional API: collectives on arrays of any shape, over the default communicator.
+
+Results are new arrays; the arguments stay as they are, unless `out` is one of them."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from math import prod
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from fsdpx.core.array.namespace import unmasked
+from fsdpx.core.base import environment, hooks
+from fsdpx.core.base.name_hints import refusing
+from fsdpx.core.comm import default_communicator as defaults
+from fsdpx.core.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.default_communicator import Agreement, Place, Signature, place, signature, with_arguments
+from fsdpx.core.comm.desync_check import Guarded
+from fsdpx.core.comm.init import carrier_of, node_of, world
+from fsdpx.core.comm.message_backend import Carrier
+from fsdpx.core.comm.reduction import fold, kind_of, objection
+from fsdpx.core.trainer.batch import begin
+from fsdpx.errors import ConfigError, DesyncError, ShapeError
+from fsdpx.ext.watch.watchdog import note, unwatch, watch
+
+__all__ = [
+    "Future", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "default", "finalize", "gather", "init",
+    "is_initialized", "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
+]  # fmt: skip
+
+
+class Future:
+    """The result of a call with `async_op=True`: `wait()` returns the array, `test()` says whether it is there."""
+
+    __slots__ = ("_handle", "_result")
+
+    def __init__(self, handle: Handle, result: Any) -> None:
+        self._handle, self._result = handle, result
+
+    def test(self) -> bool:
+        return self._handle.test()
+
+    def wait(self) -> Any:
+        self._handle.wait()
+        return self._result
+
+
+@refusing
+def init(
+    backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
+) -> Communicator:
+    """Open the default communicator and return it; again without arguments: the one that is open. Collective.
+
+    `with fsdpx.init() as comm:` closes it at the end, as `finalize` does; after an exception the job ends instead.
+
+    With FSDPX_CHECK=1 every collective is compared over the ranks before it begins.
+
+    Parameters
+    ----------
+    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.world`; found out if it is left
+    out.
+    comm : used instead of all ranks: a Communicator, or one of mpi4py, which is duplicated.
+    rank, size : of a fake communicator.
+    """
+    existing = defaults.current()
+    if existing is None:
+        with with_arguments(comm=defaults.kind(comm), backend=backend):
+            opened = _open(backend, comm, rank, size)
+        opened.comm.leave = finalize
+        defaults.put(opened)
+        return opened.comm
+    if (backend, comm, rank, size) == (None, None, None, None):
+        existing.comm.leave = finalize
+        if (carrier := carrier_of(existing.comm)) is not None:
+            hooks.hold(carrier, carrier)
+        return existing.comm
+    if existing.of_thread:
+        raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")
+    raise ConfigError("fsdpx is initialised already: call finalize() before init with other arguments")
+
+
+def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.Default:
+    base = world(backend, comm, rank=rank, size=size)
+    made = () if base is comm else (base,)
+    launcher = environment.read().launcher
+    hosts = base.all_gather_plain((platform.node(), None if launcher is None else launcher.local_rank))
+    local_rank = _local_rank(base.rank, hosts)
+    watch(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
+    if not environment.read().check or base.size == 1:
+        return defaults.Default(base, local_rank, made, agreement=_agreement(base))
+    guarded = Guarded(base)
+    return defaults.Default(guarded, local_rank, (guarded, *made))
+
+
+def _agreement(comm: Communicator) -> Agreement | None:
+    """None where thread ranks compare their calls themselves, and where there is one rank, or the others are fake."""
+    carrier, node = carrier_of(comm), node_of(comm)
+    if carrier is None or carrier.size == 1:
+        return None
+    apart = carrier.split(0, carrier.rank)
+    assert isinstance(apart, Carrier)
+    return Agreement(carrier, apart, node is not None and getattr(node, "inside", False))
+
+
+def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
+    """The launcher's local rank, known beforehand, if it numbers the ranks of this host; else their order."""
+    here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
+    ranks, numbers = zip(*here, strict=True)
+    local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
+    return int(dict(zip(ranks, local, strict=True))[rank])
+
+
+def is_initialized() -> bool:
+    """Whether there is a default communicator in this thread."""
+    return defaults.current() is not None
+
+
+def finalize() -> None:
+    """Close the default communicator of this process, if `init` made it. Collective; where ranks may die, it waits for
+    none."""
+    opened = defaults.current()
+    if opened is not None and not opened.of_thread:
+        defaults.put(None)
+        if not environment.read().ulfm:  # else some may have died, and MPI need not have heard of it
+            begin(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
+        unwatch(opened.comm)
+        if opened.agreement is not None:
+            opened.agreement.close()
+        for comm in opened.made:
+            comm.close()
+
+
+def default() -> Communicator:
+    """The default communicator; `init()` is called if there is none."""
+    opened = defaults.current()
+    return init() if opened is None else opened.comm
+
+
+def rank() -> int:
+    """This rank's number among all ranks: those of `init()`, before it all of MPI's or the launcher's.
+
+    Like `world_size` and `local_rank` it never communicates. A trainer on a communicator of your own has its own
+    `trainer.host.rank`."""
+    return _place("rank").rank
+
+
+def world_size() -> int:
+    """The number of all ranks, of which `rank` is one."""
+    return _place("world_size").size
+
+
+def local_rank() -> int:
+    """This rank's number among the ranks on the same host."""
+    place = _place("local_rank")
+    if place.local_rank is None:
+        raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
+    return place.local_rank
+
+
+def _place(name: str) -> Place:
+    """Said once, by one rank: which world is meant if the script has two."""
+    found, other = place(), defaults.other()
+    if other is not None and other[1] != found.size and other[0] == 0:
+        print(
+            f"fsdpx: {name}() is of {found.world}, {found.size} in number; the communicator given to distribute() has "
+            f"{other[1]}, and trainer.host.rank is the rank there",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return found
+
+
+def barrier() -> None:
+    """Return when every rank has called it."""
+    opened = _opened("barrier")
+    if opened.agreement is None:
+        opened.comm.barrier().wait()
+    else:
+        _settle(opened, signature("barrier"))  # which all have come to when it is settled
+
+
+@overload
+def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...) -> Array: ...
+@overload
+def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
+def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False) -> Array | Future:
+    """Reduce `x`, of the same shape and dtype on every rank, over all ranks, in the shape of `x`.
+
+    Parameters
+    ----------
+    op : how values are combined, "sum", "avg", "max", "min" or "prod".
+    out : takes the result; may be `x` itself. A new array otherwise.
+    async_op : return a `Future` at once.
+    """
+    if not isinstance(async_op, bool):
+        raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
+    x = _array(x)
+    opened, call, letters = _opened("all_reduce"), _signature("all_reduce", x, op), None
+    if not async_op:
+        letters = _settle(opened, call, x)
+    how = ReduceOp.of(op)
+    if letters is not None and out is None and objection(how, x.dtype) is None:
+        out = np.empty(x.shape, x.dtype)
+        fold(letters, how, (out.reshape(-1),))
+        return out
+    if out is None:
+        out = x.copy()
+    elif out is not x:
+        if not (hasattr(out, "shape") and hasattr(out, "dtype")):
+            raise ConfigError(f"all_reduce(out={out!r}): an array is needed")
+        if out.shape != x.shape or out.dtype != x.dtype:
+            raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
+        _flat(out)[...] = x.reshape(-1)
+    whole = Call("all_reduce", (_flat(out),), how, shape=x.shape)
+    if not async_op:
+        opened.comm.issue(whole).wait()
+        return out
+    return Future(_begun(opened, call, whole), out)
+
+
+def all_gather(x: Any) -> Array:
+    """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension."""
+    x = _array(x)
+    comm = _called("all_gather", x)
+    out = _empty(x, (comm.size, *x.shape))
+    _do(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
+    return out
+
+
+def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
+    """Reduce `x`, n rows of the same shape and dtype on every rank, by `op`, a name as in `all_reduce` or a ReduceOp;
+    return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N)."""
+    x = _array(x)
+    comm = _called("reduce_scatter", x, op)
+    rows, cut = _rows("reduce_scatter", x.shape, comm.size)
+    out = _empty(x, (rows.counts[comm.rank], *x.shape[1:]))
+    _do(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
+    return out
+
+
+def broadcast(x: Any, root: int = 0) -> Array:
+    """Return `x` of rank `root` on every rank; its shape and dtype are the same everywhere."""
+    x = _array(x)
+    comm, out = _called("broadcast", x, root=root), x.copy()
+    _do(comm, "broadcast", (out.reshape(-1),), x, root=root)
+    return out
+
+
+def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
+    """Reduce `x`, of the same shape and dtype on every rank, by `op` as in `all_reduce`, at rank `root`; None
+    elsewhere."""
+    x = _array(x)
+    comm = _called("reduce", x, op, root)
+    out = _empty(x, x.shape) if comm.rank == root else None
+    _do(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
+    return out
+
+
+def gather(x: Any, root: int = 0) -> Array | None:
+    """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension at rank `root`; None
+    elsewhere."""
+    x = _array(x)
+    comm = _called("gather", x, root=root)
+    out = _empty(x, (comm.size, *x.shape)) if comm.rank == root else None
+    _do(comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,))
+    return out
+
+
+def scatter(x: Any = None, root: int = 0) -> Array:
+    """Cut `x` of rank `root`, needed there only, along its first dimension and return this rank's rows, balanced as in
+    `reduce_scatter`."""
+    comm = _called("scatter", root=root)
+    x = _array(x) if comm.rank == root else None
+    given = comm.all_gather_plain((root, None if x is None else (x.shape, x.dtype)))
+    if any(other != root for other, _ in given):
+        raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
+    shape, dtype = given[root][1]
+    like = np.empty(0, dtype) if x is None else x
+    rows, cut = _rows("scatter", shape, comm.size)
+    out = _empty(like, (rows.counts[comm.rank], *shape[1:]))
+    comm.scatter(None if x is None else x.reshape(-1), out.reshape(-1), root, cut.counts).wait()
+    return out
+
+
+def all_to_all(x: Any) -> Array:
+    """Send row block r of `x` to rank r; row block r of the result came from there. `x` is of the same shape and dtype
+    on every rank; the number of ranks divides its first dimension."""
+    x = _array(x)
+    comm = _called("all_to_all", x)
+    if x.ndim == 0 or x.shape[0] % comm.size:
+        raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
+    out = _empty(x, x.shape)
+    _do(comm, "all_to_all", (x.reshape(-1), out.reshape(-1)), x, counts=(None, None))
+    return out
+
+
+def send(x: Any, dest: int, tag: int = 0) -> None:
+    """Send `x` to rank `dest`, which names the same `tag`, 0 to 16383; return when `x` may be changed again."""
+    comm, x = default(), _array(x).reshape(-1)
+    if carrier_of(comm) is not None:
+        comm.send(_header(x), dest, tag).wait()
+    comm.send(x, dest, tag).wait()
+
+
+def recv(out: Array, source: int, tag: int = 0) -> Array:
+    """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it.
+    DesyncError for a message of another size or dtype, which is then gone."""
+    comm, into = default(), _flat(out)
+    kind_of(into.dtype)
+    if carrier_of(comm) is not None:  # thread ranks compare what they give each other
+        head = np.empty(HEADER, np.uint8)
+        comm.recv(head, source, tag).wait()
+        if head.tobytes() != _header(into).tobytes():
+            name, size, itemsize = head.tobytes().decode().split()
+            comm.recv(np.empty(int(size) * int(itemsize), np.uint8), source, tag).wait()
+            here = f"{into.dtype.name}[{into.size}]"
+            raise DesyncError(f"recv from rank {source}, tag {tag}: it sends {name}[{size}], out is {here}")
+    comm.recv(into, source, tag).wait()
+    return out
+
+
+HEADER = 32
+"""Bytes before a message between two ranks: its dtype, number of elements, and bytes of each."""
+
+
+def _header(x: Array) -> Array:
+    return np.frombuffer(f"{x.dtype.name} {x.size} {x.dtype.itemsize}".encode().ljust(HEADER), np.uint8)
+
+
+def _opened(verb: str) -> defaults.Default:
+    """The default communicator, on which all ranks call this."""
+    comm = default()
+    note(comm, verb)
+    opened = defaults.current()
+    assert opened is not None
+    return opened
+
+
+NO_ROOT: Any = object()
+"""Of calls that have no root; None is no number of a rank."""
+
+
+def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
+    """The default communicator, once all ranks have agreed that they make the same call: an error is then an error on
+    every rank."""
+    opened = _opened(verb)
+    _settle(opened, _signature(verb, x, op, root))
+    if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
+        raise ConfigError(f"{verb}(root={root!r}): the number of a rank is needed")
+    return opened.comm
+
+
+def _settle(opened: defaults.Default, call: Signature, letter: Array = None) -> list[Array] | None:
+    if opened.agreement is None:
+        return None
+    return opened.agreement.settle(call, letter if type(letter) is np.ndarray else None)
+
+
+def _begun(opened: defaults.Default, call: Signature, whole: Call) -> Handle:
+    """A call that goes on by itself: on a communicator of its own, for it may begin later here than elsewhere, amid
+    other calls. NCCL has one alone: there ranks wait for each other first."""
+    agreement = opened.agreement
+    if agreement is None:
+        return opened.comm.issue(whole)
+    if not isinstance(opened.comm, Carrier) and node_of(opened.comm) is None:
+        _settle(opened, call)
+        return opened.comm.issue(whole)
+    return agreement.after(call, lambda: agreement.comm.issue(whole))
+
+
+def _signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> Signature:
+    name = op.name if isinstance(op, ReduceOp) else None if op is None else _op_name(op)
+    root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # what is no number is said later
+    if x is None:
+        return signature(verb, root=root)
+    return signature(verb, x.dtype, x.shape, name, root)
+
+
+def _op_name(op: str) -> str:
+    try:
+        return ReduceOp.of(op).name
+    except ConfigError:  # said when all ranks have come
+        return repr(op)
+
+
+def _do(
+    comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
+    counts: AllCounts = (),
+) -> None:  # fmt: skip
+    """Make a call on flat arrays for the user's array `x`."""
+    comm.issue(Call(verb, arrays, ReduceOp.of(op), root, counts, shape=x.shape)).wait()
+
+
+def _array(x: Any) -> Array:
+    """`x` as an array whose flat view is contiguous, in the byte order of this machine."""
+    x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else unmasked(x)
+    if not x.dtype.isnative:
+        return x.astype(x.dtype.newbyteorder("="), order="C")
+    return x if x.flags.c_contiguous else x.copy(order="C")
+
+
+def _empty(like: Array, shape: tuple[int, ...]) -> Array:
+    return np.empty_like(like, shape=shape, order="C")
+
+
+def _flat(out: Array) -> Array:
+    """The flat view of an array that is written to, which must therefore be contiguous."""
+    if not out.flags.c_contiguous:
+        raise ShapeError("out is not contiguous: pass a contiguous array")
+    if not getattr(out.flags, "writeable", True):  # arrays of a GPU always are
+        raise ConfigError("out is read-only: pass an array that can be written, such as out.copy()")
+    return out.reshape(-1)
+
+
+def _rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[Pieces, Pieces]:
+    """The cut of dim 0, in rows and in elements."""
+    if not shape:
+        raise ShapeError(f"{verb}: x has no dimension to cut")
+    rows, width = even_pieces(shape[0], size), prod(shape[1:])
+    return rows, pieces(tuple(count * width for count in rows.counts))

@@ -1,0 +1,123 @@
+"""What is seen of a trainer from outside: its engine and placement, measurements, and what results depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.engine.engine import Engine
+from fsdpx.core.state.placement import Placement
+from fsdpx.core.trainer.call_runner import EVERY, KEEPS, LastUpdate, TrainerHost
+from fsdpx.core.trainer.report import Routing, Summary, report, routing_of, together
+from fsdpx.ext.observe.measure import Measured, measure
+from fsdpx.optim import rate
+from fsdpx.optim.optimizer import inside
+
+__all__ = ["Inspection"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Inspection:
+    """What is seen of a trainer, as `trainer.inspect`: its engine and placement, its last update, and measurements."""
+
+    __slots__ = ("_host", "_parameters", "_step")
+
+    def __init__(
+        self, host: TrainerHost, step: Callable[[Any, Any], float], parameters: Callable[[], Mapping[str, np.ndarray]]
+    ) -> None:
+        self._host, self._step, self._parameters = host, step, parameters
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the programs of this rank."""
+        return self._host.session.engine
+
+    @property
+    def placement(self) -> Placement:
+        """The fixed choices of this rank: layout, mesh, formats, options."""
+        return self._host.place
+
+    @property
+    def last(self) -> LastUpdate | None:
+        """The last update: its loss, gradient norm and learning rate."""
+        return self._host.last
+
+    @property
+    def weight(self) -> float:
+        """What the last `evaluate` averaged over: samples, or what the loss counts."""
+        return self._host.weight
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update. It is the optimiser's: a rate that changes is a function of the step,
+        `optim.SGD(lr=lambda step: 0.1 / step)`."""
+        return rate(self.placement.optimizer, self._host.session.state.steps + 1)
+
+    def settings(self) -> dict[str, str]:
+        """The settings that results depend on beside seed and data, as text: layers, loss, optimiser, current learning
+        rate. The same on every mesh: model and loss are those of one process."""
+        session, place = self._host.session, self.placement
+        optimizer, clip = inside(place.optimizer), place.options.clip_norm
+        found = {f"layer {node.path or '0'}": _words(node.layer) for node in session.model.nodes}
+        found |= {"loss": _words(session.loss), "clip_norm": str(clip), "learning rate": f"{self.lr:.6g}"}
+        options = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
+        found |= {f"optimizer.{name}": _words(value) for name, value in options.items() if name != "lr"}
+        return found | {"optimizer": type(optimizer).__name__}
+
+    def fingerprint(self) -> str:
+        """SHA-256 over names, formats, shapes and bytes of all parameters: equal if and only if all bits are.
+        Collective."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self._parameters().items()):
+            digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    def summary(self) -> Summary:
+        """The reports of all ranks, with the same numbers: time by verb over ranks, bandwidth, overlap, imbalance, and
+        memory at its most beside the plan. Printed, a table. Collective."""
+
+        def of_all() -> Summary:
+            host = self._host
+            host.begin("summary")
+            mine = report(self.engine, host.session.round).measured()
+            return Summary(tuple(host.world.all_gather_plain(mine)))
+
+        return self._host.run(EVERY, "summary", of_all)
+
+    def routing(self) -> dict[str, Routing]:
+        """How the load of experts was in training, by the path of their layer, over all ranks since the last `reset`.
+        Collective."""
+
+        def of_all() -> dict[str, Routing]:
+            self._host.begin("routing")
+            tallies = routing_of(self.placement.axes.counters.tallies)
+            return together(self._host.world.all_gather_plain(tallies))
+
+        return self._host.run(EVERY, "routing", of_all)
+
+    def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
+        """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.ext.observe.measure`."""
+        return self._host.run(KEEPS, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps))
+
+    def save_trace(self) -> None:
+        """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; `fit` and `close` do so,
+        too. Nothing where no trace is kept. Collective."""
+        self._host.demand_open("save_trace")
+        if self._host.session.tracer is not None:
+            self._host.begin("save_trace")
+            self._host.session.save_trace()
+
+    def reset(self) -> None:
+        """Restart counting traffic and time."""
+        self.engine.reset()
+
+
+def _words(value: Any) -> str:
+    """Functions and objects without a repr of their own show an address there, which differs each time."""
+    return _ADDRESS.sub("", repr(value))

@@ -1,0 +1,391 @@
+"""The choices of a trainer, checked alike on all ranks before any byte of data moves; and which of them exclude each
+other, why, and what to do: one table, of which errors and a page of the docs are made."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import isfunction
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx import optim
+from fsdpx.core.base.config import Offload, positive
+from fsdpx.core.base.name_hints import patterns_of
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.compression import Codec, Plain
+from fsdpx.core.state.accumulation import MOST_PIECES
+from fsdpx.core.state.placement import Options
+from fsdpx.core.state.units import Layout
+from fsdpx.errors import ConfigError, page_hint
+from fsdpx.ext.asynchronous import Async, Local
+from fsdpx.nn import losses
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.linearize import Sorted
+from fsdpx.optim.optimizer import needs_whole
+
+__all__ = [
+    "CHUNKS", "ELASTIC", "LOCAL", "OWN", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
+    "check_offload", "check_options", "check_parts", "check_whole", "demand_together", "is_collective",
+    "table",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What was chosen, as far as it is known: what is looked at by a row of the table.
+
+    Parameters
+    ----------
+    recipe : all choices of the user
+    model : its layers in the order in which they run
+    formats : number formats by role, a `Precision`
+    mesh : with all widths
+    state : names of running statistics
+    xp : the namespace of arrays
+    codecs : what carries gradients
+    """
+
+    recipe: Any
+    model: Sorted | None = None
+    formats: Any = None
+    mesh: Any = None
+    state: Iterable[str] = ()
+    xp: Any = np
+    codecs: Iterable[Codec] = ()
+
+    @property
+    def layer(self) -> Any:
+        """The first node whose layer speaks with other ranks in each step, or None."""
+        nodes = () if self.model is None else self.model.nodes
+        return next((node for node in nodes if is_collective(node.layer)), None)
+
+    @property
+    def pace(self) -> Any:
+        """Whether ranks make every step together."""
+        return self.recipe.distribution.pace
+
+    def option(self, name: str) -> Any:
+        """The choice of the user by this name."""
+        parts = self.recipe.training, self.recipe.distribution, self.recipe.machinery
+        return next(getattr(part, name) for part in parts if hasattr(part, name))
+
+
+class Excluded(NamedTuple):
+    """A choice that excludes another one.
+
+    Parameters
+    ----------
+    choice, other : what excludes each other, in words
+    found : the other as it was given, the beginning of the sentence of an error; "" where it was not chosen
+    why, remedy : the reason, and what to do
+    """
+
+    choice: str
+    other: str
+    found: Callable[[Beside], str]
+    why: str
+    remedy: str
+
+
+def _given(name: str, end: str = ": ") -> Callable[[Beside], str]:
+    return lambda c: "" if c.option(name) is None else f"{name}={c.option(name)!r}{end}"
+
+
+def _width(axis: str, text: str) -> Callable[[Beside], str]:
+    def found(c: Beside) -> str:
+        return text.format(width=c.mesh.width(axis), mesh=c.mesh) if c.mesh.width(axis) > 1 else ""
+
+    return found
+
+
+def _other_axis(c: Beside) -> str:
+    axis = "replica" if isinstance(c.pace, Async) else "shard"
+    return f"there is no {axis} axis, the mesh says {c.mesh}" if c.mesh.width(axis) > 1 else ""
+
+
+def _norm_of_sum(c: Beside) -> str:
+    return _given("clip_norm")(c) if isinstance(c.pace, Async) and c.pace.staleness == 0 else ""
+
+
+def _format(name: str) -> Callable[[Beside], str]:
+    def found(c: Beside) -> str:
+        value = getattr(c.formats, name)
+        return "" if value is None else f"{name}={value!r} "
+
+    return found
+
+
+def _when(text: str, true: Callable[[Beside], bool]) -> Callable[[Beside], str]:
+    return lambda c: text if true(c) else ""
+
+
+def _pace(excluded: str) -> Callable[[Beside], str]:
+    return lambda c: f"strategy={c.option('strategy')!r} " if c.pace.excluded == excluded else ""
+
+
+def _dynamic(c: Beside) -> bool:
+    return c.formats is not None and c.formats.loss_scale == "dynamic"
+
+
+def _layer(text: str) -> Callable[[Beside], str]:
+    return lambda c: "" if c.layer is None else text.format(path=c.layer.path, layer=c.layer.layer)
+
+
+def _compressed(c: Beside) -> str:
+    found = next((codec for codec in c.codecs if not isinstance(codec, Plain)), None)
+    return "" if found is None else f"codec {type(found).__name__} "
+
+
+LOCAL, OWN, ELASTIC = Local.excluded, Async.excluded, "elastic ranks"
+CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", "`space`"
+TABLE: tuple[Excluded, ...] = (
+    Excluded(LOCAL, "`chunks`", _given("chunks"), "its bits depend on the mesh", "leave chunks out"),
+    Excluded(LOCAL, "a dynamic loss scale", _when("a dynamic loss scale: ", _dynamic),
+        "replicas would skip different steps", "choose a fixed loss_scale, or precision='bf16'"),
+    Excluded(LOCAL, "16-bit masters", _when("16-bit masters: ", lambda c: c.formats.master == "bf16"),
+        "outer steps are smaller than their last bit", "precision='bf16'"),
+    Excluded(LOCAL, "`average`", _given("average"), "outer parameters are a mean already", "leave average out"),
+    Excluded(LOCAL, "`offload`", _when("offload: ", lambda c: c.option("offload") is not None),
+        "what replicas exchange must be in memory", "leave offload out"),
+    Excluded(LOCAL, "a layer that takes statistics over the global batch", _layer("layer {path!r}: "),
+        "it speaks with all ranks in every step", "take one that does not, such as GroupNorm"),
+    Excluded(OWN, "a `pipe` axis", _width("pipe", "the pipe axis of {width} ranks "), "keeps step", "leave it out"),
+    Excluded(OWN, "a `tensor` axis", _width("tensor", "the tensor axis of {width} ranks "), "keeps step",
+        "leave it out"),
+    Excluded(OWN, "another data axis than its own", _other_axis, "", "leave mesh out"),
+    Excluded(OWN, "`offload`", _when("offload: ", lambda c: c.option("offload") is not None),
+        "what several ranks change does not lie on one rank's disk", "leave offload out"),
+    Excluded(OWN, "`chunks`", _given("chunks", " "), "adds the gradients of all ranks along a tree",
+        "leave chunks out"),
+    Excluded(OWN, "`codec`", _given("codec", " "), "carries sums over ranks, and there are none", "leave codec out"),
+    Excluded(OWN, "`clip_norm` with a staleness of 0", _norm_of_sum,
+        "no rank knows the norm of the sum before it updates", "leave it out"),
+    Excluded(OWN, "a layer that takes statistics over the global batch", _layer("layer {layer!r} "),
+        "takes statistics over the global batch", "use LayerNorm or RMSNorm"),
+    Excluded(OWN, "running statistics", lambda c: next((f"running statistics ({name}) " for name in c.state), ""),
+        "would differ from rank to rank", "use LayerNorm or RMSNorm"),
+    Excluded(OWN, "`device`", lambda c: "" if c.xp is np else f"device={c.option('device')!r}: ",
+        "parameters lie in a window in host memory", "use device='cpu'"),
+    Excluded(OWN, "a dynamic loss scale", _when("loss_scale='dynamic' ", _dynamic),
+        "is found by all ranks together", "use a number, or precision='bf16'"),
+    Excluded(OWN, "16-bit masters", _when("parameters that several ranks update ", lambda c:
+        c.formats.updated == "bf16"), "are float32 or float64", "use precision='bf16'"),
+    *(Excluded(OWN, f"`Precision({name}=)`", _format(name), "is a format of messages, and there are none",
+        "leave it out") for name in ("param", "reduce")),
+    Excluded(ELASTIC, "`backend`", lambda c:
+        "" if c.option("backend") in (None, "mpi") else f"backend={c.option('backend')!r}: ",
+        "elastic ranks exchange messages", "leave backend out"),
+    Excluded(ELASTIC, "`offload`", _when("offload: ", lambda c: c.option("offload") is not None),
+        "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
+    Excluded(ELASTIC, "`trace`", _when("trace: ", lambda c: c.option("trace") is not None),
+        "elastic ranks change, and a trace is of ranks that stay", "leave trace or elastic out"),
+    Excluded(ELASTIC, LOCAL, lambda c:
+        "" if c.pace.excluded != LOCAL else f"strategy={c.option('strategy')!r}: ",
+        "elastic ranks train together", "leave elastic out, or choose 'hybrid'"),
+    Excluded(ELASTIC, OWN, lambda c:
+        "" if c.pace.excluded != OWN else f"strategy {c.option('strategy')!r}: ",
+        "elastic ranks step together", "leave elastic out"),
+    Excluded(CHUNKS, "a layer that takes statistics over the global batch", _layer("layer {path!r} "),
+        "takes statistics over the global batch, so chunks cannot be computed one by one",
+        "use LayerNorm or RMSNorm, or leave chunks out"),
+    Excluded(CHUNKS, "compression (`codec`, or `Precision(reduce=)` of fewer bits)", _compressed,
+        "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
+    Excluded(SPACE, "`chunks`", _given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
+        "leave chunks out"),
+    Excluded(SPACE, LOCAL, _pace(LOCAL),
+        "lets replicas train by themselves, and the parts of a field make one", "choose 'fsdp'"),
+    Excluded(SPACE, OWN, _pace(OWN),
+        "lets ranks step at their own speed, and layers exchange cells in each step", "choose 'fsdp'"),
+    Excluded(SPACE, "a `tensor` axis", _width("tensor", "a tensor axis of {width} ranks "),
+        "cuts matrices, and layers of fields share none", "use these ranks as further parts of the grid"),
+    Excluded(ELASTIC, "`space`", _when("space: ", lambda c: c.option("space") is not None),
+        "the parts of a field are dealt to ranks by the solver", "leave elastic out"),
+    Excluded(STAGES, "`costs`", _when("stages and costs: ", lambda c: c.option("costs") is not None),
+        "the first cuts by hand, the second automatically", "give only one of them"),
+)  # fmt: skip
+
+
+def demand_together(choice: str, chosen: Beside, prefix: str = "") -> None:
+    """ConfigError, the same on all ranks, for the first of what a choice excludes and was chosen beside it.
+
+    prefix: how the sentence of the error begins"""
+    for row in TABLE:
+        if row.choice == choice and (found := row.found(chosen)):
+            raise ConfigError(f"{prefix}{found}{row.why}; {row.remedy}")
+
+
+def is_collective(layer: Layer) -> bool:
+    """Whether a layer, or one inside it, speaks with all ranks in each step."""
+    return layer.collective or any(map(is_collective, layer.children().values()))
+
+
+def table() -> str:
+    """The table as a page shows it."""
+    rows = [f"| {row.choice} | {row.other} | {row.why or 'it has none'} | {row.remedy} |" for row in TABLE]
+    return "\n".join(["| with | there is no | because | what to do |", "|---|---|---|---|", *rows])
+
+
+def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
+    """ConfigError for options of an axis without a mesh. On an axis of one rank they are allowed, without effect."""
+    for name, given, axis in (
+        ("stages", stages, "pipe"),
+        ("costs", costs, "pipe"),
+        ("tensor_plan", plan, "tensor"),
+        ("sequence", sequence, "tensor"),
+    ):
+        if given is not None and mesh is None:
+            raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+
+
+def _flag(value: Any) -> bool:
+    return value is True or value is False
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "microbatches": (_whole(1), "a whole number, 1 or more"),
+    "clip_norm": (positive, "a positive number, or None"),
+    "seed": (_whole(0), "a whole number, 0 or more"),
+    "ahead": (_whole(0), "a number of pages, 0 or more"),
+    "check": (_flag, "True, False, or None for what FSDPX_CHECK says"),
+    "tune": (_flag, "True, False, or None for what FSDPX_TUNE says"),
+    "check_finite": (_flag, "True or False"),
+}
+"""Option -> what it may be, and that in words. None is a choice of those whose default it is."""
+
+
+def check_kinds(options: Any) -> None:
+    """ConfigError for a field of a dataclass whose value is of another kind than it takes."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _KINDS or (value is None and field.default is None):
+            continue
+        fits, text = _KINDS[field.name]
+        if not fits(value):
+            raise ConfigError(f"{field.name}={value!r}: {text}")
+        if field.name == "microbatches" and value > MOST_PIECES:
+            raise ConfigError(f"microbatches={value}: {MOST_PIECES:,} at most")
+
+
+def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
+    if not isinstance(model, Layer):
+        raise ConfigError(f"the model is {model!r}: a layer such as nn.Chain(...) is needed")
+    for name, value, methods in (
+        ("loss", loss, ("forward", "backward", "validate")),
+        ("optimizer", optimizer, ("update", "slots", "lr")),
+    ):
+        if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
+            raise ConfigError(of_torch(value) or f"{name}={_short(value)}: an object is needed{_hint(value)}")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        parsed = f", such as fsdpx.Mesh.parse({mesh!r})" if isinstance(mesh, str) else ""
+        raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed{parsed}")
+    if isinstance(frozen, str):
+        raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
+    patterns_of("frozen", frozen)
+
+
+def _hint(value: Any) -> str:
+    """What to give instead of a class, a name or a function."""
+    if isinstance(value, type):
+        return f", {value.__name__}(...)"
+    if isinstance(value, str):
+        plain = value.lower().replace("_", "").replace("-", "")
+        found = [f", optim.{name}(lr=...)" for name in _optimizers() if name.lower() == plain]
+        found += [f", nn.{name}()" for name in losses.__all__ if name.lower() == plain]
+        if found:
+            return found[0]
+    if isfunction(value):
+        return f"; {page_hint('custom-loss')} makes one of a function"
+    return ", one of fsdpx.nn or fsdpx.optim"
+
+
+def _optimizers() -> list[str]:
+    kinds = {name: getattr(optim, name) for name in dir(optim)}
+    return [name for name, kind in kinds.items() if is_dataclass(kind) and hasattr(kind, "update")]
+
+
+def of_torch(value: Any) -> str:
+    """An optimiser or a schedule of PyTorch, or the class of one, in one line, with what takes its place here; "" for
+    all else."""
+    kind = value if isinstance(value, type) else type(value)
+    if not kind.__module__.startswith("torch.optim"):
+        return ""
+    if hasattr(value, "last_epoch") or "lr_scheduler" in kind.__module__:
+        ours = [name for name in optim.schedules.__all__ if kind.__name__.lower().startswith(name.lower())]
+        use = f"optim.schedules.{ours[0] if ours else 'Cosine'}(...)"
+        return f"torch.optim.lr_scheduler.{kind.__name__}: a schedule is the rate itself, fsdpx.optim.AdamW(lr={use})"
+    ours_too = getattr(optim, kind.__name__, None)
+    if ours_too is None:
+        return f"torch.optim.{kind.__name__} is not in fsdpx: choose one of {', '.join(_optimizers())} of fsdpx.optim"
+    names = [field.name for field in fields(ours_too)]
+    defaults = {field.name: field.default for field in fields(ours_too)}
+    given = {name: one for name, one in getattr(value, "defaults", {}).items() if name in names}
+    words = [f"{name}={one!r}" for name, one in given.items() if name == "lr" or one != defaults[name]]
+    return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
+
+
+def _short(value: Any) -> str:
+    """In one line."""
+    first, *more = repr(value).splitlines() or [""]
+    return first if not more and len(first) < 200 else f"{first[:100]}... ({type(value).__name__})"
+
+
+def agree(world: Communicator, choices: Mapping[str, Any]) -> None:
+    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference.
+
+    choices: by their names in errors. Ranks give the same names in the same order."""
+    everyone = world.all_gather_plain([_text(choice) for choice in choices.values()])
+    for rank, texts in enumerate(everyone):
+        if texts == everyone[0]:
+            continue
+        for name, first, theirs in zip(choices, everyone[0], texts, strict=True):
+            if first != theirs:
+                raise ConfigError(_differ(name, first, rank, theirs))
+
+
+def _differ(name: str, first: str, rank: int, theirs: str) -> str:
+    """Of long texts the lines that differ: all options, the first layer."""
+    lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
+    pairs = [(a, b) for a, b in lines if a != b]
+    here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
+    return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}"
+
+
+def _text(choice: Any) -> str:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, Options):
+        return "\n".join(f"{field.name}={_text(getattr(choice, field.name))}" for field in fields(choice))
+    if isinstance(choice, Sorted):
+        return "\n".join(f"{node.path} = {_text(node.layer)}" for node in choice.nodes)
+    if isinstance(choice, Layout):
+        specs = ((p.index, f.name, choice.specs[f.source]) for p in choice.pages for f in p.fields)
+        facts = [(index, name, spec.shape, getattr(spec.init, "digest", 0)) for index, name, spec in specs]
+        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
+    try:
+        text = repr(choice)
+    except RecursionError:  # a layer that holds itself
+        return type(choice).__name__
+    return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)  # each rank has functions of its own
+
+
+def check_whole(optimizer: Any, tensor: int) -> None:
+    if tensor > 1 and needs_whole(optimizer):
+        what = f"{type(optimizer).__name__} needs whole parameters"
+        raise ConfigError(f"{what}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
+
+
+def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None:
+    if offload is not None and offload.what == ("optimizer",) and not optimizer.slots and average is None:
+        raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")

@@ -1,0 +1,242 @@
+"""The recipe of a trainer: a model and every choice about it. A session can be made of it on any world, and again on
+another one.
+
+Where no loss or no optimiser was given, a stand-in takes its place: a trainer of it predicts, and trains nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from os import PathLike
+from typing import Any, NoReturn
+
+from fsdpx.core.base import environment
+from fsdpx.core.base.config import Offload, Precision, Sharding, byte_count, python_fields
+from fsdpx.core.base.name_hints import knowing, patterns_of
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.compression import Choice
+from fsdpx.core.state.accumulation import check_chunks
+from fsdpx.core.state.sync_policy import PaceChoice
+from fsdpx.core.state.units import Stages
+from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
+from fsdpx.errors import ConfigError
+from fsdpx.ext.asynchronous import pace_of
+from fsdpx.ext.fields.grid import Grid
+from fsdpx.ext.gpu.devices import DeviceMap
+from fsdpx.ext.observe.trace import Trace
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.losses import Loss
+from fsdpx.optim.optimizer import inside
+
+__all__ = [
+    "OPTIONS", "Distribution", "Machinery", "NoLoss", "NoOptimizer", "Recipe", "Training", "demand", "lacks", "native",
+]  # fmt: skip
+
+
+class NoLoss(Loss):
+    """Where no loss was given."""
+
+    acts_on = "position"  # suits every cut: it compares nothing
+
+    def forward(self, env: Any, y: Any, target: Any) -> NoReturn:
+        raise AssertionError("there is no loss")
+
+    def backward(self, env: Any, saved: Any, seed: float) -> NoReturn:
+        raise AssertionError("there is no loss")
+
+    def validate(self, shape: tuple[int, ...], target: Any) -> None:
+        """Nothing is compared."""
+
+    def __repr__(self) -> str:
+        return "no loss"
+
+
+@dataclass(frozen=True, repr=False)
+class NoOptimizer:
+    """Where no optimiser was given: all parameters are frozen, and it keeps nothing."""
+
+    lr: float = 0.0
+    slots: tuple[str, ...] = ()
+
+    def update(self, *_: Any, **__: Any) -> None:
+        """No parameter is trained."""
+
+    def __repr__(self) -> str:
+        return "no optimizer"
+
+
+REMEDY = {"loss": "loss=nn.MSE()", "optimizer": "optimizer=optim.AdamW(lr=1e-3)"}
+
+
+def lacks(loss: Any, optimizer: Any) -> bool:
+    """Whether the loss or the optimiser was not given to `distribute`."""
+    return isinstance(loss, NoLoss) or isinstance(inside(optimizer), NoOptimizer)
+
+
+def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:
+    """ConfigError where a call needs the loss or the optimiser given here, and it was not given to `distribute`."""
+    without = ["loss"] if isinstance(loss, NoLoss) else []
+    without += ["optimizer"] if isinstance(inside(optimizer), NoOptimizer) else []
+    if without:
+        raise ConfigError(
+            f"{call}: this trainer was made without {' and '.join(without)}, to predict alone; say "
+            f"distribute({', '.join(REMEDY[name] for name in without)}, ...)"
+        )
+
+
+@dataclass(frozen=True)
+class Training:
+    """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
+
+    model: Layer
+    loss: Any = None
+    optimizer: Any = None
+    frozen: Sequence[str] = ()
+    microbatches: int | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    chunks: int | None = None
+    recompute: Any = None
+    average: Any = None
+    precision: str | Precision | None = None
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        patterns_of("frozen", self.frozen)
+        check_kinds(self)
+        object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
+        object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
+        check_chunks(self.chunks, self.microbatches)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How the model and its state lie over the ranks, and what travels between them. planned: by strategy="auto", what
+    it has chosen and why."""
+
+    strategy: str | Sharding | PaceChoice = "fsdp"
+    mesh: Mesh | None = None
+    codec: Choice = None
+    schedule: str | Callable[..., Any] = "1f1b"
+    stages: Stages | None = None
+    tensor_plan: Mapping[str, Any] | None = None
+    sequence: str | None = None
+    offload: Offload | None = None
+    space: Grid | None = None
+    planned: str = ""
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        if not (isinstance(self.schedule, str) or callable(self.schedule)):
+            raise ConfigError(f"schedule={self.schedule!r}: a name, a function or the path of a text file is needed")
+        Offload.of(self.offload)
+        if self.space is not None and not isinstance(self.space, Grid):
+            raise ConfigError(f"space={self.space!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")
+
+    @property
+    def pace(self) -> PaceChoice:
+        """Whether ranks make every step together."""
+        return pace_of(self.strategy)
+
+    def within(self, ranks: int) -> str | Sharding:
+        """The strategy of ranks that train together: of one replica, where replicas train by themselves."""
+        return self.pace.inner(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
+
+
+@knowing
+@dataclass(frozen=True)
+class Machinery:
+    """What is rarely set: where a trainer computes, what it checks and records, and what is measured otherwise.
+
+    Parameters
+    ----------
+    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs: gpu)
+    device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
+    backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
+    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: 4 MiB, of one
+        rank and without `tune` 1)
+    ahead : pages gathered ahead of use
+    costs : path pattern -> cost of a layer, for the automatic cut of a pipe
+    check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
+    check_finite : look for NaN and Inf in every unit
+    tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
+    trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs: observe; else FSDPX_TRACE)
+    """
+
+    device: str = "cpu"
+    device_map: DeviceMap = None
+    backend: str | None = None
+    group_bytes: int | str | None = None
+    ahead: int | None = None
+    costs: Mapping[str, float] | None = None
+    check: bool | None = None
+    check_finite: bool = False
+    tune: bool | None = None
+    trace: str | PathLike[str] | Trace | None = None
+
+    def __post_init__(self) -> None:
+        python_fields(self)
+        check_kinds(self)
+        if self.group_bytes is not None:
+            byte_count(self.group_bytes, "group_bytes")
+        self.traced()
+        if self.device_map is not None and self.device != "cuda":
+            raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
+
+    def traced(self) -> Trace | None:
+        """The trace to keep of training, and where: as given, or as FSDPX_TRACE says."""
+        wanted = environment.traced() if self.trace is None else self.trace
+        return None if wanted is None else Trace.of(wanted)
+
+
+OPTIONS = [one.name for kind in (Training, Distribution, Machinery) for one in fields(kind) if one.name != "model"]
+"""All that a recipe chooses, by name."""
+
+
+def native(model: Any, loss: Any) -> tuple[Any, Any]:
+    """A model and a loss of PyTorch as those of fsdpx; all else as it is."""
+    theirs = getattr(sys.modules.get("torch"), "nn", None)
+    if theirs is None or not (isinstance(model, theirs.Module) or isinstance(loss, theirs.Module)):
+        return model, loss
+    from fsdpx.ext.interop.torch import Criterion, from_torch
+
+    if isinstance(model, theirs.Module):
+        model = from_torch(model)
+    return model, Criterion(loss) if isinstance(loss, theirs.Module) else loss
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The arguments of `fsdpx.distribute`, checked as far as one rank can."""
+
+    training: Training
+    distribution: Distribution = field(default_factory=Distribution)
+    machinery: Machinery = field(default_factory=Machinery)
+
+    def __post_init__(self) -> None:
+        t, d = self.training, self.distribution
+        check_options(d.mesh, d.stages, self.machinery.costs, d.tensor_plan, d.sequence)
+        if d.stages is not None:
+            demand_together(STAGES, Beside(self))
+        if isinstance(t.optimizer, NoOptimizer):
+            for name, value in (("average", t.average), ("clip_norm", t.clip_norm), ("codec", d.codec)):
+                if value is not None:
+                    raise ConfigError(f"{name}={value!r}: without an optimizer nothing moves; leave {name} out")
+        check_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
+
+    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+        """The same with other options, by name."""
+
+        def part(of: Any) -> Any:
+            return replace(of, **{field.name: changes[field.name] for field in fields(of) if field.name in changes})
+
+        return Recipe(*map(part, (self.training, self.distribution, self.machinery)))
+
+    def on(self, mesh: Mesh) -> Recipe:
+        """The same on another mesh."""
+        return replace(self, distribution=replace(self.distribution, mesh=mesh))
+
+    def without_data(self) -> Recipe:
+        """The same for a rank that only knows shapes."""
+        return replace(self, machinery=replace(self.machinery, device="shape", device_map=None))

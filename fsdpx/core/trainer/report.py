@@ -1,0 +1,523 @@
+"""Reports: the summary of a model, bytes, memory and time of a trainer, and the load of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import isnan, log, nan
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.base.messages import bytes_text, table
+from fsdpx.core.comm.communicator import split_evenly
+from fsdpx.core.compression import Plain, Route
+from fsdpx.core.engine.engine import Engine
+from fsdpx.core.engine.operations import travelling
+from fsdpx.core.program import Moves, Program, Sizes, Traffic, traffic
+from fsdpx.core.state.footprint import Footprint, peak_rss, reading
+from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.train_state import Spent, Tie
+from fsdpx.ext.moe.moe import CutMoE, MoE
+from fsdpx.ext.observe.recording import LayerTime
+from fsdpx.nn.tensor_plan import paths
+
+__all__ = [
+    "METRICS", "Report", "Routing", "Summary", "Watched", "call_text", "peak_rss", "report", "routes", "routing_of",
+    "routing_table", "sizes_of", "together",
+]  # fmt: skip
+
+METRICS = ("expert_imbalance", "expert_dropped")
+"""The metrics of experts that `fit` records at validations."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the positions of one layer were shared out among experts, in training steps since the last `reset`.
+
+    chosen: how often each expert was chosen, by this rank's positions or those of all ranks. computed: how many of
+    these choices experts have computed on each rank that has the layer."""
+
+    chosen: tuple[int, ...]
+    computed: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Choices of the expert that was chosen most, over their mean: 1 is even, the number of experts the worst."""
+        return max(self.chosen) / self._mean if self._mean else nan
+
+    @property
+    def entropy(self) -> float:
+        """The entropy of the load of experts, divided by the logarithm of their number: 0 if one expert is always
+        chosen, 1 if all are chosen alike."""
+        shares = [n / sum(self.chosen) for n in self.chosen if n]
+        return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
+
+    @property
+    def dropped(self) -> int:
+        """Choices that no expert has computed; of one rank of several, those that others computed count among them."""
+        return sum(self.chosen) - sum(self.computed)
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the rank that computed most, over their mean."""
+        return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
+
+    def since(self, earlier: Routing | None) -> Routing:
+        """The counts added since `earlier`; all of them, if counting was restarted."""
+        if earlier is None or sum(earlier.chosen) > sum(self.chosen) or len(earlier.computed) != len(self.computed):
+            return self
+        pairs = (zip(self.chosen, earlier.chosen, strict=True), zip(self.computed, earlier.computed, strict=True))
+        return Routing(*(tuple(now - then for now, then in pair) for pair in pairs))
+
+    @property
+    def _mean(self) -> float:
+        return sum(self.chosen) / len(self.chosen)
+
+
+def routes(placement: Placement) -> bool:
+    """Whether the model has layers with experts."""
+    layers = (layer for node in placement.model.nodes for _, layer in paths(node.layer))
+    return any(isinstance(layer, MoE | CutMoE) for layer in layers)
+
+
+def routing_of(tallies: Mapping[str, Sequence[int]]) -> dict[str, Routing]:
+    """By the path of a layer, from what layers counted on one rank: choices of each expert, and rows computed."""
+    return {path: Routing(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
+
+
+def together(ranks: Iterable[Mapping[str, Routing]]) -> dict[str, Routing]:
+    """The routing of each layer, with the counts of all ranks added up."""
+    found: dict[str, Routing] = {}
+    for each in ranks:
+        for path, one in each.items():
+            have = found.get(path, Routing((0,) * len(one.chosen), ()))
+            chosen = tuple(a + b for a, b in zip(have.chosen, one.chosen, strict=True))
+            found[path] = Routing(chosen, have.computed + one.computed)
+    return found
+
+
+class Watched:
+    """The load between one look and the next."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Routing] = {}
+
+    def since(self, routing: Mapping[str, Routing]) -> dict[str, float]:
+        """`METRICS` of the steps since the last look: the largest imbalance of a layer, and all choices dropped."""
+        before, self._before = self._before, dict(routing)
+        new = [one.since(before.get(path)) for path, one in routing.items()]
+        values = max((one.imbalance for one in new), default=nan), float(sum(one.dropped for one in new))
+        return dict(zip(METRICS, values, strict=True))
+
+
+def routing_table(routing: Mapping[str, Routing], whole: bool) -> list[str]:
+    """A table, or nothing without experts. whole: of all ranks, so that choices and rows computed add up."""
+    if not routing:
+        return []
+    ends = ("dropped", "busiest rank/mean") if whole else ("computed here",)
+    rows: list[tuple[str, ...]] = [("experts of", "choices", "most", "least", "most/mean", "entropy", *ends)]
+    for path, one in routing.items():
+        end = (f"{one.dropped:,}", f"{one.busiest:.2f}") if whole else (f"{sum(one.computed):,}",)
+        shares = [f"{100 * n / max(sum(one.chosen), 1):.1f} %" for n in (max(one.chosen), min(one.chosen))]
+        rows.append((path, f"{sum(one.chosen):,}", *shares, f"{one.imbalance:.2f}", f"{one.entropy:.3f}", *end))
+    return [table(rows)]
+
+
+NONE = Spent()
+MEANING = """\
+calls and bytes of all ranks; seconds in the actions of a verb, by rank; max/min: how unequal ranks are; waited: seconds
+that a rank stood still before these actions, in the mean; GB/s: bytes of a rank over the time that its transfers were
+under way; hidden: share of that time in which the rank computed."""
+
+
+ROUTED = """\
+choices: positions x experts each goes to; most, least: share of the expert that was chosen most and least; entropy: 1
+where all are chosen alike, 0 where one is; dropped: choices that no expert computed; busiest: rows by rank."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """reports: of all ranks, by rank."""
+
+    reports: tuple[Report, ...]
+
+    def __str__(self) -> str:
+        one = self.reports[0]
+        model = f"{one.parameters:,} parameters in {one.units} units"
+        seconds = max(report.seconds for report in self.reports)
+        head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s{_planned(one)}"
+        routed = [f"{text}\n{ROUTED}" for text in routing_table(self.routing, whole=True)]
+        parts = (f"{self._verbs()}\n{MEANING}", self._moved(), *routed, self._memory(), *self._layers())
+        return "\n\n".join([head, *parts])
+
+    @property
+    def routing(self) -> dict[str, Routing]:
+        """Of layers with experts, by path: choices of all positions, and rows that each rank's experts computed."""
+        return together(report.routing for report in self.reports)
+
+    def spent(self, verb: str) -> list[Spent]:
+        """By rank; zeros where a rank has no such actions."""
+        return [report.times.get(verb, NONE) for report in self.reports]
+
+    def bandwidth(self, verb: str) -> float | None:
+        """Bytes per second of a rank while its transfers are under way; None where nothing moves."""
+        rows = self.spent(verb)
+        moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
+        return moved / seconds if moved and seconds else None
+
+    def hidden(self, verb: str) -> float | None:
+        """Share of the time that its transfers were under way in which ranks computed."""
+        flown, busy = (sum(getattr(one, name) for one in self.spent(verb)) for name in ("flown", "busy"))
+        return 1 - busy / flown if flown else None
+
+    def _weight(self, verb: str) -> float:
+        return -sum(one.seconds + one.waited for one in self.spent(verb))
+
+    def _verbs(self) -> str:
+        verbs = {verb for report in self.reports for verb in report.times}
+        rows: list[tuple[str, ...]] = [
+            ("verb", "calls", "seconds mean", "min", "max", "max/min", "waited", "bytes", "GB/s", "hidden")
+        ]
+        for verb in sorted(verbs, key=self._weight):
+            spent = self.spent(verb)
+            seconds = [one.seconds for one in spent]
+            least, most = min(seconds), max(seconds)
+            moved, rate, hidden = sum(one.nbytes for one in spent), self.bandwidth(verb), self.hidden(verb)
+            rows.append(
+                (
+                    verb, f"{sum(one.calls for one in spent):,}",
+                    f"{np.mean(seconds):.3f}", f"{least:.3f}", f"{most:.3f}",
+                    f"{most / least:.2f}" if least else "", f"{np.mean([one.waited for one in spent]):.3f}",
+                    bytes_text(moved) if moved else "", f"{rate / 1e9:.3f}" if rate else "",
+                    "" if hidden is None else f"{100 * hidden:.0f} %",
+                )
+            )  # fmt: skip
+        return table(rows)
+
+    def _moved(self) -> str:
+        rows: list[tuple[str, ...]] = [("moved", "calls", "bytes of all ranks", "least of a rank", "most")]
+        for key in sorted({key for report in self.reports for key in report.traffic}):
+            counts = [report.traffic.get(key) for report in self.reports]
+            moved = [0 if one is None else one.bytes for one in counts]
+            calls = sum(0 if one is None else one.calls for one in counts)
+            rows.append((call_text(*key), f"{calls:,}", *map(bytes_text, (sum(moved), min(moved), max(moved)))))
+        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
+
+    def _layers(self) -> Iterator[str]:
+        """The slowest ones, where ranks keep a trace."""
+        paths = dict.fromkeys(path for report in self.reports for path in report.layers)
+        return slowest({path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths})
+
+    def _memory(self) -> str:
+        """The rank that holds most of a kind stands for all."""
+        kinds = sorted({kind for report in self.reports for kind in report.high_water})
+        rows: list[tuple[str, ...]] = [("memory of a rank at its most", "planned", "held", "rank")]
+        for kind in kinds:
+            held = [report.high_water.get(kind, (0, 0)) for report in self.reports]
+            rank = max(range(len(held)), key=lambda rank: held[rank][1])
+            planned, most = held[rank]
+            rows.append((kind, "" if planned is None else bytes_text(planned), bytes_text(most), str(rank)))
+        peaks = [report.peak_rss for report in self.reports]
+        rows.append(("process (RSS)", "", bytes_text(max(peaks)), str(peaks.index(max(peaks)))))
+        return table(rows)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """By rank, for files and pages."""
+        return [_row(report) for report in self.reports]
+
+
+def _planned(report: Report) -> str:
+    return f"\nplanned: {report.planned}" if report.planned else ""
+
+
+def _row(report: Report) -> dict[str, Any]:
+    names = ("rank", "ranks", "steps", "parameters", "units", "seconds", "memory", "peak_rss", "overlap", "high_water")
+    return {
+        **{name: getattr(report, name) for name in (*names, "planned")},
+        "times": {verb: one._asdict() for verb, one in report.times.items()},
+        "layers": {path: one._asdict() for path, one in report.layers.items()},
+        "routing": {path: {"chosen": one.chosen, "computed": one.computed} for path, one in report.routing.items()},
+        "traffic": [[axis, call, one.calls, one.bytes] for (axis, call), one in sorted(report.traffic.items())],
+    }
+
+
+OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
+
+
+Moving = tuple[str, str]
+"""Axis and collective."""
+SHOWN = 20
+"""Reduces with a line of their own."""
+SLOWEST = 10
+"""Layers with a line of their own."""
+
+
+class Reduced(NamedTuple):
+    """How the gradient of a page is summed over an axis. sent, plain: bytes of this rank each time, and what they would
+    be uncompressed. error: of the last reduce here, |what is kept| / |gradient + what was kept before|; NaN where
+    nothing is kept."""
+
+    page: str
+    axis: str
+    codec: str
+    sent: int
+    plain: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
+    from the program. reduces: of gradients that do not travel as they are. routing: of layers with experts, by path, of
+    this rank's positions. planned: what strategy="auto" has chosen and why."""
+
+    traffic: dict[tuple[str, str], Traffic]
+    predicted: dict[tuple[str, str], Traffic]
+    reduces: list[Reduced] = field(default_factory=list)
+    per: str = "step"
+    routing: dict[str, Routing] = field(default_factory=dict)
+    planned: str = ""
+
+    def _moved(self) -> str:
+        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
+        for (axis, call), count in sorted(self.traffic.items()):
+            one = self.predicted.get((axis, call))
+            expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
+            rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), expected))
+        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
+
+    def _reduced(self) -> Iterator[str]:
+        """A table of the reduces that send most, and the totals of all; nothing if none is compressed."""
+        if not self.reduces:
+            return
+        rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
+        sent, plain = (sum(n) for n in zip(*((one.sent, one.plain) for one in self.reduces), strict=True))
+        for one in sorted(self.reduces, key=lambda one: -one.sent)[:SHOWN]:
+            error = "" if isnan(one.error) else f"{one.error:.2g}"
+            rows.append((one.page, one.axis, one.codec, bytes_text(one.sent), _saved(one.sent, one.plain), error))
+        rest = f"{len(self.reduces)} reduces" if len(self.reduces) > SHOWN else "in all"
+        yield table([*rows, (rest, "", "", bytes_text(sent), _saved(sent, plain), "")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Moved):
+    """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
+    of the time transfers were under way in which this rank computed. disk_seconds: in which reads or writes were under
+    way, if something lies on disk. high_water: by kind of memory, the bytes that were planned, None where there is no
+    plan, and the most at any time; activations are among them if the trainer keeps a trace. layers: of such a trainer,
+    by path."""
+
+    rank: int
+    ranks: int
+    steps: int
+    parameters: int
+    units: int
+    memory: dict[str, int]
+    disk: dict[str, int]
+    peak_rss: int
+    times: dict[str, Spent]
+    overlap: dict[str, float]
+    seconds: float
+    disk_seconds: float | None = None
+    high_water: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+    layers: dict[str, LayerTime] = field(default_factory=dict)
+    read_footprint: Callable[[], Footprint | None] | Footprint | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def footprint(self) -> Footprint | None:
+        """Memory of the whole process, read when first asked for; None where the system does not say."""
+        return self.read_footprint() if callable(self.read_footprint) else self.read_footprint
+
+    def measured(self) -> Report:
+        """The same with its footprint read now, as plain data for other ranks."""
+        return replace(self, read_footprint=self.footprint)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The memory is that of the process of this rank, also where another rank prints the report."""
+        return {**self.__dict__, "footprint": self.footprint}
+
+    def __str__(self) -> str:
+        model = f"{self.parameters:,} parameters in {self.units} units"
+        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps{_planned(self)}"
+        layers = slowest({path: {self.rank: one} for path, one in self.layers.items()})
+        parts = (self._moved(), *self._reduced(), *self.routing_text, self.memory_text, self._spent(), *layers)
+        return "\n\n".join([head, *parts])
+
+    @property
+    def routing_text(self) -> list[str]:
+        """The table of experts alone, if there are any."""
+        return routing_table(self.routing, whole=self.ranks == 1)
+
+    @property
+    def memory_text(self) -> str:
+        """The table of memory alone."""
+        rows = [("memory of this rank", "bytes")]
+        rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
+        rows += [("in all", bytes_text(sum(self.memory.values())))]
+        rows += [(f"on disk: {kind}", bytes_text(n)) for kind, n in sorted(self.disk.items())]
+        now = self.footprint
+        process, peak = ([], self.peak_rss) if now is None else ([str(now)], max(self.peak_rss, now.rss))
+        return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(peak)}"])
+
+    def _spent(self) -> str:
+        rows = [("time by verb", "count", "seconds", "waited", "share")]
+        total = sum(one.seconds + one.waited for one in self.times.values()) or 1.0
+        for verb, one in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
+            share = f"{100 * (one.seconds + one.waited) / total:.1f} %"
+            rows.append((verb, f"{one.calls:,}", f"{one.seconds:.3f}", f"{one.waited:.3f}", share))
+        rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
+        hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
+        disk = [f"disk: {self.disk_seconds:.3f} s at work"] if self.disk_seconds else []
+        transfers = [f"transfers hidden behind computing: {hidden}"] if hidden else []
+        return "\n".join([table(rows), OUTSIDE, *transfers, *disk])
+
+
+def slowest(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
+    """The layers that took longest, each on the rank on which it did: a table, if there are any. layers: path -> rank
+    -> time."""
+
+    def seconds(one: LayerTime) -> float:
+        return one.forward + one.backward
+
+    if not layers:
+        return
+    worst = {path: max(ranks.items(), key=lambda item: seconds(item[1])) for path, ranks in layers.items()}
+    total = sum(seconds(one) for _, one in worst.values()) or 1.0
+    rows: list[tuple[str, ...]] = [("slowest layers", "rank", "forwards", "forward s", "backward s", "share")]
+    for path, (rank, one) in sorted(worst.items(), key=lambda item: -seconds(item[1][1]))[:SLOWEST]:
+        times = f"{one.forwards:,}", f"{one.forward:.3f}", f"{one.backward:.3f}", f"{100 * seconds(one) / total:.1f} %"
+        rows.append((path, str(rank), *times))
+    yield f"{table(rows)}\n{len(layers)} layers; share: of the time of all of them"
+
+
+def call_text(axis: str, call: str) -> str:
+    """The transfer as text: "all-gather over shard", "read, disk"."""
+    return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
+
+
+def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
+    """programs: of a step, or of the steps of a round, with how often each runs."""
+    clock, state, place = engine.clock, engine.state, engine.placement
+    counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
+    predicted, traced = _predicted(engine, programs), engine.recording
+    return Report(
+        rank=place.axes.world.rank,
+        ranks=place.axes.world.size,
+        steps=state.steps,
+        parameters=place.layout.size,
+        units=len(place.layout.units),
+        traffic=counted,
+        predicted=predicted,
+        routing=routing_of(place.axes.counters.tallies),
+        per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
+        memory=state.nbytes(),
+        disk=state.ledger.on_disk(),
+        peak_rss=peak_rss(),
+        times=clock.spent(),
+        overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
+        seconds=perf_counter() - clock.start,
+        reduces=list(_reduces(engine)),
+        layers={} if traced is None else dict(traced.layers),
+        disk_seconds=None if state.disk is None else state.disk.seconds,
+        high_water={**state.high_water(), **({"activations": (None, traced.activations.most)} if traced else {})},
+        planned=place.options.planned,
+        read_footprint=None if place.imaginary else reading(state),
+    )
+
+
+def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:
+    sizes, total = sizes_of(engine), dict[tuple[str, str], Traffic]()
+    for program, times in programs:
+        for key, one in traffic(program, sizes).items():
+            have = total.get(key, Traffic())
+            total[key] = Traffic(have.calls + times * one.calls, have.bytes + times * one.bytes)
+    return total
+
+
+def _saved(sent: int, plain: int) -> str:
+    return f"{100 * (1 - sent / plain):.1f} %" if plain else ""
+
+
+def _reduces(engine: Engine) -> Iterator[Reduced]:
+    """The reduces whose gradients do not travel plain."""
+    place, plain = engine.placement, Route(Plain(), Plain())
+    itemsize = place.formats.gradients.itemsize
+    for p in place.stage.trained:
+        route, page, own = place.route(p), place.pages[p], place.replica_own(p)
+        found = zip(*(place.accumulation.moves(r, page, own, itemsize) for r in (route, plain)), strict=True)
+        for axis, codec, moves in zip(("shard", "replica"), route, found, strict=True):
+            if axis in place.axes.summing and place.axes.data.size > 1 and not isinstance(codec, Plain):
+                whole, kept = engine.state.ledger.sizes.get((axis, p), (nan, nan))
+                sent, usual = (sum(nbytes for _, nbytes in some) for some in moves)
+                yield Reduced(place.name(p), axis, type(codec).__name__, sent, usual, kept / whole if whole else 0.0)
+
+
+def sizes_of(engine: Engine) -> Sizes:
+    """The facts about this rank's placement that predictions need."""
+    place = engine.placement
+    itemsize = place.formats.gradients.itemsize
+    moves = {
+        p: place.accumulation.moves(place.route(p), page, place.replica_own(p), itemsize)
+        for p, page in place.pages.items()
+    }
+    return Sizes(
+        full={p: page.size for p, page in place.pages.items()},
+        shard={p: page.mine.size for p, page in place.pages.items()},
+        replica_own={p: place.replica_own(p) for p in place.pages},
+        param_itemsize=(place.formats.wire or place.formats.compute).itemsize,
+        grad_itemsize=itemsize,
+        tie_itemsize=itemsize,
+        widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
+        ties={p: tuple(_tied(place, tie)) for p, tie in engine.state.ties.items()},
+        edges=_edges(engine),
+        carried={
+            ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
+            ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
+            ("replica", "reduce_scatter"): {p: _outer_moves(place, p) for p in place.pages},
+        },
+        records=_records(engine),
+        parts={p: place.parts_moved(p) for p in place.stage.trained},
+    )
+
+
+def _records(engine: Engine) -> dict[tuple[int, int | None], int]:
+    """(record, microbatch) -> bytes on this rank's disk, of activations as the last batch was."""
+    disk, records = engine.state.disk, engine.placement.stage.records
+    if disk is None:
+        return {}
+    pages = {(number, None): disk.size(record) for number, record in enumerate(records)}
+    numbers = {record: number for number, record in enumerate(records)}
+    return pages | {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in disk.spilled.items()}
+
+
+def _outer_moves(place: Placement, page: int) -> Moves:
+    """The collectives of an outer gradient, and the bytes that this rank sends in each."""
+    replica = place.axes.replica
+    counts = split_evenly(place.pages[page].mine.size, replica.size)
+    return place.route(page).replica.moves(counts, replica.rank, place.formats.gradients.itemsize)
+
+
+def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:
+    """(axis, collective, elements) of a tie: see `add_together`."""
+    here = [p for p in tie.pages if p in place.pages]
+    n = place.pages[here[0]].mine.size
+    if tie.partial:
+        tensor = place.axes.tensor
+        for _ in here:
+            yield "tensor", "all_reduce", 2 * (n - split_evenly(n, tensor.size)[tensor.rank])
+    if tie.comm is not None:
+        yield "peers", "all_gather", n * (len(tie.pages) - len(here))
+
+
+def _edges(engine: Engine) -> dict[tuple[int, int], int]:
+    """(edge, microbatch) -> bytes, as the last batch was."""
+    found = {}
+    for edge in engine.placement.stage.edges:
+        for mb, batch in enumerate(engine.batch):
+            if batch is not None:
+                value = engine.placement.shapes.of(edge.value, batch)
+                found[edge.number, mb] = value.size * value.dtype.itemsize if travelling(edge, value) else 0
+    return found

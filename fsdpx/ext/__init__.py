@@ -1,0 +1,1 @@
+"""Extensions: each folder is one feature, and the core imports none of them."""

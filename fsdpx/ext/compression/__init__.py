@@ -1,0 +1,1 @@
+"""Compressed gradients: int8, top-k, PowerSGD."""

@@ -1,0 +1,249 @@
+"""The arithmetic of codecs as Numba code, of the same bits as their plain code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.kernels.compiled.half import WORD, mixed
+from fsdpx.core.array.kernels.compiled.scalar import order, unorder, widest
+from fsdpx.core.array.parallel import GRAIN, cuts, run
+from fsdpx.core.array.random import Stretch
+from fsdpx.ext.compression.implementations import BLOCK, LARGEST, LEVELS, TINY
+from fsdpx.ext.native.compiled import jit
+from fsdpx.ext.native.lazy_numba import intrinsic, ir, types
+
+__all__ = ["add_largest", "add_quantised", "outer", "quantise", "take_largest"]
+
+SIXTEENTH = ir.Constant(ir.FloatType(), 2.0**-16)
+
+
+@intrinsic
+def fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
+    """The chance of a place as a float32 in [0, 1)."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
+        number = mixed(builder, builder.xor(mixed(builder, builder.xor(place, key0)), key1))
+        return builder.fmul(builder.uitofp(builder.lshr(number, WORD(16)), ir.FloatType()), SIXTEENTH)
+
+    return types.float32(types.int64, types.int64, types.int64), code
+
+
+@jit
+def _scale(x):
+    most = order(abs(x[0]))
+    for i in range(x.size):
+        most = max(most, order(abs(x[i])))
+    largest = unorder(most)
+    scale = np.float32(largest / x.dtype.type(LEVELS)) if largest <= LARGEST else np.float32(np.nan)
+    return np.float32(0) if scale < TINY else scale
+
+
+@jit
+def _quantise(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1):
+    widest()
+    half, low, high = all_x.dtype.type(0.5), all_x.dtype.type(-LEVELS), all_x.dtype.type(LEVELS)
+    for b in range(first, last):
+        start = b * BLOCK
+        x, q = all_x[start : start + BLOCK], all_q[start : start + BLOCK]  # places from 0 on: LLVM sees them in a row
+        scales[b] = scale = _scale(x)
+        if not scale > 0:
+            q[:] = 0
+            if keep and scale != 0:
+                x[:] = 0
+        elif by_chance:
+            for i in range(x.size):
+                up = x.dtype.type(fraction(at + start + i, key0, key1))
+                level = min(max(np.floor(x[i] / scale + up), low), high)
+                q[i] = np.int8(np.int32(level))
+                if keep:
+                    x[i] -= level * scale
+        elif keep:
+            for i in range(x.size):
+                level = min(max(np.floor(x[i] / scale + half), low), high)
+                q[i] = np.int8(np.int32(level))
+                x[i] -= level * scale
+        else:
+            for i in range(x.size):
+                q[i] = np.int8(np.int32(min(max(np.floor(x[i] / scale + half), low), high)))
+
+
+@jit
+def _add_quantised(first, last, all_q, scales, all_out, add):
+    widest()
+    for b in range(first, last):
+        start = b * BLOCK
+        q, out, scale = all_q[start : start + BLOCK], all_out[start : start + BLOCK], scales[b]
+        if add:
+            for i in range(q.size):
+                out[i] += out.dtype.type(q[i]) * scale
+        else:
+            for i in range(q.size):
+                out[i] = out.dtype.type(q[i]) * scale
+
+
+def quantise(
+    x: np.ndarray, q: np.ndarray, scales: np.ndarray, lost: np.ndarray | None, numbers: Stretch | None
+) -> None:
+    if not x.size:
+        return
+    _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.words())
+    if lost is not None and lost is not x:
+        lost[...] = x
+    keep, by_chance = lost is not None, numbers is not None
+    _in_blocks(_quantise, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1)
+
+
+def add_quantised(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool) -> None:
+    _in_blocks(_add_quantised, scales.size, q, scales, out, add)
+
+
+def _in_blocks(body: Any, blocks: int, *arguments: Any) -> None:
+    """`body(first, last, *arguments)` for all blocks, cut among threads."""
+    run(body, [(first, last, *arguments) for first, last in cuts(blocks, GRAIN // BLOCK, 1)])
+
+
+NEAR = 32
+"""Elements that are passed over together where none is large."""
+HIGHEST = 30
+"""The highest bit of a size."""
+MANY = 1 << 12
+"""Elements of a block from which on a library finds the least of its largest sooner."""
+
+
+@jit
+def _least(sizes, count, k):
+    """The largest number such that k sizes or more are no smaller, bit by bit; fewer bits where those are just k."""
+    least = np.int32(0)
+    for step in range(HIGHEST + 1):
+        trial = least | np.int32(1 << (HIGHEST - step))
+        reach = np.int32(0)
+        for i in range(count):
+            reach += np.int32(sizes[i] >= trial)
+        if reach >= k:
+            least = trial
+            if reach == k:
+                break
+    return least
+
+
+@jit
+def _take(first, last, all_x, block, each, rest, known, values, places, keep):
+    widest()
+    sizes = np.empty(block, np.int32)
+    small = np.empty(block, np.float32)
+    mask = np.int32(0x7FFFFFFF)
+    for b in range(first, last):
+        x = all_x[b * block : (b + 1) * block]  # places from 0 on: LLVM sees that they follow each other
+        count = x.size
+        k = each if count == block else rest
+        if k == 0:
+            continue
+        for i in range(count):
+            small[i] = np.float32(x[i])
+        bits = small.view(np.int32)
+        for i in range(count):
+            sizes[i] = bits[i] & mask
+        least = known if known >= 0 else _least(sizes, count, k)
+        equals = k
+        for i in range(count):
+            equals -= sizes[i] > least
+        at = b * each
+        odd = False
+        for begin in range(0, count, NEAR):
+            end = min(begin + NEAR, count)
+            some = np.int32(0)
+            for i in range(begin, end):
+                some += np.int32(sizes[i] >= least)
+            if some == 0:
+                continue
+            for i in range(begin, end):
+                if sizes[i] < least:
+                    continue
+                if sizes[i] == least:
+                    if equals == 0:
+                        continue
+                    equals -= 1
+                value = small[i]
+                values[at] = value
+                places[at] = i
+                at += 1
+                odd |= not np.isfinite(value)
+                if keep:
+                    x[i] -= value
+        if keep and odd:
+            for i in range(count):
+                if not np.isfinite(x[i]):
+                    x[i] = 0
+
+
+@jit
+def _add_largest(first, last, values, places, block, each, rest, out):
+    for b in range(first, last):
+        start = b * block
+        k = each if start + block <= out.size else rest
+        for j in range(b * each, b * each + k):
+            out[start + places[j]] += values[j]
+
+
+def take_largest(
+    x: np.ndarray, block: int, each: int, rest: int, values: np.ndarray, places: np.ndarray, lost: np.ndarray | None
+) -> None:
+    """each, rest: how many are taken of a whole block, and of what is left."""
+    if lost is not None and lost is not x:
+        lost[...] = x
+    left = x if lost is None else lost
+    known = _least_of_all(left, each) if x.size == block > MANY else np.int32(-1)
+    _in_blocks_of(_take, x.size, block, left, block, each, rest, known, values, places, lost is not None)
+
+
+def _least_of_all(x: np.ndarray, k: int) -> np.int32:
+    """The size of the k-th largest of all elements. Most of them may be zeros, as in sums of what was chosen before:
+    those are left out, since equals are what takes long."""
+    with np.errstate(over="ignore", under="ignore"):
+        sizes = x.astype(np.float32, copy=False).view(np.int32) & np.int32(0x7FFFFFFF)
+    if np.count_nonzero(sizes) < x.size // 2:
+        sizes = sizes[sizes > 0]
+    return np.partition(sizes, sizes.size - k)[sizes.size - k] if k <= sizes.size else np.int32(0)
+
+
+def add_largest(values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray) -> None:
+    _in_blocks_of(_add_largest, out.size, block, values, places, block, each, rest, out)
+
+
+def _in_blocks_of(body: Any, size: int, block: int, *arguments: Any) -> None:
+    """`body(first, last, *arguments)` for all blocks, cut among threads."""
+    run(body, [(first, last, *arguments) for first, last in cuts(-(-size // block), max(GRAIN // block, 1), 1)])
+
+
+@jit
+def _outer(p, q, at, out, take):
+    widest()
+    ranks, columns = q.shape
+    first, offset = at // columns, at % columns
+    row = np.empty(columns, out.dtype)
+    done = 0
+    while done < out.size:
+        count = min(columns - offset, out.size - done)
+        here, right = row[:count], q[0, offset : offset + count]
+        left = p[first, 0]
+        for i in range(count):
+            here[i] = left * right[i]
+        for k in range(1, ranks):
+            left, right = p[first, k], q[k, offset : offset + count]
+            for i in range(count):
+                here[i] += left * right[i]
+        part = out[done : done + count]
+        if take:
+            for i in range(count):
+                part[i] -= here[i]
+        else:
+            for i in range(count):
+                part[i] = here[i]
+        done, first, offset = done + count, first + 1, 0
+
+
+def outer(p: np.ndarray, q: np.ndarray, at: int, out: np.ndarray, take: bool) -> None:
+    _outer(p, np.ascontiguousarray(q.T), at, out, take)

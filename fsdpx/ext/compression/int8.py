@@ -1,0 +1,88 @@
+"""Gradients in 8 bits with a scale per block: the codec, and its arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.random import Stretch
+from fsdpx.core.comm.calls import Array
+from fsdpx.core.compression.compressed import GRAIN, TURNS, Compressed
+from fsdpx.ext.compression.implementations import BLOCK, LARGEST, LEVELS, TINY, compiles
+
+__all__ = ["Int8", "add_quantised", "quantise"]
+
+
+def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Stretch | None) -> None:
+    """q = x / scale as int8, scale = the largest |x| of a block of 256 / 127; flat arrays of float32 or float64.
+
+    scales: one float32 per block; NaN, with q = 0, where a block has Inf or NaN, and 0 where it has nothing but zeros.
+    lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
+    i of `numbers.chances`; None: to nearest."""
+    if compiles(xp):
+        from fsdpx.ext.compression.compiled import quantise as body
+
+        body(x, q, scales, lost, numbers)
+        return
+    blocks = _blocks(xp, x)
+    largest = xp.max(xp.abs(blocks), axis=1)
+    fits = largest <= LARGEST
+    scale = xp.where(fits, xp.where(fits, largest, 0) / LEVELS, xp.nan).astype(np.float32)
+    scale = xp.where(scale < TINY, np.float32(0), scale)
+    chance: Any = x.dtype.type(0.5)
+    if numbers is not None:
+        chance = _blocks(xp, (xp.asarray(numbers.chances()) * 2.0**-16).astype(x.dtype))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        level = xp.clip(xp.floor(blocks / scale[:, None] + chance), -LEVELS, LEVELS)
+    level = xp.where(scale[:, None] > 0, level, x.dtype.type(0))
+    if lost is not None:
+        with np.errstate(invalid="ignore"):
+            rest = xp.where(fits[:, None], blocks - level * scale[:, None], x.dtype.type(0))
+        lost[...] = rest.reshape(-1)[: x.size]
+    q[...] = level.reshape(-1)[: x.size].astype(np.int8)
+    scales[...] = scale
+
+
+def add_quantised(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
+    """out = q scale, or out += q scale, of what `quantise` made."""
+    if compiles(xp):
+        from fsdpx.ext.compression.compiled import add_quantised as body
+
+        body(q, scales, out, add)
+        return
+    found = (_blocks(xp, q).astype(out.dtype) * scales[:, None]).reshape(-1)[: q.size]
+    out[...] = out + found if add else found
+
+
+def _blocks(xp: Any, x: Any) -> Any:
+    """(blocks, 256), made up with zeros."""
+    full = xp.zeros((-(-x.size // BLOCK), BLOCK), dtype=x.dtype)
+    full.reshape(-1)[: x.size] = x
+    return full
+
+
+class Int8(Compressed):
+    """Gradients travel as whole numbers from -127 to 127, with a float32 scale for each 256 of them: a part of n
+    elements is n + 4 ceil(n/256) bytes, made up to a multiple of 8, a quarter of float32.
+
+    unbiased : numbers are rounded up or down by chance so that each is right in the mean (QSGD, Alistarh et al. 2017),
+        and nothing is kept. Else they are rounded to nearest, and what is lost is added to the next gradient."""
+
+    def __init__(self, unbiased: bool = False) -> None:
+        self.random, self.feedback = bool(unbiased), not unbiased
+
+    def nbytes(self, size: int, turn: int = TURNS) -> int:
+        return -(-(size + 4 * -(-size // BLOCK)) // GRAIN) * GRAIN
+
+    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: Stretch) -> None:
+        quantise(xp, x, *self._fields(wire, x.size), lost, numbers if self.random else None)
+
+    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
+        add_quantised(xp, *self._fields(wire, out.size), out, add)
+
+    def _fields(self, wire: Array, size: int) -> tuple[Array, Array]:
+        """The numbers and the scales of a part; scales lie in front."""
+        scales = 4 * -(-size // BLOCK)
+        wire[scales + size :] = 0
+        return wire[scales : scales + size].view(np.int8), wire[:scales].view(np.float32)

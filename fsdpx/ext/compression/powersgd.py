@@ -1,0 +1,247 @@
+"""Gradients of matrices as products of two thin ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.array.random import normal
+from fsdpx.core.comm.calls import Array, Finish, Handle, ReduceOp, split_evenly
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.compression.codec import Codec, Memory, Moves, Recut
+from fsdpx.core.compression.compressed import check_floats, keep_numbers
+from fsdpx.errors import ConfigError
+from fsdpx.ext.compression.implementations import compiles
+
+__all__ = ["PowerSGD"]
+
+CACHED = 1 << 14
+"""Elements of a product that are made at a time, so that they stay in the cache."""
+
+
+class Thin(NamedTuple):
+    """A matrix (rows, columns) at `start` of the gradient, and where its two thin factors begin among all of them."""
+
+    start: int
+    rows: int
+    columns: int
+    left: int
+    right: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+
+class PowerSGD(Codec):
+    """Instead of a matrix M (n, m), P = M Q and then Q = M^T P travel, with P made orthonormal in between: one step of
+    the power method for the `rank` largest singular values of M, begun with the Q of the step before (Vogels et al.
+    2019). So rank (n + m) elements are summed instead of n m; what P Q^T lacks is added to the next gradient.
+
+    Dims of a tensor but the first are taken together. Vectors, and matrices that would be no smaller, travel whole.
+    Every rank finds P and Q of the whole gradient, and takes its part of the product.
+
+    rank : of the product, 1 or more"""
+
+    feedback = True
+    recut: Mapping[str, Recut] = {"error": "sum", "basis": "same"}
+
+    def __init__(self, rank: int = 2) -> None:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise ConfigError(f"PowerSGD(rank={rank!r}): a number of columns, 1 or more")
+        self.rank = rank
+        self.shapes: tuple[tuple[int, ...], ...] = ()
+
+    def shaped(self, shapes: Sequence[tuple[int, ...]]) -> PowerSGD:
+        made = PowerSGD(self.rank)
+        made.shapes = tuple(tuple(shape) for shape in shapes)
+        return made
+
+    def remark(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        whole = [f"{name} {shape}" for name, shape in shapes.items() if len(shape) > 1 and not self._saves(shape)]
+        if not whole:
+            return ""
+        some = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
+        return f"PowerSGD(rank={self.rank}): no fewer bytes for {some}: whole and exact"
+
+    def check(self, dtype: Any) -> None:
+        check_floats(self, dtype)
+
+    def warm(self, dtype: Any) -> None:
+        thin, out = np.zeros((2, self.rank), dtype), np.zeros(4, dtype)
+        outer(np, thin, thin, 0, out)
+
+    def memory(self, size: int) -> Mapping[str, int]:
+        return {"error": size, "basis": self._sizes(size)[1]}
+
+    def scratch(self, size: int, width: int) -> int:
+        """P, Q and what travels whole, in float32; more finds memory of its own."""
+        return 4 * sum(self._sizes(size))
+
+    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
+        return self.moves_all(sum(counts), len(counts), rank, itemsize)
+
+    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
+        return tuple(
+            ("all_reduce", 2 * (n - split_evenly(n, width)[rank]) * itemsize)
+            for i, n in enumerate(self._sizes(size))
+            if n or i == 0
+        )
+
+    def reduce(
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
+        return self._reduce(comm, grad, out, sum(counts[: comm.rank]), scratch, memory, what)
+
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+        return self._reduce(comm, grad, grad, 0, scratch, memory, what)
+
+    def _reduce(
+        self, comm: Communicator, grad: Array, out: Array, first: int, scratch: Array, memory: Memory, what: str
+    ) -> Handle:
+        """The sum of elements [first, first + out.size) to `out`, which may lie in `grad`."""
+        check_floats(self, grad.dtype, what)
+        xp, thin = namespace_of(grad), self._thin(grad.size)
+        one, two = self._buffers(xp, grad, scratch)
+        real = not getattr(xp, "holds_no_data", False)
+        if real:
+            self._project(xp, grad, thin, one, memory)
+        handle = comm.all_reduce(one, ReduceOp.SUM, what=what)
+        if two.size:
+            handle.wait()  # what is summed next is made of this sum
+            if real:
+                self._project_back(xp, thin, one, two, memory["error"])
+            handle = comm.all_reduce(two, ReduceOp.SUM, what=what)
+
+        def finish() -> None:
+            for t in thin:
+                self._multiply(xp, t, one, two, out, first)
+                keep_numbers(self._factor(two, t.right, t.columns))
+            for at, start, stop in self._whole(grad.size, thin):
+                low, high = max(start, first), min(stop, first + out.size)
+                if low < high:
+                    out[low - first : high - first] = one[at + low - start : at + high - start]
+            memory["basis"][...] = two
+
+        return Finish(handle, finish) if real else handle
+
+    def _project(self, xp: Any, grad: Array, thin: Sequence[Thin], one: Array, memory: Memory) -> None:
+        """P = M Q of what this rank has, with what it has kept, and all that travels whole. Matrix by matrix: what was
+        added to is still in the cache."""
+        whole = memory["error"]
+        for t in thin:
+            whole[t.start : t.stop] += grad[t.start : t.stop]
+            q = self._factor(memory["basis"], t.right, t.columns)
+            if not q.any():
+                numbers = normal(0, f"PowerSGD {t.start}", 0, q.size).astype(grad.dtype)
+                q[...] = xp.asarray(numbers).reshape(q.shape)
+            with np.errstate(invalid="ignore", over="ignore"):
+                self._factor(one, t.left, t.rows)[...] = whole[t.start : t.stop].reshape(t.rows, t.columns) @ q
+        for at, start, stop in self._whole(grad.size, thin):
+            xp.add(whole[start:stop], grad[start:stop], out=one[at : at + stop - start])
+            whole[start:stop] = 0
+
+    def _project_back(self, xp: Any, thin: Sequence[Thin], one: Array, two: Array, error: Array) -> None:
+        """P becomes orthonormal, Q = M^T P of what this rank has, and M - P Q^T is kept in the place of M. All ranks
+        see the P that no number is in, and keep nothing of its matrix."""
+        for t in thin:
+            p, q = self._factor(one, t.left, t.rows), self._factor(two, t.right, t.columns)
+            kept = error[t.start : t.stop].reshape(t.rows, t.columns)
+            _orthonormal(xp, p)
+            with np.errstate(invalid="ignore", over="ignore"):
+                q[...] = kept.T @ p
+            outer(xp, p, q, 0, error[t.start : t.stop], take=True)
+            if not xp.isfinite(p).all():
+                kept[...] = 0
+
+    def _multiply(self, xp: Any, t: Thin, one: Array, two: Array, out: Array, first: int) -> None:
+        """The elements of P Q^T that lie in [first, first + out.size), to `out`."""
+        p, q = self._factor(one, t.left, t.rows), self._factor(two, t.right, t.columns)
+        low, high = max(t.start, first), min(t.stop, first + out.size)
+        if low < high:
+            outer(xp, p, q, low - t.start, out[low - first : high - first])
+
+    def _factor(self, flat: Array, at: int, rows: int) -> Array:
+        return flat[at : at + rows * self.rank].reshape(rows, self.rank)
+
+    def _saves(self, shape: tuple[int, ...]) -> bool:
+        rows, columns = shape[0], prod(shape[1:])
+        return len(shape) > 1 and self.rank * (rows + columns) < rows * columns
+
+    def _thin(self, size: int) -> list[Thin]:
+        """The matrices of a gradient of `size` elements that travel as products."""
+        shapes = self.shapes or ((size,),)
+        ends = list(accumulate(map(prod, shapes)))
+        assert ends[-1] == size, (shapes, size)
+        found, left, right = [], 0, 0
+        for stop, shape in zip(ends, shapes, strict=True):
+            if self._saves(shape):
+                rows, columns = shape[0], prod(shape[1:])
+                found.append(Thin(stop - rows * columns, rows, columns, left, right))
+                left, right = left + rows * self.rank, right + columns * self.rank
+        return found
+
+    def _sizes(self, size: int) -> tuple[int, int]:
+        """Elements of both sums: P and what travels whole, and Q."""
+        thin = self._thin(size)
+        whole = size - sum(t.rows * t.columns for t in thin)
+        return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
+
+    def _whole(self, size: int, thin: Sequence[Thin]) -> list[tuple[int, int, int]]:
+        """What travels whole: where it lies in the first sum, from where to where it is in the gradient."""
+        at, start, found = self.rank * sum(t.rows for t in thin), 0, []
+        for stop, after in [*((t.start, t.stop) for t in thin), (size, size)]:
+            if start < stop:
+                found.append((at, start, stop))
+            at, start = at + stop - start, after
+        return found
+
+    def _buffers(self, xp: Any, grad: Array, scratch: Array) -> tuple[Array, Array]:
+        one, two = self._sizes(grad.size)
+        needed = (one + two) * grad.dtype.itemsize
+        flat = scratch[:needed].view(grad.dtype) if needed <= scratch.size else xp.empty((one + two,), dtype=grad.dtype)
+        return flat[:one], flat[one:]
+
+
+def outer(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
+    """out = the elements of P Q^T from number `at` on, row by row; or `take` them from it. Column by column, not as a
+    matrix product, whose last bits may depend on where its arrays lie: every rank gets the same."""
+    if compiles(xp):
+        from fsdpx.ext.compression.compiled import outer as body
+
+        body(p, q, at, out, take)
+        return
+    columns = len(q)
+    step = max(CACHED // columns, 1)
+    for top in range(at // columns, -(-(at + out.size) // columns), step):
+        rows = p[top : top + step]
+        with np.errstate(invalid="ignore", over="ignore"):
+            block = rows[:, :1] * q[:, 0]
+            for k in range(1, q.shape[1]):
+                block += rows[:, k : k + 1] * q[:, k]
+        begin = top * columns
+        a, b = max(begin, at), min(begin + block.size, at + out.size)
+        part, found = out[a - at : b - at], block.reshape(-1)[a - begin : b - begin]
+        if take:
+            part -= found
+        else:
+            part[...] = found
+
+
+def _orthonormal(xp: Any, p: Array) -> None:
+    """Columns of p become orthonormal, in place, or zero (Gram and Schmidt, in float64)."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        wide = p.astype(np.float64)
+        for k in range(p.shape[1]):
+            column = wide[:, k]
+            for j in range(k):
+                column -= (column * wide[:, j]).sum() * wide[:, j]
+            size = xp.sqrt((column * column).sum())
+            column *= xp.where(size == 0, 0.0, 1.0 / xp.where(size == 0, 1.0, size))
+        p[...] = wide

@@ -1,0 +1,518 @@
+"""What moves when ranks change: the parts that each rank sends and receives, and the messages that bring them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.namespace import dtype, from_host, namespace_of, to_host
+from fsdpx.core.checkpoint.local_shards import BLOCK, Held, held, kept
+from fsdpx.core.comm.communicator import Communicator, Handle, Survivor, settle
+from fsdpx.core.state.ledger import Key
+from fsdpx.core.state.train_state import TrainState
+from fsdpx.errors import RankLost
+from fsdpx.nn.layer import Spec
+from fsdpx.nn.sharding import Cut
+
+__all__ = [
+    "FLIGHT", "Descriptor", "ElementMove", "Gaps", "Message", "RecutPlan", "Rows", "Runs", "Supply", "assign",
+    "describe", "let_go", "live", "meet", "missing", "moving", "recut", "runs", "uncovered",
+]  # fmt: skip
+
+Gaps = tuple[np.ndarray, np.ndarray]
+"""Runs [start, stop) of a tensor that no rank has, in order."""
+GAPS = 4
+"""Gaps of one tensor that are listed; the rest are counted."""
+
+
+class Descriptor(NamedTuple):
+    """A `Held` without its array, of the tensor `name` of `shape`: `size` elements from `start` on of what line `rank`
+    of `width` of the tensor axis has by `cut`. cut: None where that is the whole tensor."""
+
+    name: str
+    start: int
+    size: int
+    rank: int
+    width: int
+    shape: tuple[int, ...]
+    cut: Cut | None
+    dtype: str
+
+    @property
+    def frame(self) -> tuple[int, int, Cut | None]:
+        """Parts of one tensor with the same frame lie in the same flat array."""
+        return self.rank, self.width, self.cut
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The range of the whole tensor in which all elements of this piece lie."""
+        return (self.start, self.stop) if self.cut is None else (0, math.prod(self.shape))
+
+
+class Runs(NamedTuple):
+    """Elements [start[i], stop[i]) of a whole tensor, in order, are those from at[i] on of a local flat array."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    at: np.ndarray
+
+
+def describe(part: Held) -> Descriptor:
+    spec, dtype = part.spec, sys.intern(part.array.dtype.name)
+    is_cut = spec.cut is not None and part.width > 1
+    rank, width, cut = (part.rank, part.width, spec.cut) if is_cut else (0, 1, None)
+    return Descriptor(part.name, part.start, int(part.array.size), rank, width, spec.shape, cut, dtype)
+
+
+def runs(part: Descriptor) -> Runs:
+    """The same elements as `Cut.runs`, all at once: a cut of dim 1 has one run per row."""
+    first, last, cut = part.start, part.stop, part.cut
+    if cut is None:
+        found = np.array([[first], [last], [0]], np.int64)
+        return Runs(*(found if part.size else found[:, :0]))
+    inner = math.prod(part.shape[cut.dim + 1 :])
+    blocks = np.array(cut.ranges(part.shape, part.rank, part.width), np.int64) * inner
+    lengths = blocks[:, 1] - blocks[:, 0]
+    row = max(int(lengths.sum()), 1)
+    rows = np.arange(first // row, -(-last // row), dtype=np.int64)[:, None]
+    local = rows * row + (np.cumsum(lengths) - lengths)
+    begin, end = np.maximum(local, first), np.minimum(local + lengths, last)
+    start = rows * (part.shape[cut.dim] * inner) + blocks[:, 0] + begin - local
+    there = begin < end
+    return Runs(start[there], (start + end - begin)[there], begin[there] - first)
+
+
+def live(state: TrainState, before: Mapping[Key, Any] | None = None) -> Iterator[Held]:
+    """The parts of the train state that are up to date here: running statistics only where the pipe moves them.
+
+    before: arrays in place of some rows as they are, see `moving`: those of a step that did not come to its end are
+    spoilt."""
+    home, here = state.placement.statistics_home, state.placement.axes.coordinates.pipe
+    for part in held(state):
+        if part.name not in home:
+            yield part
+        elif home[part.name] == here:
+            array = (before or {}).get(Key("statistic", None, part.name), part.array)
+            yield replace(part, array=array.reshape(-1))
+    yield from kept(state, before)
+
+
+def moving(state: TrainState) -> Iterator[tuple[Key, Any]]:
+    """Rows that change before all ranks agree on a step: running statistics in forward, what codecs keep in reduces."""
+    return ((row.key, array) for row, array in state.ledger.saved() if row.key.kind in ("statistic", "memory"))
+
+
+def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> list[str]:
+    """The tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
+
+    have: of each rank. Pure: ranks that know the same say the same."""
+    parts, texts = _by_name(part for some in have for part in some), []
+    for name, spec in want.items():
+        start, stop = uncovered(parts[name], spec.size)
+        if start.size:
+            gaps = [f"{a}..{b}" for a, b in zip(start[:GAPS].tolist(), stop[:GAPS].tolist(), strict=True)]
+            more = f" and {start.size - GAPS} more runs" if start.size > GAPS else ""
+            texts.append(f"{name}: elements {', '.join(gaps)}{more} of {spec.size}")
+    return texts
+
+
+def uncovered(parts: Sequence[Descriptor], size: int) -> Gaps:
+    """The elements of a tensor of `size` elements that are in none of `parts`."""
+    found = [runs(part) for part in parts]
+    start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
+    stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
+    order = np.argsort(start, kind="stable")
+    reach = np.concatenate([[0], np.maximum.accumulate(stop[order])[:-1]])
+    gap = start[order] > reach
+    return reach[gap], start[order][gap]
+
+
+def meet(gaps: Gaps, part: Descriptor) -> bool:
+    """Whether an element of `part` is in one of the gaps."""
+    start, stop = gaps
+    some = runs(part)
+    after = np.searchsorted(stop, some.start, "right")  # the first gap that ends after the start of each run
+    there = after < start.size
+    return bool(np.any(start[after[there]] < some.stop[there]))
+
+
+def _by_name(parts: Iterable[Descriptor]) -> defaultdict[str, list[Descriptor]]:
+    found: defaultdict[str, list[Descriptor]] = defaultdict(list)
+    for part in parts:
+        found[part.name].append(part)
+    return found
+
+
+class Rows(NamedTuple):
+    """Runs of part number `part`: `size` elements from `at` on, of each."""
+
+    part: int
+    at: np.ndarray
+    size: np.ndarray
+
+    def of(self, array: Any) -> Any:
+        """The elements in the flat `array` of the part: a view of it if there is one run, else a copy."""
+        if self.at.size == 1:
+            return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
+        return array[self._index(array)] if self._short(array) else np.concatenate(list(self._views(array)))
+
+    def put(self, array: Any, values: Any) -> None:
+        """Copy values to them."""
+        if self._short(array):
+            array[self._index(array)] = _beside(array, values)
+            return
+        at = 0
+        for view in self._views(array):
+            _copy(view, values[at : at + view.size])
+            at += view.size
+
+    def _views(self, array: Any) -> Iterator[Any]:
+        return (array[at : at + size] for at, size in zip(self.at.tolist(), self.size.tolist(), strict=True))
+
+    def _short(self, array: Any) -> bool:
+        """Whether the runs are copied at once, by an index of all elements: on a GPU each copy takes its time."""
+        return self.at.size > 1 and (not isinstance(array, np.ndarray) or self.size.sum() < SHORT * self.size.size)
+
+    def _index(self, array: Any) -> Any:
+        ends = np.cumsum(self.size)
+        return _beside(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
+
+
+SHORT = 32
+"""Elements of a run, in the mean, below which runs are copied at once."""
+
+
+class ElementMove(NamedTuple):
+    """Elements of part number `have` of what rank `source` has become elements of part number `want` of what another
+    one, or itself, wants: runs of `size` elements, from `at` on, and from `to` on."""
+
+    source: int
+    have: int
+    want: int
+    at: np.ndarray
+    to: np.ndarray
+    size: np.ndarray
+    dtype: str
+
+
+class Supply(NamedTuple):
+    """Part number `index` of what a rank has."""
+
+    rank: int
+    number: int
+    part: Descriptor
+
+
+class Message(NamedTuple):
+    """number: its place in the order of all messages, which is the same on all ranks (round, place among those of two
+    ranks, sender). rows: of what this rank has if it sends, else of what it wants."""
+
+    number: tuple[int, int, int]
+    sends: bool
+    peer: int
+    rows: list[Rows]
+
+
+@dataclass(frozen=True)
+class RecutPlan:
+    """All that `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
+
+    have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
+    runs."""
+
+    rank: int
+    have: Sequence[Sequence[Descriptor]]
+    want: Sequence[Sequence[Descriptor]]
+    block: int = BLOCK
+
+    def demand_possible(self) -> None:
+        """Alike on all ranks: some rank has every element that is wanted, in the format in which it is wanted."""
+        supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
+        gaps: dict[str, Gaps] = {}
+        formats: dict[str, set[str]] = {}
+        for part in (part for some in self.want for part in some if part.size):
+            known = supplies.get(part.name, [])
+            if part.name not in gaps:
+                gaps[part.name] = uncovered(known, math.prod(part.shape))
+                formats[part.name] = {supply.dtype for supply in known}
+            every = sorted(formats[part.name] | {part.dtype})
+            assert len(every) == 1, f"recut: {part.name} is {' and '.join(every)}"
+            assert not meet(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
+
+    @cached_property
+    def own(self) -> list[tuple[Rows, Rows]]:
+        """The elements that are here already: those that are had, and those that are wanted."""
+        mine = [move for move in self._incoming if move.source == self.rank]
+        sides = zip(self._packed(mine, True), self._packed(mine, False), strict=True)
+        return [pair for rows in sides for pair in zip(*rows, strict=True)]
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The messages of this rank, in an order in which all ranks meet: in round k it sends to rank + k and receives
+        from rank - k."""
+        sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
+        for dest, move in self._outgoing:
+            sent[dest].append(move)
+        found = [*self.arriving]
+        for dest, moves in sent.items():
+            number = (dest - self.rank) % size
+            found += [Message((number, i, self.rank), True, dest, r) for i, r in enumerate(self._packed(moves, True))]
+        return sorted(found, key=lambda message: message.number)
+
+    @property
+    def arriving(self) -> Iterator[Message]:
+        """The messages of this rank that it receives."""
+        received, size = defaultdict[int, list[ElementMove]](list), len(self.have)
+        for move in self._incoming:
+            received[move.source].append(move)
+        for source, moves in received.items():
+            for i, rows in enumerate(self._packed(moves, False) if source != self.rank else ()):
+                yield Message(((self.rank - source) % size, i, source), False, source, rows)
+
+    @cached_property
+    def _supplies(self) -> dict[str, dict[int, list[Supply]]]:
+        """Name -> rank -> what it has of it."""
+        found: dict[str, dict[int, list[Supply]]] = {}
+        for rank, parts in enumerate(self.have):
+            for index, part in enumerate(parts):
+                if part.size:
+                    found.setdefault(part.name, {}).setdefault(rank, []).append(Supply(rank, index, part))
+        return found
+
+    @cached_property
+    def _turns(self) -> dict[str, int]:
+        """Where the turns of those that have a tensor begin."""
+        return {name: turn for turn, name in enumerate(sorted(self._supplies))}
+
+    @cached_property
+    def _incoming(self) -> list[ElementMove]:
+        return [move for i in range(len(self.want[self.rank])) for move in self._moves(self.rank, i)]
+
+    @property
+    def _outgoing(self) -> Iterator[tuple[int, ElementMove]]:
+        mine = {name for name, ranks in self._supplies.items() if self.rank in ranks}
+        for dest, wanted in enumerate(self.want):
+            if dest != self.rank:
+                for i, part in enumerate(wanted):
+                    if part.name in mine:
+                        yield from ((dest, move) for move in self._moves(dest, i) if move.source == self.rank)
+
+    def _moves(self, dest: int, index: int) -> list[ElementMove]:
+        """How part number `index` of what `dest` wants is put together."""
+        part = self.want[dest][index]
+        if part.size == 0:
+            return []
+        ranks, (first, last) = self._supplies[part.name], part.span
+        for supply in ranks.get(dest, ()):
+            if supply.part.frame == part.frame and supply.part.start <= part.start and part.stop <= supply.part.stop:
+                at, to, size = np.array([[part.start - supply.part.start], [0], [part.size]])
+                return [ElementMove(dest, supply.number, index, at, to, size, part.dtype)]
+        supplies = [
+            supply
+            for rank in sorted(ranks)
+            for supply in ranks[rank]
+            if supply.part.span[0] < last and first < supply.part.span[1]
+        ]
+        grid = max(self.block // dtype(part.dtype).itemsize, 1)
+        return assign(part, index, dest, supplies, self._turns[part.name], grid)
+
+    def _packed(self, moves: Iterable[ElementMove], sends: bool) -> list[list[Rows]]:
+        """What each message has. All elements are laid out one after the other, each move from a multiple of ALIGN
+        bytes on, and cut every `block` bytes: so both sides cut alike, and most of a long run travels alone."""
+        found = defaultdict[int, list[Rows]](list)
+        filled, block = 0, max(self.block // ALIGN, 1) * ALIGN
+        for move in moves:
+            itemsize = dtype(move.dtype).itemsize
+            first, each = -(-filled // ALIGN) * ALIGN // itemsize, block // itemsize
+            stop = first + np.cumsum(move.size)
+            start = stop - move.size
+            cuts = np.union1d(start, np.arange(-(-first // each) * each, stop[-1], each))
+            run = np.searchsorted(start, cuts, "right") - 1
+            part, at = (move.have, move.at) if sends else (move.want, move.to)
+            edges = np.flatnonzero(np.diff(cuts // each)) + 1
+            places, sizes = at[run] + cuts - start[run], np.diff(cuts, append=stop[-1])
+            for number, *rows in zip(
+                (cuts // each)[[0, *edges]].tolist(), np.split(places, edges), np.split(sizes, edges), strict=True
+            ):
+                found[number].append(Rows(part, *rows))
+            filled = int(stop[-1]) * itemsize
+        return [found[number] for number in sorted(found)]
+
+
+ALIGN = 8
+"""Bytes of the largest number."""
+
+
+def assign(
+    want: Descriptor, index: int, receiver: int, supplies: Sequence[Supply], turn: int, grid: int
+) -> list[ElementMove]:
+    """How `want`, number `index` of what `receiver` wants, is put together from `supplies`, in order for each source.
+
+    An element comes from the receiver itself if it has it, else from one of those that have it: they take turns by
+    `grid` elements, beginning with another one for every tensor (`turn`) and receiver."""
+    wanted, lying = runs(want), [runs(supply.part) for supply in supplies]
+    edges = _edges(wanted, lying, grid)
+    to = _places(wanted, edges[:-1])
+    inside = to >= 0
+    start, size, to = edges[:-1][inside], np.diff(edges)[inside], to[inside]
+    places = [_places(some, start) for some in lying]
+    others = [(i, place) for i, (o, place) in enumerate(zip(supplies, places, strict=True)) if o.rank != receiver]
+    chosen, at = np.full(start.size, -1), np.zeros(start.size, np.int64)
+
+    def take(i: int, mask: np.ndarray) -> None:
+        mask = mask & (chosen < 0)
+        chosen[mask], at[mask] = i, places[i][mask]
+
+    for i, supply in enumerate(supplies):
+        if supply.rank == receiver:
+            take(i, places[i] >= 0)
+    count = sum(((place >= 0).astype(np.int64) for _, place in others), np.zeros(start.size, np.int64))
+    number, seen = (start // grid + turn + receiver) % np.maximum(count, 1), np.zeros(start.size, np.int64)
+    for i, place in others:
+        take(i, (place >= 0) & (seen == number))
+        seen += place >= 0
+    follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])  # and in the receiver's array, anyway
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    chosen, at, to, size = chosen[first], at[first], to[first], np.add.reduceat(size, first)
+    found = []
+    for i, supply in enumerate(supplies):
+        own = chosen == i
+        if own.any():
+            found.append(ElementMove(supply.rank, supply.number, index, at[own], to[own], size[own], want.dtype))
+    return found
+
+
+def _edges(wanted: Runs, lying: Sequence[Runs], grid: int) -> np.ndarray:
+    """Between two of these, a rank that has one element has all, and the rank whose turn it is does not change."""
+    first, last = int(wanted.start[0]), int(wanted.stop[-1])
+    lines = np.arange(-(-first // grid) * grid, last, grid, dtype=np.int64)
+    edges = np.concatenate([*wanted[:2], *(edge for some in lying for edge in some[:2]), lines])
+    return np.unique(edges[(first <= edges) & (edges <= last)])
+
+
+def _places(some: Runs, elements: np.ndarray) -> np.ndarray:
+    """Where each of `elements` of the whole tensor lies in the local array; -1 if it does not."""
+    i = np.searchsorted(some.start, elements, "right") - 1
+    inside = (i >= 0) & (elements < some.stop[i])
+    return np.where(inside, some.at[i] + elements - some.start[i], -1)
+
+
+FLIGHT = 8
+"""Messages of a rank under way at once."""
+_stranded: list[Handle] = []
+"""Broken transfers that did not end in time: the memory they may still write to must last as long as the process."""
+
+
+def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block: int = BLOCK) -> None:
+    """Fill the arrays of `want` on every rank from the arrays of `have` on any rank, bit by bit. Collective.
+
+    Every rank may have and want any elements, or none; several may have the same elements, then with equal bits. A rank
+    copies the elements it has itself; the rest comes from those that have it, in turns. Arrays of `want` are the same
+    memory as those of `have` only where they are the same elements. All that is wanted must be there: ask `missing`
+    before. RankLost if a rank dies; `comm` is revoked then, and some of `want` may be filled.
+
+    A rank receives the bytes that it wants and has not, in messages of at most `block` bytes. Beside the arrays it
+    needs up to FLIGHT x block, and that only where elements do not follow each other."""
+    mine = ([describe(part) for part in have], [describe(part) for part in want])
+    everyone = comm.all_gather_plain(mine)
+    plan = RecutPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
+    plan.demand_possible()
+    given, taken = [_raw(part.array) for part in have], [_raw(part.array) for part in want]
+    _travel(comm, plan, given, taken, [part.name for part in have], [part.name for part in want])
+
+
+def let_go(handles: Iterable[Handle]) -> bool:
+    """Wait a while for broken transfers to end, as they may write to their buffers until then; whether all have."""
+    left = settle(handles)
+    _stranded.extend(left)
+    return not left
+
+
+@dataclass(frozen=True)
+class PendingMessage:
+    """A message under way. land: what is done when it has come."""
+
+    handle: Handle
+    land: Callable[[], None]
+
+
+def _travel(
+    comm: Communicator, plan: RecutPlan, have: list[Any], want: list[Any], have_names: list[str], want_names: list[str]
+) -> None:
+    """At any time the unfinished message with the least number is under way on both sides: all that either posted
+    before it are done. So waiting for the oldest never ends in a circle, also where a send waits for its receive."""
+    flying: deque[PendingMessage] = deque()
+    spare: list[np.ndarray] = []
+
+    def land() -> None:
+        flying[0].handle.wait()
+        flying.popleft().land()
+
+    try:
+        for message in plan.messages:
+            if len(flying) == FLIGHT:
+                land()
+            arrays, names = (have, have_names) if message.sends else (want, want_names)
+            flying.append(_posted(comm, message, arrays, names, spare, plan.block))
+        for had, wanted in plan.own:
+            wanted.put(want[wanted.part], had.of(have[had.part]))
+        while flying:
+            land()
+    except RankLost:
+        if isinstance(comm, Survivor):
+            comm.revoke()
+        let_go(one.handle for one in flying)
+        raise
+
+
+def _posted(
+    comm: Communicator, message: Message, arrays: list[Any], names: list[str], spare: list[np.ndarray], block: int
+) -> PendingMessage:
+    """From or to the array itself where it is one run of host memory, else through a room of its own."""
+    first, *others = message.rows
+    what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
+    if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
+        return PendingMessage(call(first.of(arrays[first.part]).view(np.uint8), message.peer, what=what), lambda: None)
+    block_memory, filled = spare.pop() if spare else np.empty(block, np.uint8), 0
+    packed: list[tuple[Rows, Any, np.ndarray]] = []
+    for rows in message.rows:
+        array = arrays[rows.part]
+        end = filled + int(rows.size.sum()) * array.itemsize
+        packed.append((rows, array, block_memory[filled:end].view(array.dtype)))
+        filled = end
+        if message.sends:
+            _copy(packed[-1][2], rows.of(array))
+
+    def land() -> None:
+        for rows, array, part in () if message.sends else packed:
+            rows.put(array, part)
+        spare.append(block_memory)
+
+    return PendingMessage(call(block_memory[:filled], message.peer, what=what), land)
+
+
+def _raw(array: Any) -> Any:
+    """As integers of the same width: bits that no library takes for numbers."""
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def _beside(array: Any, values: Any) -> Any:
+    """The values where `array` lies, on the host or on a GPU."""
+    if isinstance(array, np.ndarray):
+        return to_host(values)
+    return from_host(namespace_of(array), values) if isinstance(values, np.ndarray) else values
+
+
+def _copy(target: Any, source: Any) -> None:
+    target[...] = _beside(target, source)

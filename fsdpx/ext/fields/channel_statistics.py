@@ -1,0 +1,97 @@
+"""Mean and deviation of the channels of data that comes in parts: one pass, merged over ranks, time and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.namespace import to_host
+from fsdpx.core.array.sums import chan
+from fsdpx.core.base.name_hints import refusing
+from fsdpx.core.comm.default_communicator import demand_member, gather_plain, taken
+from fsdpx.errors import ConfigError, DataError
+
+__all__ = ["ChannelStatistics", "channel_statistics"]
+
+
+class ChannelStatistics(NamedTuple):
+    """mean, std: of each channel; of one that never changes std is 1. The first arguments of `nn.Normalize`."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@refusing
+def channel_statistics(
+    batches: Iterable[Any], *, dim: int = 1, comm: Any = None, skipna: bool = False
+) -> ChannelStatistics:
+    """The statistics of all elements of each channel. Collective over `comm`.
+
+    Counts, means and sums of squares about these are merged by the rule of Chan et al. (1979) in float64, batch by
+    batch and then rank by rank, and are the same on every rank. A channel that never changes has exactly its value as
+    mean, and std 1. Ranks may give different numbers of batches, of any sizes, also none.
+
+    Parameters
+    ----------
+    batches : arrays of this rank: samples, times, parts of fields without ghost cells
+    dim : of the channels; -1 where they are last
+    comm : ranks whose arrays count together, as `grid.comm` or the solver's communicator; None: this one alone
+    skipna : NaN, as on land, counts nothing
+
+    Raises
+    ------
+    DataError : on all ranks, where there is no data, arrays of other channels, or something is not finite
+    """
+    comm = taken(comm)
+    demand_member(comm)
+    if comm is not None and not (hasattr(comm, "rank") and hasattr(comm, "size")):
+        raise ConfigError(f"channel_statistics(comm={comm!r}): a communicator is needed, such as grid.comm")
+    found, problem = None, ""
+    try:
+        for batch in batches:
+            found = _with(found, np.moveaxis(to_host(batch), dim, 0), skipna)
+    except (DataError, ValueError) as error:
+        problem = str(error) or repr(error)
+    return _shared(comm, found, problem)
+
+
+def _with(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
+    """Statistics with those of a batch of (channels, ...)."""
+    rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
+    counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
+    count = counted.sum(axis=1).astype(np.float64)
+    lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
+    above = np.where(counted, rows - lowest[:, None], 0.0)  # exactly 0 where a channel never changes
+    mean = above.sum(axis=1) / np.maximum(count, 1.0)
+    apart = np.where(counted, above - mean[:, None], 0.0)
+    new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])
+    if not np.isfinite(new).all():
+        raise DataError(f"channel {int(np.argmin(np.isfinite(new).all(axis=0)))} has values that are not finite")
+    if found is not None and found.shape != new.shape:
+        raise DataError(f"a batch has {new.shape[1]} channels, those before it {found.shape[1]}")
+    return new if found is None else chan(np, found, new)
+
+
+def _shared(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatistics:
+    """The statistics of the data of all ranks, merged in the order of these."""
+    mine = (problem, None if found is None else found.tolist())
+    everyone, whole = [mine], None
+    if comm is not None:
+        everyone = gather_plain(comm, mine)
+    for rank, (text, values) in enumerate(everyone):
+        if text:
+            raise DataError(f"channel_statistics: rank {rank}: {text}")
+        if values is None:
+            continue
+        other = np.array(values)
+        if whole is not None and whole.shape != other.shape:
+            raise DataError(
+                f"channel_statistics: rank {rank} has {other.shape[1]} channels, ranks before it {whole.shape[1]}"
+            )
+        whole = other if whole is None else chan(np, whole, other)
+    if whole is None or not whole[0].all():
+        raise DataError("channel_statistics: there is no data of some channel on any rank")
+    std = np.sqrt(whole[2] / whole[0])
+    return ChannelStatistics(tuple(whole[1].tolist()), tuple(np.where(std > 0, std, 1.0).tolist()))

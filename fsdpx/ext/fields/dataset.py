@@ -1,0 +1,411 @@
+"""Fields in files: windows in time, of which each rank reads its own part and nothing else; and what files hold."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fsdpx.core.array.namespace import numpy_dtype
+from fsdpx.core.base.safe_files import home
+from fsdpx.data.dataset import OpenFiles
+from fsdpx.data.opening import Elsewhere, array_of, demand_here, is_bare, items, opened, reading, wrong
+from fsdpx.data.storage import StoredAs, storage_of
+from fsdpx.errors import ConfigError, DataError, FsdpxError
+
+__all__ = ["FieldDataset", "Trajectories", "Variable", "cells_of", "groups", "sizes_of", "variables_of"]
+
+WELL = ("t0_fields", "t1_fields", "t2_fields")
+"""Groups of The Well's files, by the order of their tensors (github.com/PolymathicAI/the_well, data specification)."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A field of a file. path: in the file. dims: a letter for each dim. storage: of numbers stored as others."""
+
+    name: str
+    path: str
+    dims: str
+    shape: tuple[int, ...]
+    storage: StoredAs | None = None
+
+    def size(self, letter: str) -> int | None:
+        """Elements along a dim, None without it."""
+        return self.shape[self.dims.index(letter)] if letter in self.dims else None
+
+    @property
+    def channels(self) -> int:
+        return math.prod(n for n, letter in zip(self.shape, self.dims, strict=True) if letter == "c")
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """A file, or a group of it, with trajectories of the same length. names: of its fields, as text; nothing where the
+    name is that of the file."""
+
+    file: Path
+    group: str
+    variables: tuple[Variable, ...]
+    names: str
+    count: int
+    windows: int = 0
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
+
+
+def _arrays(node: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
+    """(path, array) by name: those of a group, and those of The Well's groups in it."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, child in items(node):
+        if not inside and name in WELL and hasattr(child, "keys"):
+            found |= _arrays(child, f"{inside}{name}/")
+        elif not hasattr(child, "keys"):
+            found[name] = (inside + name, child)
+    return found
+
+
+def groups(root: Any, wanted: tuple[str, ...] | None, cells: int) -> dict[str, dict[str, tuple[str, Any]]]:
+    """The arrays of each group with fields: of the file itself, or else of groups in it."""
+    inner = {"": _arrays(root)}
+    if not _names(inner[""], wanted, cells):
+        children = {name: child for name, child in items(root) if hasattr(child, "keys") and name not in WELL}
+        inner |= {name: _arrays(child, f"{name}/") for name, child in children.items()}
+    return {name: arrays for name, arrays in inner.items() if _names(arrays, wanted, cells)} or {"": inner[""]}
+
+
+def _names(arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: int) -> list[str]:
+    """The fields among arrays."""
+    if wanted is not None:
+        return [name for name in wanted if name in arrays]
+    sizes = {name: len(getattr(array, "shape", ())) + path.startswith(WELL) for name, (path, array) in arrays.items()}
+    return [name for name, ndim in sizes.items() if ndim > cells or isinstance(arrays[name][1], Elsewhere)]
+
+
+def cells_of(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
+    """The letters of the cells' dims, in the order of the file."""
+    if dims is not None:
+        cells = "".join(letter for letter in dims if letter not in "ntc")
+        if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
+            raise ConfigError(f"FieldDataset(dims={dims!r}): the grid has the dims {letters!r}, each comes once")
+        return cells
+    inside = dict(items(root))
+    if WELL[0] in inside and hasattr(inside.get("dimensions"), "attrs"):
+        names = [n.decode() if isinstance(n, bytes) else str(n) for n in inside["dimensions"].attrs["spatial_dims"]]
+        cells = "".join(names) if all(len(name) == 1 for name in names) else "xyz"[: len(names)]
+        if letters is None or sorted(cells) == sorted(letters):
+            return cells
+    if letters is None:
+        raise ConfigError(f"FieldDataset: {path} does not say which dims are cells: give a grid, or dims=, as 'ntyx'")
+    return letters
+
+
+def variables_of(
+    path: Path, group: str, arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: str,
+    dims: str | None,
+) -> tuple[Variable, ...]:  # fmt: skip
+    names = wanted or _names(arrays, wanted, len(cells))
+    missing = [name for name in names if name not in arrays]
+    if missing or not names:
+        what = f"no {_listed(missing)}" if missing else "no field"
+        raise wrong(path, f"there is {what} in {group or 'it'}, but {_listed(arrays)}")
+    one_run = group[-1:].isdigit()  # a group for each trajectory, as PDEBench has them
+    return tuple(_variable(path, name, *arrays[name], cells, dims, one_run) for name in names)
+
+
+def _variable(path: Path, name: str, inside: str, array: Any, cells: str, dims: str | None, one_run: bool) -> Variable:
+    demand_here(path, name, array)
+    shape, kind = tuple(array.shape), np.dtype(array.dtype)
+    if kind.kind not in "fiu":
+        raise wrong(path, f"{name!r} is of {kind}: real numbers are needed")
+    attributes, more = getattr(array, "attrs", {}), len(shape) - len(cells)
+    if dims is not None:
+        found = dims if len(shape) == len(dims) else cells
+    elif inside.startswith(WELL):
+        varying = ("n", "sample_varying"), ("t", "time_varying")
+        found = "".join(letter for letter, flag in varying if attributes.get(flag, True)) + cells
+        found += "c" * WELL.index(inside.split("/")[0])
+    else:
+        before = ("", "t", "t" if one_run else "nt")[min(max(more, 0), 2)]
+        found = before + cells + "c" * (more - len(before))
+    if len(found) != len(shape):
+        raise wrong(path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each")
+    return Variable(name, inside, found, shape, storage_of(path, array))
+
+
+def sizes_of(path: Path, variables: Sequence[Variable], cells: str, known: Mapping[str, int]) -> dict[str, int]:
+    """Trajectories "n", steps "t", and cells along each dim; DataError where fields differ from each other or from what
+    is known, such as the grid."""
+    sizes = dict(known)
+    for v in variables:
+        for letter in f"nt{cells}":
+            n = v.size(letter)
+            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL)):  # alike along this dim
+                continue
+            if sizes.setdefault(letter, n) != n:
+                raise wrong(path, f"{v.name!r} has {v.shape} as {v.dims!r}: {n} along {letter!r}, not {sizes[letter]}")
+    absent = [letter for letter in f"t{cells}" if letter not in sizes]
+    if absent:
+        raise wrong(path, f"no field has the dims {_listed(absent)}, among {_listed(v.name for v in variables)}")
+    return {"n": 1} | sizes
+
+
+Name = str | os.PathLike[str]
+
+
+class Cuttable(Protocol):
+    """A `fsdpx.Grid`, as far as reading needs it."""
+
+    layout: str
+    place: tuple[int, ...]
+    ghosts: tuple[tuple[int, int], ...]
+    periods: tuple[bool, ...]
+    parts: Any
+
+    def everyone(self, value: Any) -> list[Any]: ...
+
+
+def _reaches_beyond_walls(grid: Cuttable) -> bool:
+    """Whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
+    dims = zip(grid.parts.cuts, grid.place, grid.ghosts, grid.periods, strict=True)
+    return any(
+        not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
+    )
+
+
+class FieldDataset:
+    """Windows in time of fields in files: sample i is `x`, `inputs` states beside each other in the channels, and `y`,
+    the `targets` states after them, each as the grid has arrays: this rank's part. Collective, if there is a grid.
+
+    A read takes one block of a field: the cells of this rank, at all steps of the window. Nothing else is read, and
+    files stay open. A grid with ghost cells gets them with the part; those beyond walls are in no file. Fields without
+    time, such as a mask, come once, behind the states of `x`, and are not in `y`.
+
+    Files: HDF5 (The Well's groups; datasets of PDEBench, beside each other or in a group for each trajectory) and
+    NetCDF-4 by h5py, a folder as Zarr, a group or an array, and `.npy`. What an HDF5 file has in other files, by links
+    or as a virtual dataset, is refused. Missing values are NaN, and packed numbers unpacked, as netCDF4 and xarray read
+    them.
+
+    It can be pickled, as for spawned workers of a DataLoader of PyTorch: the copy reads the same part, without a grid.
+
+    Parameters
+    ----------
+    files : a file, or several, whose trajectories follow each other
+    grid : the `fsdpx.Grid` of the trainer; None: whole samples, (channels, *cells), as layers have them
+    fields : names of datasets, in the order of the channels; None: all that have more dims than cells
+    inputs, targets : states of `x` and of `y`
+    stride : steps of the file between two states
+    every : steps between the beginnings of two windows
+    dims : order of the dims of a dataset, one letter each: "n" trajectories, "t" steps, the grid's letters, "c"
+        components, such as "tyx"; None: "nt", the cells in the grid's order, and components (The Well's files say it),
+        without "n" in a group that has a number, which is one trajectory
+    dtype : of samples
+
+    Raises
+    ------
+    DataError : on all ranks, with the file: where it cannot be read, a dataset is missing or no field of real numbers,
+        or its cells are not the grid's
+    """
+
+    def __init__(
+        self,
+        files: Name | Sequence[Name],
+        grid: Cuttable | None = None,
+        fields: str | Sequence[str] | None = None,
+        *,
+        inputs: int = 1,
+        targets: int = 1,
+        stride: int = 1,
+        every: int = 1,
+        dims: str | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        for key, value in {"inputs": inputs, "targets": targets, "stride": stride, "every": every}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
+        self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
+        self.grid, self.dtype = grid, numpy_dtype("FieldDataset", dtype)
+        if self.dtype.kind not in "fV":
+            raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
+        self._open = OpenFiles(opened)
+        paths = [home(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+        wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
+        problem: FsdpxError | None = None
+        try:
+            self._begin(paths, wanted, dims)
+        except (ConfigError, DataError) as error:
+            problem = error
+        if grid is None:
+            if problem is not None:
+                raise problem
+            return
+        own = ""
+        if problem is None:
+            own = f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
+            own += f", {self.sources[0].names}" * bool(self.sources[0].names)
+        everyone = grid.everyone((str(problem or ""), isinstance(problem, ConfigError), own))
+        for rank, (text, config, found) in enumerate(everyone):
+            if text:
+                raise (ConfigError if config else DataError)(f"rank {rank}: {text}") from problem
+            if found != everyone[0][2] and not any(one[0] for one in everyone):
+                raise DataError(f"FieldDataset: rank 0 has {everyone[0][2]}, rank {rank} has {found}")
+
+    def _begin(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
+        if not paths:
+            raise DataError("FieldDataset: no files are given")
+        if self.grid is not None and _reaches_beyond_walls(self.grid):
+            raise ConfigError(
+                f"FieldDataset: the grid has ghost cells {self.grid.ghosts} and periods {self.grid.periods}: files do "
+                "not have what lies beyond walls; take ghost cells there along periodic dims alone"
+            )
+        letters = None if self.grid is None else self.grid.layout.replace("c", "")
+        shape = None if self.grid is None else self.grid.parts.shape
+        self.sources: list[Trajectories] = []
+        for path in paths:
+            with reading(path):
+                root = self._open(path)
+                cells = cells_of(path, root, dims, letters)
+                letters = letters or cells
+                for group, arrays in groups(root, wanted, len(cells)).items():
+                    variables = variables_of(path, group, arrays, wanted, cells, dims)
+                    known = {} if shape is None else dict(zip(letters, shape, strict=True))
+                    sizes = sizes_of(path, variables, cells, known)
+                    names = "" if is_bare(root) else _listed(v.name for v in variables)
+                    shape = tuple(sizes[letter] for letter in letters)
+                    self.sources.append(
+                        self._with_windows(Trajectories(path, group, variables, names, sizes["n"]), sizes["t"])
+                    )
+        assert letters is not None
+        self.shape, self._letters = shape or (), letters
+        self.layout = f"c{letters}" if self.grid is None else self.grid.layout
+        self._bounds = self._find_bounds()
+        first = self.sources[0].variables
+        self.channels = sum(v.channels for v in first if "t" in v.dims)
+        self.constants = sum(v.channels for v in first) - self.channels
+        if "c" not in self.layout and (self.channels * self.inputs + self.constants, self.targets) != (1, 1):
+            raise DataError(
+                f"FieldDataset: a grid of layout {self.layout!r} has one channel, not {self.inputs} states of "
+                f"{self.channels} and {self.constants} constant ones: put 'c' into its layout"
+            )
+        self._ends = list(accumulate(source.count * source.windows for source in self.sources))
+
+    def _with_windows(self, source: Trajectories, steps: int) -> Trajectories:
+        """The source with its number of windows; DataError if there is none, or its channels are others than before."""
+        span = (self.inputs + self.targets - 1) * self.stride + 1
+        if source.count == 0:
+            raise wrong(source.file, f"{source.group or 'it'} has no trajectories")
+        if steps < span:
+            raise wrong(source.file, f"{source.group or 'it'} has {steps} steps, and a window has {span}")
+        first = self.sources[0] if self.sources else source
+        kinds = [[("t" in v.dims, v.channels) for v in one.variables] for one in (source, first)]
+        if kinds[0] != kinds[1]:
+            raise wrong(source.file, f"its fields have other channels than those of {first.file}")
+        if source.names != first.names:
+            raise wrong(source.file, f"it has {source.names}, and {first.file} has {first.names}: give fields=")
+        return replace(source, windows=(steps - span) // self.every + 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"grid": None}  # no rank of it is where the copy goes
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        x, y = self.take(np.array([i % len(self)]))
+        return x[0], y[0]
+
+    def __repr__(self) -> str:
+        size = " x ".join(map(str, self.shape))
+        return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The samples at `indices` `(k,)`: x, y, each with a dim of samples before those of the layout; k may be 0."""
+        x = self._empty(len(indices), self.inputs * self.channels + self.constants)
+        y = self._empty(len(indices), self.targets * self.channels)
+        for row, i in enumerate(indices):
+            self._fill(self._by_channel(x[row]), self._by_channel(y[row]), int(i))
+        return x, y
+
+    def _empty(self, rows: int, channels: int) -> np.ndarray:
+        sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
+        return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
+
+    def _by_channel(self, array: np.ndarray) -> np.ndarray:
+        """An array of the layout as (channels, *cells), a view."""
+        return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
+
+    def _find_bounds(self) -> dict[str, tuple[int, int]]:
+        """Where this rank's part lies, by letter, with its ghost cells."""
+        if self.grid is None:
+            return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
+        cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, self.grid.ghosts, strict=True)
+        return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
+
+    def _fill(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
+        """Read sample i into x and y, (channels, *cells)."""
+        k = int(np.searchsorted(self._ends, i, "right"))
+        source = self.sources[k]
+        trajectory, window = divmod(i - (self._ends[k - 1] if k else 0), source.windows)
+        at, fixed = 0, self.inputs * self.channels
+        for variable in source.variables:
+            if "t" not in variable.dims:
+                x[fixed : fixed + variable.channels] = self._read(source, variable, trajectory, slice(None))[0]
+                fixed += variable.channels
+                continue
+            for step, state in enumerate(self._states(source, variable, trajectory, window * self.every)):
+                into, row = (x, step) if step < self.inputs else (y, step - self.inputs)
+                into[row * self.channels + at :][: variable.channels] = state
+            at += variable.channels
+
+    def _states(self, source: Trajectories, variable: Variable, trajectory: int, begin: int) -> Iterator[np.ndarray]:
+        """The states of a window, (channels, *cells) each: one read of all steps where they follow each other."""
+        count = self.inputs + self.targets
+        if self.stride == 1:
+            yield from self._read(source, variable, trajectory, slice(begin, begin + count))
+            return
+        for step in range(begin, begin + count * self.stride, self.stride):
+            yield from self._read(source, variable, trajectory, slice(step, step + 1))
+
+    def _read(self, source: Trajectories, variable: Variable, trajectory: int, steps: slice) -> np.ndarray:
+        """This rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not have."""
+        known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
+        bounds, runs = self._bounds, []
+        for letter, n in zip(variable.dims, variable.shape, strict=True):
+            runs.append(known.get(letter) or ([slice(n)] if n == 1 else _runs(*bounds.get(letter, (0, n)), n)))
+        what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
+        with reading(source.file, f"{what}, cannot be read: "):
+            block = _block(array_of(source.file, self._open(source.file), variable.path), (), runs)
+        if variable.storage is not None:
+            block = variable.storage.decode(block)
+        letters = variable.dims.replace("n", "")
+        order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
+        block = block.transpose(order)
+        cells = block.shape[block.ndim - len(self._letters) :]
+        return block.reshape(block.shape[0] if "t" in letters else 1, variable.channels, *cells)
+
+
+def _runs(start: int, stop: int, n: int) -> list[slice]:
+    """The cells from start to stop of a periodic dim of n cells, as slices of it, one after the other."""
+    found, at = [], start
+    while at < stop:
+        end = min(at + n - at % n, stop)
+        found.append(slice(at % n, at % n + end - at))
+        at = end
+    return found or [slice(0)]
+
+
+def _block(array: Any, chosen: tuple[Any, ...], runs: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The elements of an array in any of the runs along each dim; chosen: what is taken along the dims before."""
+    if not runs:
+        return np.asarray(array[chosen])
+    found = [_block(array, (*chosen, one), runs[1:]) for one in runs[0]]
+    return found[0] if len(found) == 1 else np.concatenate(found, sum(isinstance(one, slice) for one in chosen))

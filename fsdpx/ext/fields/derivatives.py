@@ -1,0 +1,289 @@
+"""Derivatives of fields by finite differences, over fields that may be cut: gradient, divergence, curl, Laplacian.
+
+A derivative along a dim is a sum of shifted slices; beside a wall, of cells on its inner side. What a rank lacks of its
+neighbours is what the stencils of its own cells reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields.halo import FieldLayer, Reach, demand_fit, rank_along
+from fsdpx.ext.fields.halo_slabs import fold, widen
+from fsdpx.nn.layer import Array, Env, Params
+from fsdpx.nn.sharding import Cuts
+
+__all__ = ["Curl", "Derivative", "Divergence", "Gradient", "Laplacian"]
+
+Row = tuple[float, ...]
+SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
+    (1, 2): ((-1 / 2, 0, 1 / 2), ((-11 / 6, 3, -3 / 2, 1 / 3),)),
+    (2, 2): ((1, -2, 1), ((2, -5, 4, -1),)),
+    (1, 4): (
+        (1 / 12, -2 / 3, 0, 2 / 3, -1 / 12),
+        ((-25 / 12, 4, -3, 4 / 3, -1 / 4), (-1 / 4, -5 / 6, 3 / 2, -1 / 2, 1 / 12)),
+    ),
+    (2, 4): (
+        (-1 / 12, 4 / 3, -5 / 2, 4 / 3, -1 / 12),
+        ((15 / 4, -77 / 6, 107 / 6, -13, 61 / 12, -5 / 6), (5 / 6, -5 / 4, -1 / 3, 7 / 6, -1 / 2, 1 / 12)),
+    ),
+}
+"""(derivative, order) -> weights about a cell, and those of the first cells beside a wall, of cells from the wall on
+(Fornberg 1988)."""
+
+
+class Tap(NamedTuple):
+    """y[out] += weight x[cells], along one dim."""
+
+    out: slice
+    cells: slice
+    weight: float
+
+
+class Term(NamedTuple):
+    """Channels of a derivative along one coordinate, and where they are added, times `sign`."""
+
+    coordinate: int
+    taken: slice
+    given: slice
+    derivative: int = 1
+    sign: float = 1.0
+
+
+def _tuple_or_one(value: Any) -> Any:
+    """What is given for each dim as a tuple; a value for all dims as it is."""
+    is_one = isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
+    return value if is_one else tuple(value)
+
+
+def _is_order(along: Any) -> bool:
+    """Whether each of some dims is named once."""
+    whole = isinstance(along, tuple) and all(isinstance(d, Integral) for d in along)
+    return whole and sorted(along) == list(range(len(along)))
+
+
+class _Derivatives(FieldLayer):
+    """The base: `terms` says of which derivatives the result is the sum."""
+
+    def __init__(
+        self,
+        spacing: float | Sequence[float] = 1.0,
+        periodic: bool | Sequence[bool] = False,
+        order: int = 2,
+        along: Sequence[int] | None = None,
+    ) -> None:
+        if order not in (2, 4):
+            raise ConfigError(f"{type(self).__name__}: order={order!r}: choose 2 or 4")
+        self.spacing, self.periodic, self.along = map(_tuple_or_one, (spacing, periodic, along))
+        self.order = order
+        self._demand_each("spacing", lambda h: isinstance(h, Real) and float(h) > 0, "a number above 0")
+        self._demand_each("periodic", lambda wraps: isinstance(wraps, int | np.bool_), "True or False")
+        if along is not None and not _is_order(self.along):
+            raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
+
+    def _demand_each(self, name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
+        """ConfigError unless an argument is one value for all dims of cells, or one for each."""
+        given = getattr(self, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if not is_good(value):
+                found = f"an array of {value.shape}" if isinstance(value, np.ndarray) else repr(value)
+                raise ConfigError(f"{type(self).__name__}: {name}: {found} is not {wanted}, for all dims or for each")
+
+    def _terms(self, dims: int) -> list[Term]:
+        raise NotImplementedError
+
+    def _channels(self, channels: int, dims: int) -> int:
+        """Channels of the result."""
+        return channels
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        dims = x.ndim - 2
+        if not 1 <= dims <= 3 or not self._channels(x.shape[1], dims):
+            raise ShapeError(f"{self!r} wants {self._wants(dims)}, got {tuple(x.shape)}")
+        y = env.xp.zeros((x.shape[0], self._channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
+        for term in self._terms(dims):
+            reach, taps, d = self._stencil(env, term, x)
+            wide, out = widen(env, x[:, term.taken], (reach,)), y[:, term.given]
+            for tap in taps:
+                out[_at(d, tap.out)] += tap.weight * wide[_at(d, tap.cells)]
+        return y, x
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        x = saved
+        dx = env.xp.zeros(x.shape, dtype=x.dtype)
+        for term in self._terms(x.ndim - 2):
+            reach, taps, d = self._stencil(env, term, x)
+            given, shape = dy[:, term.given], list(dy[:, term.given].shape)
+            shape[d + 2] = reach.size(rank_along(env, reach.cuts, d))
+            wide = env.xp.zeros(shape, dtype=x.dtype)
+            for tap in taps:
+                wide[_at(d, tap.cells)] += tap.weight * given[_at(d, tap.out)]
+            dx[:, term.taken] += fold(env, wide, (reach,))
+        return dx, ()
+
+    def _stencil(self, env: Env, term: Term, x: Array) -> tuple[Reach, list[Tap], int]:
+        """What this rank needs along a coordinate, the slices of it that are added up, and its dim of cells."""
+        dims = x.ndim - 2
+        d = term.coordinate if self.along is None else self._each("along", self.along, dims)[term.coordinate]
+        periodic, h = (self._each(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
+        cuts, scheme = self.parts_of(x).cuts[d], (term.derivative, self.order)
+        if not periodic and cuts[-1] < len(SCHEMES[scheme][1][0]):
+            least = len(SCHEMES[scheme][1][0])
+            name = self.parts_of(x).dim_name(d)
+            raise ShapeError(f"{self!r}: between walls {name} must have at least {least} cells, got {cuts[-1]}")
+        reach = _reach(d + 2, cuts, bool(periodic), scheme)
+        demand_fit(reach, self.parts_of(x))
+        taps = _taps(reach, rank_along(env, cuts, d), bool(periodic), scheme)
+        return reach, [Tap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
+
+    def _each(self, name: str, value: Any, dims: int) -> Sequence[Any]:
+        """An argument as one value for each dim of cells."""
+        each = value if isinstance(value, tuple) else (value,) * dims
+        if len(each) != dims:
+            raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
+        return each
+
+    def _wants(self, dims: int) -> str:
+        return "(samples, channels, *cells) of 1 to 3 dims"
+
+
+class Derivative(_Derivatives):
+    """The derivative of each channel along one coordinate: (samples, channels, *cells), of the same shape.
+
+    Errors fall with the square or the fourth power of the spacing. Beside walls the stencils are one-sided.
+
+    Parameters
+    ----------
+    coordinate : the dim of cells, from 0 on, or an index of `along`
+    derivative : 1 or 2
+    spacing : of the cells, for all dims or for each
+    periodic : whether the field is, for all dims or for each; else there are walls at its ends
+    order : 2 or 4
+    along : of each coordinate the dim of cells that it is along: (1, 0) where arrays are (y, x) and vectors (u, v) are
+        along x and y. Default: the dims in their order
+    """
+
+    def __init__(
+        self,
+        coordinate: int,
+        derivative: int = 1,
+        spacing: float | Sequence[float] = 1.0,
+        periodic: bool | Sequence[bool] = False,
+        order: int = 2,
+        along: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(spacing, periodic, order, along)
+        if coordinate not in (0, 1, 2) or derivative not in (1, 2):
+            raise ConfigError(f"Derivative: coordinate={coordinate!r} is 0 to 2, and derivative={derivative!r} 1 or 2")
+        self.coordinate, self.derivative = coordinate, derivative
+
+    def _terms(self, dims: int) -> list[Term]:
+        return [Term(self.coordinate, slice(None), slice(None), self.derivative)]
+
+    def _channels(self, channels: int, dims: int) -> int:
+        return channels if self.coordinate < dims else 0
+
+    def _wants(self, dims: int) -> str:
+        return f"(samples, channels, *cells) of {self.coordinate + 1} dims or more"
+
+
+class Laplacian(_Derivatives):
+    """The sum of second derivatives of each channel; arguments as of `Derivative`."""
+
+    def _terms(self, dims: int) -> list[Term]:
+        return [Term(j, slice(None), slice(None), 2) for j in range(dims)]
+
+
+class Gradient(_Derivatives):
+    """The derivatives of each channel along all coordinates, one after the other: (samples, channels x dims, *cells).
+    Arguments as of `Derivative`."""
+
+    def _terms(self, dims: int) -> list[Term]:
+        return [Term(j, slice(None), slice(j, None, dims)) for j in range(dims)]
+
+    def _channels(self, channels: int, dims: int) -> int:
+        return channels * dims
+
+
+class Divergence(_Derivatives):
+    """The divergence of vectors: (samples, vectors x dims, *cells) to (samples, vectors, *cells), where the components
+    of a vector are channels one after the other. Arguments as of `Derivative`."""
+
+    def _terms(self, dims: int) -> list[Term]:
+        return [Term(j, slice(j, None, dims), slice(None)) for j in range(dims)]
+
+    def _channels(self, channels: int, dims: int) -> int:
+        return 0 if channels % dims else channels // dims
+
+    def _wants(self, dims: int) -> str:
+        return f"(samples, a multiple of {dims}, *cells)"
+
+
+class Curl(_Derivatives):
+    """The curl of vectors (u, v) in two dims, dv/dx - du/dy, and (u, v, w) in three, where x, y, z are the coordinates:
+    (samples, vectors x dims, *cells) to as many scalars, or vectors. Arguments as of `Derivative`."""
+
+    def _terms(self, dims: int) -> list[Term]:
+        if dims == 2:
+            return [Term(j, slice(1 - j, None, 2), slice(None), 1, 1.0 - 2 * j) for j in range(2)]
+        found = []
+        for j in range(3):
+            after, last = (j + 1) % 3, (j + 2) % 3
+            found.append(Term(j, slice(after, None, 3), slice(last, None, 3)))
+            found.append(Term(j, slice(last, None, 3), slice(after, None, 3), 1, -1.0))
+        return found
+
+    def _channels(self, channels: int, dims: int) -> int:
+        return 0 if dims < 2 or channels % dims else channels // dims * (3 if dims == 3 else 1)
+
+    def _wants(self, dims: int) -> str:
+        return "(samples, vectors x dims, *cells) of 2 or 3 dims"
+
+
+def _at(d: int, cells: slice) -> tuple[slice, ...]:
+    return (*(slice(None),) * (d + 2), cells)
+
+
+def _spans(start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]) -> list[tuple[int, int, int, Row]]:
+    """(first cell, end, offset of the first weight, weights) of the cells [start, stop)."""
+    inner, walls = SCHEMES[scheme]
+    half = len(inner) // 2
+    if periodic:
+        return [(start, stop, -half, inner)] if stop > start else []
+    sign = (-1.0) ** scheme[0]
+    rows = [(i, i + 1, -i, row) for i, row in enumerate(walls)]
+    rows.append((len(walls), n - len(walls), -half, inner))
+    for i, row in enumerate(walls):
+        turned = tuple(sign * w for w in reversed(row))
+        rows.append((n - 1 - i, n - i, i + 1 - len(row), turned))
+    found = ((max(a, start), min(b, stop), offset, row) for a, b, offset, row in rows)
+    return [row for row in found if row[1] > row[0]]
+
+
+@lru_cache(1 << 10)
+def _reach(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) -> Reach:
+    needs = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        spans = _spans(start, stop, cuts[-1], periodic, scheme)
+        first = min((a + offset for a, _, offset, _ in spans), default=start)
+        end = max((b - 1 + offset + len(row) for _, b, offset, row in spans), default=start)
+        needs.append((first, end))
+    return Reach(dim, cuts, tuple(needs), "circular" if periodic else "zeros")
+
+
+@lru_cache(1 << 10)
+def _taps(reach: Reach, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[Tap, ...]:
+    """What a rank adds up, in indices of its own cells and of those that it needs."""
+    start, stop, first = reach.cuts[rank], reach.cuts[rank + 1], reach.needs[rank][0]
+    found = []
+    for a, b, offset, row in _spans(start, stop, reach.cuts[-1], periodic, scheme):
+        for j, weight in enumerate(row):
+            if weight:
+                cells = slice(a + offset + j - first, b + offset + j - first)
+                found.append(Tap(slice(a - start, b - start), cells, float(weight)))
+    return tuple(found)

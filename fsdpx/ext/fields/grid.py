@@ -1,0 +1,558 @@
+"""Grid: which part of a field each rank of a Cartesian communicator has, as the solver cut it."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.comm.default_communicator import demand_member, gather_plain, taken
+from fsdpx.core.comm.local import single
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.tiling import tile
+from fsdpx.nn.sharding import Parts, Sides
+
+__all__ = ["Grid"]
+
+LETTERS = "zyx"
+
+Ghosts = int | Sequence[int | Sequence[int]]
+
+
+class GridFacts(NamedTuple):
+    """What a rank says of a grid. own: cells of its part. dims: ranks along each dim; (): they follow from offsets.
+    at: its place on a Cartesian communicator. wrong: what is wrong with its arguments, as text."""
+
+    own: tuple[int, ...]
+    layout: str
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+    ghosts: tuple[Sides, ...]
+    offsets: tuple[int, ...] | None
+    at: tuple[int, ...] | None
+    wrong: str
+
+    @property
+    def letters(self) -> str:
+        """The names of the dims."""
+        return self.layout.replace("c", "")
+
+
+class Grid:
+    """A field that is cut over a Cartesian grid of ranks. Collective.
+
+    Parts may be of any sizes, also empty; each rank says the size of its own, and all of them learn of the others'.
+    With `offsets`, each rank says where its part begins in the whole field, and ranks may be numbered in any order. On
+    a communicator of several times as many ranks as `dims` has there are several fields, the members of an ensemble:
+    its first ranks have the parts of the first one.
+
+    Parameters
+    ----------
+    comm : a communicator of mpi4py, which is duplicated, or anything that gives one by `tompi4py()`, such as
+        `PETSc.Comm`; a Cartesian one (`comm.Create_cart(...)`) says how many ranks there are along each dim
+    shape : cells of this rank's part along each dim of the grid, without ghost cells
+    layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
+        "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one. Default: channels last
+    dims : ranks along each dim, where neither a Cartesian `comm` nor `offsets` say it. Without `offsets`, the last dim
+        varies fastest from rank to rank (C order), as on MPI's own Cartesian communicators
+    offsets : the cell of the whole field that this rank's part begins with, along each dim, without ghost cells
+    ghosts : cells that arrays have on each side beyond the part, for all dims, for each, or as (low, high) for each;
+        these may differ from rank to rank along the dim. Convolutions that read the field first, or after layers that
+        act on each cell, take what lies there instead of their padding; on a side without ghost cells they pad
+    periods : whether each dim is periodic, where `comm` is not Cartesian; `Rollout` fills ghost cells by it
+
+    Raises
+    ------
+    ConfigError : on all ranks, where the parts overlap, leave a gap or make no rectangle, where offsets contradict
+        `dims` or a Cartesian `comm`, or ranks say different things
+    """
+
+    _source: Grid | None = None
+    """The grid that keeps the communicator, of one that was made of its parts."""
+
+    def __init__(
+        self,
+        comm: Any,
+        shape: Sequence[int],
+        *,
+        layout: str | None = None,
+        dims: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        ghosts: Ghosts = 0,
+        periods: Sequence[bool] | None = None,
+    ) -> None:
+        comm = taken(comm)
+        demand_member(comm)
+        if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_plain"):
+            raise ConfigError(f"Grid: {comm!r} is no communicator: give mpi4py's, as comm.Create_cart(...), or fsdpx's")
+        rank, size = (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
+        try:
+            mine = _said(comm, size, shape, layout, dims, offsets, ghosts, periods)
+            mine = mine._replace(wrong=_problem(mine, size))
+        except (TypeError, ValueError) as error:
+            given = {"shape": shape, "dims": dims, "offsets": offsets, "ghosts": ghosts, "periods": periods}
+            wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+            mine = GridFacts((), "", (), (), (), None, None, f"{wrong}: {error}")
+        facts = [GridFacts(*fact) for fact in gather_plain(comm, tuple(mine))]
+        _demand_alike(facts)
+        width = prod(mine.dims) if mine.dims else size
+        self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
+        fields = [_cut_field(facts[i : i + width], i) for i in range(0, size, width)]
+        self.dims, self._ranks, cuts, self._sides = fields[self.member]
+        self.parts, self.place = Parts(cuts, letters=self._letters), _place(self._ranks.index(rank), self.dims)
+        self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
+        self._comm, self._free = _kept(self, comm)
+
+    @classmethod
+    def even(
+        cls,
+        shape: Sequence[int],
+        dims: Sequence[int],
+        rank: int = 0,
+        *,
+        layout: str | None = None,
+        ghosts: Ghosts = 0,
+        periods: Sequence[bool] | None = None,
+    ) -> Grid:
+        """A field of `shape` cells, cut as evenly as can be, as rank `rank` of a job that does not run sees it: for
+        `fsdpx.dry_run(space=)`. `dims` and the other parameters are those of `Grid`."""
+        one = (1,) * len(dims)
+        if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
+            raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
+        made = cls(single(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
+        made.dims = tuple(dims)
+        cuts = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip(shape, dims, strict=True))
+        made.parts = made.parts.recut(cuts)
+        made._sides = tuple(sides * d for sides, d in zip(made._sides, dims, strict=True))
+        return made.seen_by(rank)
+
+    def close(self) -> None:
+        """Free the duplicate of the communicator, at most once. Collective. The grid's own cells, and trainers that
+        were made with it, go on; `gather` does not. A grid that is dropped without it is closed by the next one."""
+        if self._free is not None and self._free.detach() is not None:
+            self._comm.Free()
+
+    @property
+    def comm(self) -> Any:
+        """The grid's own duplicate of mpi4py's communicator, or the one that it was given; None in a dry run.
+        ConfigError where the grid is closed."""
+        if self._free is not None and not self._free.alive:
+            raise ConfigError(f"{self} is closed: call close() of a grid when nothing needs its communicator any more")
+        return self._comm
+
+    def seen_by(self, rank: int) -> Grid:
+        """This grid, as rank `rank` of a job that does not run sees it."""
+        made = copy(self)
+        made._comm, made._free, made.place = None, None, _place(rank % prod(self.dims), self.dims)
+        return made
+
+    def with_parts(self, parts: Parts) -> Grid:
+        """Return the grid of another field that the same ranks hold, such as the result of a model.
+
+        Parameters
+        ----------
+        parts : who has which cells of that field, without ghost cells
+        """
+        made = copy(self)
+        made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
+        made._own = [None] * len(self._own)  # of other fields it is not known here
+        for number, rank in enumerate(self._ranks):
+            made._own[rank] = parts.local(_place(number, self.dims))
+        made._source = self
+        return made
+
+    @property
+    def busiest(self) -> tuple[int, ...]:
+        """A rank with the most cells along each dim, and one with the most neighbors where that is another one."""
+        most: list[list[int]] = [[], []]
+        for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
+            sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
+            for place, order in zip(most, (1, -1), strict=True):
+                place.append(max(range(width), key=lambda r: sizes[r][::order]))
+        return tuple(dict.fromkeys(int(np.ravel_multi_index(place, self.dims)) for place in most))
+
+    def part(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
+        """The shape of this rank's part of arrays of the whole field, with or without ghost cells."""
+        if len(shape) < len(self.layout):  # no field
+            return tuple(shape)
+        return self._sized(_around(self.own, self.ghosts) if ghosts else self.own, shape)
+
+    def __repr__(self) -> str:
+        each = ["|".join(map(str, dict.fromkeys(_plain(sides)))) for sides in self._sides]
+        ghosts = f", ghosts=({', '.join(each)})" if self.entered.ghosts else ""  # all ranks say the same
+        return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Cells of the whole field."""
+        return self.parts.shape
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Cells of this rank's part, without ghost cells."""
+        return self.parts.local(self.place)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins, along each dim of the whole field."""
+        return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.place, strict=True))
+
+    @property
+    def ghosts(self) -> tuple[Sides, ...]:
+        """Cells that this rank's arrays bring beyond its part, along each dim before and after it."""
+        return tuple(sides[r] for sides, r in zip(self._sides, self.place, strict=True))
+
+    @property
+    def entered(self) -> Parts:
+        """How inputs of the model are cut, with the ghost cells that they bring."""
+        some = any(any(side) for sides in self._sides for side in sides)
+        return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
+
+    def ranks(self, rank: int) -> tuple[int, ...] | None:
+        """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
+        over `comm`."""
+        if self.comm is None:
+            return None
+        theirs = self.everyone(rank)
+        return tuple(int(theirs[r]) for r in self._ranks)
+
+    def local(self, what: Any) -> Any:
+        """This rank's part of an array of the whole field in the grid's layout, without ghost cells, a view; or of a
+        mask, which has no channels.
+
+        Or, for a tuple of whole numbers and slices, which are cells of the whole field along each dim, where the same
+        cells lie in this rank's arrays, ghost cells counted; None: none of them is here."""
+        if isinstance(what, tuple):
+            return self._here(what)
+        self._demand("local", what.shape, self.shape, "the whole field")
+        return what[self._index(self.place, what.ndim)]
+
+    def _here(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if len(index) != len(self.dims):
+            raise DataError(f"Grid.local{index}: give a number or a slice for each of the {len(self.dims)} dims")
+        found: list[Any] = []
+        for d, (cuts, r, (g, _), one) in enumerate(zip(self.parts.cuts, self.place, self.ghosts, index, strict=True)):
+            (a, b), n, name = cuts[r : r + 2], cuts[-1], self.parts.dim_name(d)
+            if isinstance(one, slice):
+                start, stop, step = one.indices(n)
+                if step < 1:
+                    raise DataError(f"Grid.local: {name}: {one} goes backwards")
+                first = start + -(-max(a - start, 0) // step) * step
+                here, place = first < min(stop, b), slice(first - a + g, min(stop, b) - a + g, step)
+            else:
+                if not hasattr(one, "__index__") or not -n <= one < n:
+                    raise DataError(f"Grid.local: {name} has {n} cells, and no cell {one}")
+                here, place = a <= one % n < b, one % n - a + g
+            if not here:
+                return None
+            found.append(place)
+        return tuple(found)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """The plain values of all ranks, by rank, on every rank. Collective."""
+        return gather_plain(self.comm, value)
+
+    def gather(self, array: Any) -> Any:
+        """The whole field, or a mask, without ghost cells, from the parts of its ranks, on every rank: for small
+        things. Collective over `comm`."""
+        array = self.interior(np.asarray(array))
+        everyone = [(tuple(shape), dtype) for shape, dtype in self.everyone((array.shape, array.dtype.str))]
+        shapes = []
+        for rank, (own, (shape, dtype)) in enumerate(zip(self._own, everyone, strict=True)):
+            if own is not None:
+                hint = "; results of another size than the input are parts of trainer.output_grid"
+                self._demand("gather", shape, own, f"the part of rank {rank}", hint)
+            shapes.append(self._sized(own, everyone[0][0]) if own is not None else shape)
+            if (shape, dtype) != (shapes[rank], everyone[0][1]):
+                raise DataError(f"Grid.gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
+        sizes = [prod(shape) for shape in shapes]
+        flat, mine = np.empty(sum(sizes), array.dtype), np.ascontiguousarray(array).reshape(-1)
+        if hasattr(self.comm, "all_gather"):
+            self.comm.all_gather(mine, flat, sizes, what="a field").wait()
+        else:
+            flat = np.concatenate(self.comm.allgather(mine))
+        whole = np.empty(self._sized(self.shape, array.shape), array.dtype)
+        ends = np.cumsum(sizes)
+        for number, rank in enumerate(self._ranks):
+            found = flat[ends[rank] - sizes[rank] : ends[rank]].reshape(shapes[rank])
+            whole[self._index(_place(number, self.dims), array.ndim)] = found
+        return whole
+
+    def interior(self, array: Any) -> Any:
+        """An array that brings ghost cells, without them, a view; others as they are."""
+        if not self._has(array, _around(self.own, self.ghosts)):
+            return array
+        index = [slice(None)] * array.ndim
+        for dim, n, (low, _) in zip(self._dims(array.ndim), self.own, self.ghosts, strict=True):
+            index[dim] = slice(low, low + n)
+        return array[tuple(index)]
+
+    def entering(self, array: Any, parts: Parts, name: str) -> Any:
+        """An array as the caller holds it, as (samples, channels, *cells), a view; DataError if it is no such part."""
+        cells, letters = parts.local(self.place), self.layout
+        if parts.ghosts:
+            cells = _around(cells, self.ghosts)
+        if array.ndim > len(letters) + 1 or not self._has(array, cells):
+            wanted = ", ".join(map(str, self._sized(cells, ["channels"] * len(letters))))
+            ghosts = ", with ghost cells" if parts.ghosts else ""
+            raise DataError(
+                f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
+                f"({wanted}), or has a dim of samples before these{self._staggered(array.shape, cells)}"
+            )
+        whole = array if array.ndim > len(letters) else array[None]
+        if "c" not in letters:
+            return whole[:, None]
+        return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._letters))
+
+    def leaving(self, array: Any, batched: bool) -> Any:
+        """The inverse of `entering`, a view."""
+        if "c" not in self.layout:
+            if array.shape[1] != 1:
+                raise DataError(
+                    f"the result has {array.shape[1]} channels, and the grid's layout {self.layout!r} has room for "
+                    "one: put 'c' into it"
+                )
+            found = array[:, 0]
+        else:
+            places = {"c": 1} | {letter: 2 + d for d, letter in enumerate(self._letters)}
+            found = array.transpose(0, *(places[letter] for letter in self.layout))
+        return found if batched else found[0]
+
+    def batched(self, array: Any) -> bool:
+        """Whether an array has a dim of samples."""
+        return np.ndim(array) > len(self.layout)
+
+    @property
+    def _letters(self) -> str:
+        return self.layout.replace("c", "")
+
+    def _has(self, array: Any, cells: Sequence[int]) -> bool:
+        """Whether an array of the layout has so many cells."""
+        return array.ndim >= len(self.layout) and self._sized(cells, array.shape) == tuple(array.shape)
+
+    def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
+        """Where the part of a place of the grid lies in an array of the whole field."""
+        index = [slice(None)] * ndim
+        for cuts, dim, r in zip(self.parts.cuts, self._dims(ndim), place, strict=True):
+            index[dim] = slice(cuts[r], cuts[r + 1])
+        return tuple(index)
+
+    def _sized(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
+        """The shape of an array of so many cells, from that of this rank's part."""
+        found = list(shape)
+        for dim, size in zip(self._dims(len(shape)), cells, strict=True):
+            found[dim] = size
+        return tuple(found)
+
+    def _dims(self, ndim: int) -> list[int]:
+        """Where the cells are among the dims of an array; one with fewer dims than the layout has no channels."""
+        letters = self._letters if ndim < len(self.layout) else self.layout
+        return [ndim - len(letters) + letters.index(letter) for letter in self._letters]
+
+    def _demand(self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str, hint: str = "") -> None:
+        """DataError unless an array of `shape` has so many cells."""
+        if len(shape) < len(cells) or self._sized(cells, shape) != shape:
+            sizes = dict(zip(self._letters, cells, strict=True))
+            raise DataError(
+                f"Grid.{call}: an array of shape {tuple(shape)} is not {what}, which has {sizes} in layout "
+                f"{self.layout!r}{self._staggered(shape, cells)}{hint}"
+            )
+
+    def _staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
+        """What to do with an array that has one cell more than a field along some dims, as text; else nothing."""
+        if len(shape) < len(self._letters):
+            return ""
+        dims = self._dims(len(shape))
+        more = [shape[dim] - n for dim, n in zip(dims, cells, strict=True)]
+        if not any(more) or not set(more) <= {0, 1}:
+            return ""
+        along = ", ".join(letter for letter, one in zip(self._letters, more, strict=True) if one)
+        return (
+            f". One value more along {along} is what a staggered field has, with values on the faces of cells: "
+            "interpolate them to the centers, as (v[1:] + v[:-1]) / 2, or leave out the last face"
+        )
+
+
+_LEFT: list[Any] = []
+"""Communicators of grids that are gone. The garbage collector runs in any thread, and must not call MPI."""
+
+
+def _kept(grid: Grid, comm: Any) -> tuple[Any, Any]:
+    """What a grid communicates with: a duplicate of mpi4py's communicators, which the solver may free; and what
+    remembers to free it. At the end of the process MPI does."""
+    while _LEFT:
+        _LEFT.pop().Free()
+    if not hasattr(comm, "Dup"):
+        return comm, None
+    own = comm.Dup()
+    free = weakref.finalize(grid, _LEFT.append, own)
+    free.atexit = False
+    return own, free
+
+
+def _around(cells: Sequence[int], ghosts: Sequence[Sides]) -> tuple[int, ...]:
+    """Cells with ghost cells on both sides."""
+    return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
+
+
+def _plain(ghosts: Sequence[Any]) -> tuple[Any, ...]:
+    """One number for both sides where these are alike."""
+    return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
+
+
+def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
+    """Where a rank stands; the last dim varies fastest."""
+    return tuple(int(i) for i in np.unravel_index(rank, dims))
+
+
+def _whole(numbers: Sequence[int]) -> tuple[int, ...]:
+    """TypeError for what is no whole number."""
+    for n in numbers:
+        if isinstance(n, bool):
+            raise TypeError(f"{n} is no whole number")
+    return tuple(operator.index(n) for n in numbers)
+
+
+def _said(
+    comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
+) -> GridFacts:
+    """The arguments of this rank; TypeError or ValueError where they are none."""
+    at = None
+    if hasattr(comm, "Get_cart_rank"):
+        ranks, closed, at = comm.Get_topo()
+        if dims is not None and _whole(dims) != tuple(ranks):
+            raise ValueError(f"the Cartesian communicator has {tuple(ranks)} ranks")
+        dims, periods = ranks, closed if periods is None else periods
+    begins = None if offsets is None else _whole(offsets)
+    width = _whole(dims) if dims is not None else () if begins is not None else (size,)
+    own = _whole(shape)
+    count = len(width or own)
+    letters = f"{LETTERS[3 - count :]}c" if layout is None else str(layout)
+    around = ghosts.tolist() if isinstance(ghosts, np.ndarray) else ghosts
+    around = [around] * count if hasattr(around, "__index__") else around
+    sides: tuple[Any, ...] = tuple(_whole([one] * 2 if hasattr(one, "__index__") else one) for one in around)
+    closed = (False,) * count if periods is None else tuple(periods)
+    if any(isinstance(one, str) or one not in (False, True) for one in closed):
+        raise TypeError("say True or False for each dim")
+    at = None if at is None else _whole(at)
+    return GridFacts(own, letters, width, tuple(map(bool, closed)), sides, begins, at, "")
+
+
+def _problem(facts: GridFacts, size: int) -> str:
+    """What is wrong with this rank's arguments, as text."""
+    width, layout, count = facts.dims, facts.layout, len(facts.dims or facts.own)
+    if not 1 <= count <= 3:
+        return f"a grid of {count} dims: 1 to 3 are taken"
+    if width and (min(width) < 1 or size % prod(width)):
+        return f"dims={width} are {prod(width)} ranks, the communicator has {size}"
+    if len(facts.own) != count or min(facts.own) < 0:
+        more = "" if facts.at or count > 1 else "; dims= or offsets= tell of more"
+        return f"shape={facts.own}: give the cells of this rank's part along each of the {count} dims of the grid{more}"
+    if facts.offsets is not None and len(facts.offsets) != count:
+        return f"offsets={facts.offsets}: say where this rank's part begins along each of the {count} dims of the grid"
+    if len(facts.letters) != count or len(set(layout)) != len(layout) or not facts.letters.isalpha():
+        return f"layout={layout!r}: name each of the {count} dims by a letter, and the channels 'c', as 'yxc'"
+    if len(facts.ghosts) != count or any(len(sides) != 2 or min(sides) < 0 for sides in facts.ghosts):
+        return (
+            f"ghosts={_plain(facts.ghosts)}: give the cells beyond each side along each of the {count} dims, at least "
+            "0, or (low, high) for each"
+        )
+    if len(facts.periods) != count:
+        return f"periods={facts.periods}: say for each of the {count} dims whether it is periodic"
+    return ""
+
+
+def _demand_alike(facts: Sequence[GridFacts]) -> None:
+    """ConfigError for wrong arguments of any rank, and where ranks say different things."""
+    for rank, fact in enumerate(facts):
+        if fact.wrong:
+            raise ConfigError(f"Grid: rank {rank}: {fact.wrong}")
+    first = facts[0]
+    for rank, fact in enumerate(facts):
+        if (fact.offsets is None) != (first.offsets is None):
+            said = [f"offsets={one.offsets}" if one.offsets is not None else "none" for one in (first, fact)]
+            raise ConfigError(f"Grid: rank 0 gives {said[0]}, rank {rank} {said[1]}: all ranks give offsets, or none")
+        if (fact.layout, fact.dims) != (first.layout, first.dims):
+            raise ConfigError(
+                f"Grid: rank 0 has layout {first.layout!r} on {first.dims} ranks, rank {rank} {fact.layout!r} on "
+                f"{fact.dims}"
+            )
+        for letter, ours, theirs in zip(first.letters, first.periods, fact.periods, strict=True):
+            if ours != theirs:
+                kinds = ("walls", "a periodic field")
+                raise ConfigError(f"Grid: along dim {letter} rank 0 has {kinds[ours]}, rank {rank} {kinds[theirs]}")
+
+
+class CutField(NamedTuple):
+    """How one field is cut. ranks: those of the communicator, in the order of the grid. cuts: the bounds of slabs along
+    each dim. sides: the ghost cells that ranks of each slab bring."""
+
+    dims: tuple[int, ...]
+    ranks: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    sides: tuple[tuple[Sides, ...], ...]
+
+
+def _cut_field(facts: Sequence[GridFacts], first: int) -> CutField:
+    """From what its ranks say; ConfigError where the parts do not make a rectangle. first: the number of the first of
+    them."""
+    dims, ranks = _tiled(facts, first)
+    cuts, sides = [], []
+    for d, letter in enumerate(facts[0].letters):
+        slabs: list[int] = [-1] * dims[d]
+        for number, rank in enumerate(ranks):
+            place = _place(number, dims)[d]
+            if slabs[place] < 0:
+                slabs[place] = rank
+                continue
+            for what in ("cells", "ghosts"):
+                ours, theirs = (_along(facts[r], d, what) for r in (rank, slabs[place]))
+                if ours != theirs:
+                    raise ConfigError(
+                        f"Grid: the parts make no rectangle: along dim {letter} rank {first + rank} has {ours}, and "
+                        f"rank {first + slabs[place]}, which stands beside it, {theirs}"
+                    )
+        made = np.cumsum([0, *(facts[rank].own[d] for rank in slabs)])
+        cuts.append(tuple(int(n) for n in made))
+        sides.append(tuple(facts[rank].ghosts[d] for rank in slabs))
+    return CutField(dims, tuple(first + rank for rank in ranks), tuple(cuts), tuple(sides))
+
+
+def _along(fact: GridFacts, d: int, what: str) -> str:
+    """What a rank has along a dim, in words."""
+    return f"{fact.own[d]} cells" if what == "cells" else "{} ghost cells before and {} after".format(*fact.ghosts[d])
+
+
+def _tiled(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Sequence[int]]:
+    """Ranks along each dim, and the rank at each place; ConfigError where offsets contradict what else is known."""
+    said, letters = facts[0].dims, facts[0].letters
+    if facts[0].offsets is None:
+        return said, range(len(facts))
+    parts = [tuple((a, a + n) for a, n in zip(fact.offsets or (), fact.own, strict=True)) for fact in facts]
+    dims, ranks = tile(parts, letters, first)
+    if facts[0].at is None:
+        if said and said != dims:
+            raise ConfigError(f"Grid: dims={said}, and the parts at offsets= are on {dims} ranks: leave dims out")
+        return dims, ranks
+    remedy = "if offsets are right, give a communicator without this topology, as comm.Split()"
+    if said != dims:
+        raise ConfigError(
+            f"Grid: the Cartesian communicator has {said} ranks along {', '.join(letters)}, and the parts at offsets= "
+            f"are on {dims} ranks: {remedy}"
+        )
+    for rank, fact in enumerate(facts):
+        place = _place(ranks.index(rank), dims)
+        here = ranks[int(np.ravel_multi_index(fact.at or (), dims))]
+        if parts[here] != parts[rank]:
+            raise ConfigError(
+                f"Grid: rank {first + rank} is at {fact.at} of the Cartesian communicator, and at {place} by "
+                f"offsets={fact.offsets}: {remedy}"
+            )
+    return dims, range(len(facts))
+

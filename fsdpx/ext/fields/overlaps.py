@@ -1,0 +1,79 @@
+"""Whether parts of a field overlap, as those do that have ghost cells which their grid was not told of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.namespace import to_host
+from fsdpx.ext.fields.grid import Grid
+
+__all__ = ["describe_ends", "find_overlaps", "overlap_warning"]
+
+WIDTHS = range(2, 7)
+"""Rows that two parts may share: one to three ghost cells on each side. One row alone may be the same by chance."""
+
+Ends = list[list[tuple[str | None, str | None]]]
+"""For each dim and width, digests of the first and of the last rows of a part; None: rows that tell nothing."""
+
+
+def describe_ends(grid: Grid, x: Any) -> Ends:
+    """Digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells)."""
+    found: Ends = []
+    for dim in range(len(grid.dims)):
+        found.append([])
+        for width in WIDTHS:
+            cells: list[Any] = [slice(None)]
+            for d, (n, (before, _)) in enumerate(zip(grid.own, grid.ghosts, strict=True)):
+                edge = width if d != dim and n > 2 * width else 0  # corners may be anything
+                cells.append(slice(before + edge, before + n - edge))
+            part = x[0][tuple(cells)] if x.shape[0] else x
+            enough = part.ndim == len(cells) and min(part.shape) > 0 and grid.own[dim] >= 2 * width
+            low, high = (_digest(part, dim + 1, width, end) if enough else None for end in (1, -1))
+            found[dim].append((low, high))
+    return found
+
+
+def _digest(part: Any, dim: int, width: int, end: int) -> str | None:
+    """The digest of the first or last rows; None where they repeat each other, or those behind them."""
+    first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
+    rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
+    rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows
+    rows, inner = (rows[:width], rows[width:]) if end > 0 else (rows[width:], rows[:width])
+    same = [bool((a == b).all()) for a, b in zip(rows, rows[1:], strict=False)]
+    if any(same) or (rows == inner).all():
+        return None
+    return blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=8).hexdigest()
+
+
+def find_overlaps(grid: Grid, ends: Sequence[Ends]) -> dict[str, int]:
+    """How many rows each part shares with the next, for the dims along which it does so wherever that can be seen.
+    ends: of all ranks of the field, in the order of the grid."""
+    found: dict[str, int] = {}
+    places = np.arange(len(ends)).reshape(grid.dims)
+    for dim, letter in enumerate(grid.layout.replace("c", "")):
+        line = np.moveaxis(places, dim, 0)
+        pairs = list(zip(line[:-1].ravel().tolist(), line[1:].ravel().tolist(), strict=True))
+        if grid.periods[dim]:
+            pairs += zip(line[-1].ravel().tolist(), line[0].ravel().tolist(), strict=True)
+        for number, width in enumerate(WIDTHS):
+            told = {(ends[one][dim][number][1], ends[other][dim][number][0]) for one, other in pairs}
+            told.discard((None, None))
+            if told and all(last == first for last, first in told):
+                found.setdefault(letter, width)
+    return found
+
+
+def overlap_warning(shared: dict[str, int]) -> str:
+    """What to do about it, as text."""
+    rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
+    widths = set(shared.values())
+    each = f"{widths.pop() // 2}" if len(widths) == 1 and not min(widths) % 2 else "((low, high), ...)"
+    return (
+        f"fsdpx: along dim {rows} the end of each part is the beginning of the next one: it seems that the arrays have "
+        "ghost cells which the grid was not told of, and that count twice. Give the cells of the part alone as shape, "
+        f"and the others as ghosts: fsdpx.Grid(comm, interior_shape, ghosts={each})"
+    )

@@ -1,0 +1,88 @@
+"""What is known of a field beside data: quantities that are conserved, and equations that it obeys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields.cell_reductions import reduced
+from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.nn.layer import Array, Env, Layer, Params, runs_of
+from fsdpx.nn.losses import Loss
+from fsdpx.nn.sharding import Parts
+from fsdpx.nn.tensor_plan import over_parts
+
+__all__ = ["Conserve", "PhysicsLoss"]
+
+
+class Conserve(FieldLayer):
+    """y - mean(y) + mean(x) of each channel of a sample, over all cells: y with the mean of x, the nearest such field.
+
+    Two inputs, y and x, (samples, channels, *cells) of one shape. Over a grid of ranks one all-reduce of 8 bytes for
+    each channel of a sample, forward and backward.
+    """
+
+    n_inputs = 2
+
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+        y, before = x
+        if y.shape != before.shape or y.ndim < 3:
+            raise ShapeError(f"{self!r} wants two inputs (samples, channels, *cells), got {y.shape} and {before.shape}")
+        return y + self._mean(env, before - y), ()
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        mean = self._mean(env, dy)
+        return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
+
+    def _mean(self, env: Env, a: Array) -> Array:
+        """Over all cells of the field, with dims of size 1 for these."""
+        cells = self.parts_of(a).shape
+        total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
+        mean = reduced(env, total, env.random.path) / max(math.prod(cells), 1)
+        return mean.astype(a.dtype).reshape(*mean.shape, *(1,) * (a.ndim - 2))
+
+
+class PhysicsLoss(Loss):
+    """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the whole field.
+
+    The residual is a layer without parameters that is 0 where the output obeys an equation, as `Divergence` for flows
+    that are not compressible (Raissi et al. 2019). Its derivatives reach the cells of other ranks, as in layers.
+
+    Parameters
+    ----------
+    loss : that compares outputs and targets
+    residual : of the output, a layer of one input and one output without parameters
+    weight : of the mean square of the residual
+    """
+
+    def __init__(self, loss: Loss, residual: Layer, weight: float = 1.0) -> None:
+        if not isinstance(loss, Loss) or not isinstance(residual, Layer):
+            raise ConfigError(f"PhysicsLoss: a loss and a layer are needed, got {loss!r} and {residual!r}")
+        if (residual.n_inputs, residual.n_outputs) != (1, 1) or residual.specs():
+            raise ConfigError(f"PhysicsLoss: {residual!r} must have one input, one output and no parameters")
+        self.loss, self.residual, self.weight = loss, residual, float(weight)
+        self.runs = (*loss.runs, *runs_of(residual))
+
+    def over(self, parts: Parts) -> Loss:
+        return PhysicsLoss(self.loss.over(parts), over_parts(self.residual, parts)[0], self.weight)
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        at = env.at("residual")
+        total, weight, saved = self.loss.forward(env, y, target)
+        r, kept = self.residual.forward(at, {}, y)
+        sums = env.xp.asarray(np.array([0.0, float(r.size), float(weight)]))
+        sums[0] += (r * r).sum(dtype=np.float64)
+        squares, count, weights = (float(v) for v in reduced(env, sums, "PhysicsLoss"))
+        share = self.weight / max(count, 1.0)
+        return float(total) + share * weight * squares, weight, (saved, r, kept, 2.0 * share * weights)
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        ours, r, kept, slope = saved
+        dr, _ = self.residual.backward_input(env.at("residual"), {}, kept, r * (slope * seed))
+        return self.loss.backward(env, ours, seed) + dr
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        self.loss.validate(shape, target)

@@ -1,0 +1,276 @@
+"""Fields at another resolution: transposed convolutions and upsampling."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields.halo import FieldLayer, Reach, cells_of, dealt, demand_dims, rank_along
+from fsdpx.ext.fields.halo_slabs import fold, widen
+from fsdpx.nn.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
+from fsdpx.nn.gradient_accumulation import add_sum, along, destination
+from fsdpx.nn.init import Init
+from fsdpx.nn.layer import Array, Env, Params, Spec
+from fsdpx.nn.sharding import Parts
+
+__all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
+
+
+class ConvTranspose(FieldLayer):
+    """The base of `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`: the gradient of a convolution with
+    respect to its input, of (samples, in_channels, *cells), plus bias, with PyTorch's arguments and numbers.
+
+    Weights `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with
+    k = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n - 1) stride - 2 padding +
+    dilation (kernel_size - 1) + output_padding + 1.
+
+    Parameters
+    ----------
+    in_channels, out_channels : size of dim 1 of the input and of the result
+    kernel_size : of the window, one number for all dims or one for each; so are the next three and dilation
+    stride : by how many cells of the result the window moves
+    padding : cells that are left out on each side of the result
+    output_padding : more cells on the far side, fewer than stride or dilation
+    groups : channels fall into so many groups, of which each sees its own alone
+    bias : whether there is a bias
+    dilation : distance of the cells of a window from each other
+    init : of `weight`, instead of the uniform distribution
+    """
+
+    runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
+        output_padding: Sizes = 0, groups: int = 1, bias: bool = True, dilation: Sizes = 1, *,
+        init: Init | None = None,
+    ) -> None:  # fmt: skip
+        demand_groups(self, in_channels, out_channels, groups)
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+        self.output_padding, self.bias, self.init = output_padding, bool(bias), init
+        for_each(self, "padding", padding, self.dims, 0)
+        self.window = ConvWindow.of(self, self.dims, kernel_size, stride, padding, dilation, "zeros")
+        self.more = for_each(self, "output_padding", output_padding, self.dims, 0)
+        rows = zip(self.more, self.window.stride, self.window.dilation, strict=True)
+        if any(m >= max(s, d) for m, s, d in rows):
+            raise ConfigError(
+                f"{type(self).__name__}: output_padding {output_padding!r} must be smaller than stride {stride!r} or "
+                f"dilation {dilation!r}"
+            )
+
+    def specs(self) -> dict[str, Spec]:
+        return window_specs(self, (self.in_channels, self.out_channels // self.groups, *self.window.kernel))
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        demand_dims(self, x, self.dims, self.in_channels)
+        parts = self.parts_of(x)
+        outputs = self.outputs(parts)
+        if min(outputs.shape) < 1:
+            raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
+        moves = self._moves(parts, outputs)
+        wide = widen(env, x, moves)
+        strides, sizes = self._strides(env, moves, outputs)
+        shape = x.shape[0], self.out_channels, *sizes
+        y = kernels.correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
+        return y, (wide, moves, strides)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        wide, moves, strides = saved
+        dwide = kernels.correlate(env.xp, dy, p["weight"], None, strides, wide.shape[2:])
+        return fold(env, dwide, moves), (wide, strides, dy)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        wide, strides, dy = kept
+        kernels.correlate_backward_params(env.xp, dy, wide, strides, destination(g, "weight"), None)
+        if "bias" in g:
+            add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+
+    def outputs(self, parts: Parts) -> Parts:
+        """Who has which outputs: the owner of the cell that the window of an output begins at, without its padding."""
+        made = []
+        for d, cuts in enumerate(parts.cuts):
+            s, p = self.window.stride[d], self.window.low[d]
+            total = max((cuts[-1] - 1) * s - 2 * p + self.window.spans[d] + self.more[d], 0)
+            made.append(dealt(cuts, [cut * s for cut in cuts], total))
+        return parts.recut(tuple(made))
+
+    def _moves(self, parts: Parts, outputs: Parts) -> tuple[Reach, ...]:
+        """The inputs whose windows reach this rank's outputs."""
+        made = []
+        for d, (cuts, out) in enumerate(zip(parts.cuts, outputs.cuts, strict=True)):
+            s, p, span = self.window.stride[d], self.window.low[d], self.window.spans[d]
+            needs = tuple(
+                (min(-((span - 1 - a - p) // s), (a + p) // s), (b - 1 + p) // s + 1) if b > a else (start, start)
+                for a, b, start in zip(out, out[1:], cuts, strict=False)
+            )
+            made.append(Reach(d + 2, cuts, tuple((max(a, 0), max(min(b, cuts[-1]), max(a, 0))) for a, b in needs)))
+        return tuple(made)
+
+    def _strides(self, env: Env, moves: tuple[Reach, ...], outputs: Parts) -> tuple[Strides, tuple[int, ...]]:
+        """The window of the convolution whose gradient this is, over outputs of this rank, and how many there are."""
+        window, firsts, sizes = self.window, [], []
+        for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
+            start, stop = cells_of(env, out, d)
+            needed, _ = reach.needs[rank_along(env, out, d)]
+            firsts.append(needed * window.stride[d] - window.low[d] - start)
+            sizes.append(stop - start)
+        return window.strides(tuple(firsts), self.groups), tuple(sizes)
+
+
+class ConvTranspose1d(ConvTranspose, dims=1):
+    """`ConvTranspose` of (samples, in_channels, length)."""
+
+
+class ConvTranspose2d(ConvTranspose, dims=2):
+    """`ConvTranspose` of (samples, in_channels, height, width)."""
+
+
+class ConvTranspose3d(ConvTranspose, dims=3):
+    """`ConvTranspose` of (samples, in_channels, depth, height, width)."""
+
+
+UPSAMPLE = ("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear")
+DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
+
+
+class Upsample(FieldLayer):
+    """(samples, channels, *cells) at another resolution, as PyTorch's Upsample.
+
+    Nearest cells are found by arithmetic of whole numbers: output o of N is cell floor(o n / N) of n. PyTorch finds the
+    same in float64; in float32 it rounds, and takes the cell before at some sizes.
+
+    Parameters
+    ----------
+    size : cells of the whole result, one number for all dims or one for each
+    scale_factor : of cells, instead of `size`, one number for all dims or one for each
+    mode : "nearest", "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
+    align_corners : whether the first and last cells of both lie on each other; of the last four modes
+    """
+
+    def __init__(
+        self, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None
+    ) -> None:
+        if (size is None) == (scale_factor is None):
+            raise ConfigError("Upsample: give size or scale_factor, one of them")
+        if mode not in UPSAMPLE:
+            raise ConfigError(f"Upsample: mode={mode!r}: choose one of {', '.join(UPSAMPLE)}")
+        if align_corners is not None and mode.startswith("nearest"):
+            raise ConfigError(f"Upsample: align_corners is of modes other than {mode!r}: leave it out")
+        self.size, self.scale_factor, self.mode, self.align_corners = size, scale_factor, mode, align_corners
+        name, value, kind = ("size", size, Integral) if scale_factor is None else ("scale_factor", scale_factor, Real)
+        self._each = tuple(value) if isinstance(value, tuple | list) else value
+        if not all(isinstance(n, kind) and 0 < float(n) < math.inf for n in np.array([self._each], object).flat):
+            raise ConfigError(f"Upsample: {name}={value!r}: give a number above 0, or one for each dim")
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        dims = x.ndim - 2
+        if not 1 <= dims <= 3 or DIMS.get(self.mode, dims) != dims:
+            raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(x.shape)}")
+        parts = self.parts_of(x)
+        outputs, tables, moves = self.outputs(parts), [], []
+        for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, self._ratios(parts.shape), strict=True)):
+            taps, weights = _table(self.mode, cuts[-1], total, ratio, bool(self.align_corners), dims)
+            needs = tuple(
+                (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
+                for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
+            )
+            moves.append(Reach(d + 2, cuts, needs))
+            rank = rank_along(env, cuts, d)
+            mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
+            tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], moves[-1].size(rank)))
+        y = widen(env, x, moves)
+        for d, (taps, weights, _) in enumerate(tables):
+            y = _resampled(env.xp, y, d + 2, taps, weights)
+        y = kernels.narrowed(env.xp, y, x.dtype)
+        return y, (tables, tuple(moves))
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        tables, moves = saved
+        dtype, dy = dy.dtype, kernels.widened(env.xp, dy)
+        for d, (taps, weights, size) in reversed(list(enumerate(tables))):
+            matrix = np.zeros((size, taps.shape[1]))
+            for at, weight in zip(taps, weights, strict=True):
+                np.add.at(matrix, (at, np.arange(taps.shape[1])), weight)
+            dy = along(env.xp, dy, d + 2, matrix.T)
+        dy = kernels.narrowed(env.xp, env.xp.ascontiguousarray(dy), dtype)
+        return fold(env, dy, moves), ()
+
+    def outputs(self, parts: Parts) -> Parts:
+        """Who has which outputs: about the owner of the cell that lies under an output."""
+        made = []
+        for cuts, (total, _) in zip(parts.cuts, self._ratios(parts.shape), strict=True):
+            made.append(dealt(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
+        return parts.recut(tuple(made))
+
+    def _ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
+        """For each dim the cells of the result, and how many cells of a field of `shape` lie on one of these."""
+        each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
+        if len(each) != len(shape):
+            raise ShapeError(f"{self!r} is of {len(each)} dims, and the field has {len(shape)}")
+        rows = list(zip(shape, each, strict=True))
+        if self.size is not None:
+            found = [(int(total), Fraction(n, int(total))) for n, total in rows]
+        else:
+            found = [(math.floor(n * float(factor)), 1 / _simplest(float(factor))) for n, factor in rows]
+        if not all(shape) or min(found)[0] < 1:
+            raise ShapeError(f"{self!r} leaves nothing of a field of shape {shape}")
+        return found
+
+
+LARGEST_DENOMINATOR = 10**6
+
+
+def _simplest(factor: float) -> Fraction:
+    """Return the ratio of whole numbers that a factor stands for: 11 / 10 for 1.1, whose float is a little more."""
+    return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
+
+
+@lru_cache(256)
+def _table(mode: str, n: int, total: int, ratio: Fraction, corners: bool, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """The cells that each output is made of, and their weights, (taps, outputs). Where as many cells come out as go in,
+    or twice as many, the ratio does not count in some modes, as in PyTorch."""
+    o = np.arange(total)
+    if total in (n, 2 * n) and mode == "nearest" and dims == 2:
+        return (o // (total // n))[None], np.ones((1, total))
+    if total == n and mode.endswith("linear"):
+        return o[None], np.ones((1, total))
+    if mode.startswith("nearest"):
+        at = (2 * o + mode.endswith("exact")) * ratio.numerator // (2 * ratio.denominator)
+        return np.minimum(at, n - 1)[None], np.ones((1, total))
+    x = o * ((n - 1) / (total - 1) if total > 1 else 0.0) if corners else (o + 0.5) * float(ratio) - 0.5
+    if mode == "bicubic":
+        first = np.floor(x).astype(int)
+        t = x - first
+        taps = np.clip(first + np.arange(-1, 3)[:, None], 0, n - 1)
+        return taps, np.stack([_cubic(t + 1), _cubic(t), _cubic(1 - t), _cubic(2 - t)])
+    x = np.maximum(x, 0.0)
+    first = np.minimum(np.floor(x).astype(int), n - 1)
+    share = x - first
+    return np.stack([first, np.minimum(first + 1, n - 1)]), np.stack([1 - share, share])
+
+
+def _cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
+    """Keys' kernel (1981) at distance t, with PyTorch's coefficient."""
+    near = ((a + 2) * t - (a + 3)) * t * t + 1
+    far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+    return np.where(t <= 1, near, far)
+
+
+def _resampled(xp: Any, x: Array, dim: int, taps: np.ndarray, weights: np.ndarray) -> Array:
+    if len(taps) == 1:
+        return xp.take(x, xp.asarray(taps[0]), axis=dim)
+    shape = [1] * x.ndim
+    shape[dim] = taps.shape[1]
+    x, y = kernels.widened(xp, x), None
+    for at, weight in zip(taps, weights, strict=True):
+        part = xp.take(x, xp.asarray(at), axis=dim) * xp.asarray(weight.astype(x.dtype)).reshape(shape)
+        y = part if y is None else y + part
+    return y

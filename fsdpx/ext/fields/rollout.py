@@ -1,0 +1,105 @@
+"""Rollout: a model that is applied to its own result, step after step, and trained through all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fsdpx.core.array.namespace import joined
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields.ghost_cells import bare, filled, filled_backward
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, runs_of
+from fsdpx.nn.sharding import CutRequest, Parts
+from fsdpx.nn.tensor_plan import over_parts
+
+__all__ = ["Rollout"]
+
+
+class Rollout(Layer):
+    """The states after each of `steps` steps of a model, beside each other in dim 1: (samples, channels, ...) to
+    (samples, steps x channels, ...). Parameters are those of the model, under its names.
+
+    Only the states are kept for backward: each step is run forward again there, so that memory is that of the states
+    and of the activations of one step.
+
+    Parameters
+    ----------
+    net : a model of one input and one output of the same shape
+    steps : how often it is applied
+
+    Where the arrays of a grid bring ghost cells, those of the later states come from the ranks beside this one and from
+    across a periodic dim; beyond walls they stay as the input has them. The layout of the grid has channels, "c", even
+    for a net of one channel: states of several steps lie there.
+    """
+
+    takes_ghosts = True
+
+    def __init__(self, net: Layer, steps: int) -> None:
+        positive(self, steps=steps)
+        if not isinstance(net, Layer) or (net.n_inputs, net.n_outputs) != (1, 1):
+            raise ConfigError(f"Rollout: a model of one input and one output is needed, got {net!r}")
+        self.net, self.steps = net, steps
+        self.parts: Parts | None = None  # with ghost cells
+        self.collective, self.runs = net.collective, runs_of(net)
+
+    def specs(self) -> dict[str, Spec]:
+        return self.net.specs()
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind = request.kinds[0]
+        if not isinstance(kind, Parts):
+            return super().cut(request)
+        net, found = over_parts(self.net, kind)
+        if found != bare(kind):
+            raise ConfigError(f"{request.path!r} {self!r}: a step must leave a field as it was, and cut alike")
+        made = Rollout(net, self.steps)
+        made.parts = kind if kind.ghosts else None
+        return Portion(made, found)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        states, found = [x], []
+        for step in range(self.steps):
+            y, _ = self.net.forward(env.at(f"step{step}"), p, states[-1])
+            if self.parts is None and tuple(y.shape) != tuple(x.shape):
+                raise ShapeError(f"{self!r}: a step makes {tuple(y.shape)} of {tuple(x.shape)}: it must keep the shape")
+            found.append(y)
+            if self.parts is not None and step < self.steps - 1:
+                y = filled(env, y, x, self.parts)
+            states.append(y)
+        return joined(env.xp, found, 1), states[:-1]
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx, kept, dfirst = None, [], self._beyond_walls(env, saved)
+        for step in reversed(range(self.steps)):
+            dy_step = self._of_step(env, dy, step, dx, dfirst)
+            dx, more = self.net.backward_input(*self._recomputed(env, p, saved, step), dy_step)
+            kept.append((step, more))
+        return dx if dfirst is None else dx + dfirst, kept
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        for step, more in kept:
+            self.net.backward_params(env.at(f"step{step}"), g, more)
+
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
+        dx, dfirst = None, self._beyond_walls(env, saved)
+        for step in reversed(range(self.steps)):
+            at, _, kept = self._recomputed(env, p, saved, step)
+            dx = self.net.backward(at, p, g, kept, self._of_step(env, dy, step, dx, dfirst))
+        return dx if dfirst is None else dx + dfirst
+
+    def _beyond_walls(self, env: Env, states: Any) -> Array | None:
+        """The gradient that later steps ask of the ghost cells that the input keeps beyond walls; None: it has none."""
+        return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
+
+    def _recomputed(self, env: Env, p: Params, states: Any, step: int) -> tuple[Env, Params, Any]:
+        """What a step has saved, from its state."""
+        at = env.at(f"step{step}")
+        return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
+
+    def _of_step(self, env: Env, dy: Array, step: int, later: Array | None, dfirst: Array | None) -> Array:
+        """The gradient of a step's result: that of the state itself, and what the steps after it ask for, `later`."""
+        channels = dy.shape[1] // self.steps
+        own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
+        if later is not None and self.parts is not None:
+            later = filled_backward(env, later, dfirst, self.parts)
+        return own if later is None else own + later

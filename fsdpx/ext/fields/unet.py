@@ -1,0 +1,96 @@
+"""The U-Net: a field at falling resolution and back, with what each level knew (Ronneberger et al. 2015)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields import resample
+from fsdpx.nn import conv, pool
+from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
+from fsdpx.nn.container import Chain
+from fsdpx.nn.graph import Graph
+from fsdpx.nn.layer import Layer, describe, positive
+from fsdpx.nn.norm import BatchNorm, GroupNorm
+from fsdpx.nn.shape import Concat
+
+__all__ = ["UNet"]
+
+ACTIVATIONS: dict[str, Any] = {"relu": ReLU, "tanh": Tanh, "gelu": GELU, "silu": SiLU}
+GROUP = 8
+"""Channels of a group of `norm="group"`."""
+
+
+class UNet(Graph):
+    """A U-Net over (samples, in_channels, *cells), with the names of the usual one, so that its weights load.
+
+    Each level has two convolutions of 3 cells, without bias, each with a norm and an activation; a pool of 2 leads down
+    and a transposed convolution of 2 up. Sizes must be multiples of 2^depth. Parameters are named
+    `encoder1.enc1conv1.weight`, `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and
+    `conv.weight`.
+
+    Parameters
+    ----------
+    in_channels, out_channels : of the field that is given and of that which is found
+    dims : of cells, 1 to 3
+    width : channels of the first level; each level has twice as many as the one above
+    depth : levels above the lowest one
+    padding : what lies beyond the ends of the field, "zeros", "circular", "reflect" or "replicate", or one for each dim
+    norm : "batch", "group" (max(channels // 8, 1) groups), or None
+    activation : "relu", "tanh", "gelu" or "silu"
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        dims: int = 2,
+        width: int = 32,
+        depth: int = 4,
+        padding: str | tuple[str, ...] = "zeros",
+        norm: str | None = "batch",
+        activation: str = "relu",
+    ) -> None:
+        positive(self, in_channels=in_channels, out_channels=out_channels, width=width, depth=depth)
+        if dims not in (1, 2, 3):
+            raise ConfigError(f"UNet: dims={dims!r}: a field has 1 to 3 dims of cells")
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"UNet: activation={activation!r}: choose one of {', '.join(ACTIVATIONS)}")
+        if norm not in ("batch", "group", None):
+            raise ConfigError(f"UNet: norm={norm!r}: choose 'batch', 'group' or None")
+        self.in_channels, self.out_channels, self.dims, self.width = in_channels, out_channels, dims, width
+        self.depth, self.padding, self.norm, self.activation = depth, padding, norm, activation
+        kind: Any = getattr(conv, f"Conv{dims}d")
+        widest = getattr(pool, f"MaxPool{dims}d")
+        rising = getattr(resample, f"ConvTranspose{dims}d")
+        nodes: dict[str, tuple[Any, ...]] = {}
+        last, channels = "x", in_channels
+        for level in range(1, depth + 1):
+            many = width << (level - 1)
+            nodes[f"encoder{level}"] = self._block(kind, f"enc{level}", channels, many), last
+            nodes[f"pool{level}"] = widest(2), f"encoder{level}"
+            last, channels = f"pool{level}", many
+        nodes["bottleneck"] = self._block(kind, "bottleneck", channels, 2 * channels), last
+        last = "bottleneck"
+        for level in range(depth, 0, -1):
+            many = width << (level - 1)
+            nodes[f"upconv{level}"] = rising(2 * many, many, 2, 2), last
+            nodes[f"cat{level}"] = Concat(1), f"upconv{level}", f"encoder{level}"
+            nodes[f"decoder{level}"] = self._block(kind, f"dec{level}", 2 * many, many), f"cat{level}"
+            last = f"decoder{level}"
+        nodes["conv"] = kind(width, out_channels, 1), last
+        super().__init__(nodes, outputs=("conv",))
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    def _block(self, kind: Any, name: str, channels: int, many: int) -> Layer:
+        layers: dict[str, Layer] = {}
+        for turn, before in ((1, channels), (2, many)):
+            layers[f"{name}conv{turn}"] = kind(before, many, 3, padding=1, bias=False, padding_mode=self.padding)
+            if self.norm == "batch":
+                layers[f"{name}norm{turn}"] = BatchNorm(many)
+            elif self.norm == "group":
+                layers[f"{name}norm{turn}"] = GroupNorm(max(many // GROUP, 1), many)
+            layers[f"{name}{self.activation}{turn}"] = ACTIVATIONS[self.activation]()
+        return Chain(layers)

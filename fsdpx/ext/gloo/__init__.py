@@ -1,0 +1,1 @@
+"""Ranks that torch.distributed has started, and its Gloo."""

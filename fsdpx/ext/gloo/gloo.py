@@ -1,0 +1,365 @@
+"""Ranks as processes without MPI, through torch.distributed: Gloo's collectives and messages on NumPy's memory."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from hmac import compare_digest
+from os import _exit  # the original, before fsdpx.ext.watch wraps it to report exits that others wait behind
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fsdpx.core.base import environment, hooks
+from fsdpx.core.comm.calls import DONE, Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, spin
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.local import LocalCommunicator, ThreadGroup, ThreadWorld
+from fsdpx.core.comm.message_backend import TIMEOUT, Carrier, of_gpu, relayed
+from fsdpx.core.comm.p2p_collectives import Pairs
+from fsdpx.core.comm.reduction import in_rank_order
+from fsdpx.errors import CommError, CommTimeout, ConfigError
+from fsdpx.ext.gloo.rendezvous import CHALLENGE, SEAL, Roll, proof
+
+__all__ = ["GlooCommunicator"]
+
+_AGES = timedelta(days=30)
+"""How long Gloo itself waits: our waits end before."""
+_TO_TELL = 1.0
+"""Seconds for which a rank that ends the job tries to say so in the store."""
+_LAST = 5.0
+"""Seconds for which a process that ends waits for threads that wait for messages."""
+
+
+class GlooCommunicator(Carrier):
+    """Ranks that `roll` has called. timeout: seconds a wait lasts before CommTimeout.
+
+    Gloo's threads move what is under way, so a transfer makes progress by itself. Sums of float16 and bfloat16 are
+    made by messages, in rank order. Arrays on a GPU go through the host."""
+
+    library = "gloo"
+
+    def __init__(self, roll: Roll, timeout: float = TIMEOUT) -> None:
+        roll.worlds += 1
+        self._start(roll, str(roll.worlds), roll.rank, roll.size, timeout, Progress())
+
+    def _start(self, roll: Roll, name: str, rank: int, size: int, timeout: float, progress: Progress) -> None:
+        super().__init__(rank, size, progress)
+        self.roll, self.timeout = roll, timeout
+        self._name, self._groups = name, 0
+        self._itself = LocalCommunicator(ThreadGroup(ThreadWorld(timeout), [0]), 0, progress)
+        self._gloo: Any = None
+        if size > 1:
+            with roll.naming(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
+                gloo: Any = dist.ProcessGroupGloo  # its stubs lack the options
+                options = gloo._Options()
+                options._timeout = timedelta(seconds=roll.left() if name == "1" else max(timeout, roll.timeout))
+                options._devices = [_device(roll)]
+                store = SealedStore(roll) if roll.secret else roll.store
+                self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+                self._gloo._set_default_timeout(_AGES)
+            if roll.secret:
+                self._prove(name)
+
+    def __repr__(self) -> str:
+        return f"GlooCommunicator(rank={self.rank}, size={self.size})"
+
+    @property
+    def native(self) -> frozenset[str]:
+        return frozenset(_LIBRARY)
+
+    def _prove(self, name: str) -> None:
+        """Each rank shows each other one, on the connection that will carry data, that it knows the secret."""
+        patience, self.timeout = self.timeout, self.roll.timeout
+        number, width = self.size * CHALLENGE, proof(b"", "").size
+        asked = np.empty(number, np.uint8)
+        self.all_gather(np.frombuffer(os.urandom(CHALLENGE), np.uint8), asked, what="challenges").wait()
+        answers, found = np.empty((self.size, width), np.uint8), np.empty(self.size * width, np.uint8)
+        for other in range(self.size):
+            answers[other] = proof(self.roll.secret, f"{name} {self.rank} to {other}", asked.tobytes())
+        self.all_to_all(answers.reshape(-1), found, what="proofs").wait()
+        for other in range(self.size):
+            wanted = proof(self.roll.secret, f"{name} {other} to {self.rank}", asked.tobytes())
+            if not compare_digest(wanted.tobytes(), found[other * width :][:width].tobytes()):
+                raise CommError(
+                    f"rank {self.rank} of {self.size}: who answers as rank {other} does not know the FSDPX_SECRET of "
+                    "this job, and is refused: a stranger has connected, or FSDPX_SECRET differs between ranks"
+                )
+        self.timeout = patience
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """ConfigError where ranks have not proven that they belong together: what others have pickled is run."""
+        if self.size > 1 and not self.roll.secret:
+            raise ConfigError(
+                "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
+                "who they are: set FSDPX_SECRET to the same secret on all ranks (openssl rand -hex 32), start them by "
+                "fsdpx run, which makes one, or send plain data by all_gather_plain"
+            )
+        return super().all_gather_object(obj)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def move(self, call: Call) -> Handle:
+        with self.roll.naming(f"{call.name} on rank {self.rank} of {self.size}"):
+            return self.move_from_gpu(call, self._move) if of_gpu(call.arrays) else self._move(call)
+
+    def _move(self, call: Call) -> Handle:
+        begin = _LIBRARY.get(call.verb)
+        if begin is None or (call.verb == "all_reduce" and _addable(call.arrays[0], call.op) is None):
+            return super().move(call)
+        return begin(self, call)
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        """Nothing is sent for empty arrays: both sides know."""
+        if of_gpu([part for _, part in (*outgoing, *incoming)]):
+            return relayed(self, call, outgoing, incoming)
+        receives = [(rank, _bytes(part)) for rank, part in incoming if part.size]
+        sends = [(rank, _bytes(part)) for rank, part in outgoing if part.size]
+        works = [self._gloo.recv([data], rank, call.tag) for rank, data in receives]
+        works += [self._gloo.send([data], rank, call.tag) for rank, data in sends]
+        return Works(self, call, [Waited(works)], (receives, sends)) if works else DONE
+
+    def message(self, call: Call) -> Handle:
+        """Gloo connects no rank to itself."""
+        if call.root == self.rank:
+            call = call.on(call.arrays)
+            call.root = 0
+            return self._itself.move(call)
+        return super().message(call)
+
+    def _all_gather(self, call: Call) -> Handle:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        copy(cut.part(recv, self.rank), send)
+        if cut.even and recv.size:
+            target = _bytes(recv)
+            source = _bytes(cut.part(recv, self.rank))
+            return Works(self, call, [self._gloo._allgather_base(target, source)], (source, target))
+        parts = [(root, _bytes(cut.part(recv, root))) for root in range(self.size) if cut.counts[root]]
+        return Works(self, call, [self._broadcasts(part, root) for root, part in parts], parts)
+
+    def _all_reduce(self, call: Call) -> Handle:
+        (buf,) = call.arrays
+        if not buf.size:
+            return DONE
+        options = dist.AllreduceOptions()
+        data, options.reduceOp = torch.from_numpy(_plain(buf)), _addable(buf, call.op)
+        handle = Works(self, call, [self._gloo.allreduce([data], options)], data)
+        average = call.op is ReduceOp.AVG
+        return Finish(handle, partial(np.divide, buf, self.size, buf)) if average else handle
+
+    def _broadcast(self, call: Call) -> Handle:
+        (buf,) = call.arrays
+        data = _bytes(buf)
+        return Works(self, call, [self._broadcasts(data, call.root)], data) if buf.size else DONE
+
+    def _broadcasts(self, data: torch.Tensor, root: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._gloo.broadcast([data], options)
+
+    def _barrier(self, call: Call) -> Handle:
+        """Gloo's own barrier also waits for everything begun before it."""
+        return self._all_reduce(call.on((np.zeros(1, np.uint8),)))
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        given = self.all_gather_plain((color, key))
+        self._groups += 1
+        if color is None:
+            return None
+        ranks = [rank for _, rank in sorted((key, rank) for rank, (wanted, key) in enumerate(given) if wanted == color)]
+        group = object.__new__(type(self))
+        name = f"{self._name}/{self._groups}.{color}"
+        group._start(self.roll, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
+        return group
+
+    def close(self) -> None:
+        hooks.release(self)
+        self._gloo = None
+
+    def abort(self, code: int = 1) -> None:
+        """The others learn of it from the store, and by their connections to this rank. The store may have ended with
+        the rank that kept it, or not answer: the end of this process must not wait for it."""
+
+        def tell() -> None:
+            with suppress(Exception):
+                self.roll.ended(self.roll.rank)
+
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        telling.join(_TO_TELL)
+        _exit(code)
+
+
+def _device(roll: Roll) -> Any:
+    """The network that Gloo listens on: no other than this host's own where all ranks meet inside of it."""
+    if roll.inside and not environment.gloo_interface():
+        return dist.ProcessGroupGloo.create_device(hostname=roll.inside)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+class SealedStore(dist.Store):
+    """The store of a roll as Gloo sees it, which puts the addresses of ranks there and gets those of others. Each is
+    sealed: who reaches the store could name an address of his own, and pass on between two ranks all that they say."""
+
+    def __init__(self, roll: Roll) -> None:
+        super().__init__()
+        self._roll = roll
+
+    def set(self, key: str, value: Any) -> None:
+        self._roll.store.set(key, self._roll.seal(key, bytes(value)) + bytes(value))
+
+    def get(self, key: str) -> bytes:
+        data = bytes(self._roll.store.get(key))
+        seal, value = data[:SEAL], data[SEAL:]
+        if not compare_digest(seal, self._roll.seal(key, value)):
+            raise CommError(
+                f"rank {self._roll.rank} of {self._roll.size}: the address of another rank at {self._roll.where} is "
+                "not from a rank that knows the FSDPX_SECRET of this job, and is refused: a stranger has written it"
+            )
+        return value
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._roll.store.wait(keys, *timeout)
+
+
+class Works:
+    """The handle of what Gloo does for one call. It keeps the tensors until all is complete."""
+
+    __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
+
+    def __init__(self, comm: GlooCommunicator, call: Call, works: Sequence[Any], tensors: object) -> None:
+        self._comm, self._verb, self._what = comm, call.verb, call.what
+        self._works, self._tensors = list(works), tensors
+
+    def test(self) -> bool:
+        works = self._works
+        while works and works[-1].is_completed():
+            with self._comm.roll.naming(str(self)):
+                works[-1].wait()
+            works.pop()
+        if not works:
+            self._tensors = None
+        return not works
+
+    def wait(self) -> None:
+        comm = self._comm
+        if not self.test() and not spin(self.test, comm.progress, comm.timeout, patience=0):
+            raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
+
+    def __str__(self) -> str:
+        return f"{named(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+
+
+class Waited:
+    """Messages for which a thread waits one by one: only such a wait shows whether Gloo has moved them."""
+
+    __slots__ = ("_done", "_error", "_works")
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works, self._done = works, False
+        self._error: Exception | None = None
+        _THREADS.give(self)
+
+    def run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            self._error = error
+        self._done = True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self) -> None:
+        """A wait that times out fails everything under way in a group of Gloo, so the waiting thread returns."""
+        for work in self._works:
+            with suppress(RuntimeError):  # which says so
+                work.wait(timedelta(milliseconds=1))
+
+
+class _WaitingThreads:
+    """One thread for each message to wait for, kept for the next ones. None delays the end of a process, and
+    none still waits when the process ends: a thread that returned to Python then would crash it."""
+
+    def __init__(self) -> None:
+        self._given: SimpleQueue[Waited] = SimpleQueue()
+        self._free = threading.Semaphore(0)
+        self._waiting: set[Waited] = set()
+        atexit.register(self.end)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._waiting.clear)  # the threads are the parent's
+
+    def give(self, waited: Waited) -> None:
+        self._waiting.add(waited)
+        self._given.put(waited)
+        if not self._free.acquire(blocking=False):
+            threading.Thread(target=self._serve, name="fsdpx gloo", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            waited = self._given.get()
+            waited.run()
+            self._waiting.discard(waited)
+            self._free.release()
+
+    def end(self) -> None:
+        """Messages not yet waited for are lost: the other side has not called, or will find this rank gone."""
+        for waited in list(self._waiting):
+            waited.give_up()
+        last = time.monotonic() + _LAST
+        while self._waiting and time.monotonic() < last:
+            time.sleep(0.001)
+
+
+_THREADS = _WaitingThreads()
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+}  # fmt: skip
+_OF_BOOLS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
+
+
+def _addable(array: Array, op: ReduceOp) -> Any:
+    """Gloo's operation, or None where it does not add such numbers, or not in float32 in rank order."""
+    if in_rank_order(op, array.dtype):
+        return None
+    if array.dtype.kind == "b":
+        return _OF_BOOLS.get(op, _OPS[op])
+    return _OPS[op] if array.dtype.name in ("float32", "float64", "int32", "int64", "uint8") else None
+
+
+def _plain(array: Array) -> Array:
+    """Flags as numbers, of which torch takes the greatest or the least."""
+    return array.view(np.uint8) if array.dtype.kind == "b" else array
+
+
+def _bytes(array: Array) -> torch.Tensor:
+    """The memory of an array; of one that must not be written, which is sent only, a copy."""
+    data = array.view(np.uint8)
+    return torch.from_numpy(data if data.flags.writeable else data.copy())
+
+
+_LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
+    "all_gather": GlooCommunicator._all_gather,
+    "all_reduce": GlooCommunicator._all_reduce,
+    "broadcast": GlooCommunicator._broadcast,
+    "barrier": GlooCommunicator._barrier,
+    "send": GlooCommunicator.message,
+    "recv": GlooCommunicator.message,
+}
+"""Verbs that Gloo does well; everything else by messages."""

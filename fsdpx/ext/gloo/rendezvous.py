@@ -1,0 +1,334 @@
+"""Where ranks without MPI meet: a store of torch.distributed, in which each says that it has come, and that it ends."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from hmac import compare_digest
+from ipaddress import ip_address
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.base import environment
+from fsdpx.core.base.environment import Environment, Store
+from fsdpx.core.comm.mpi.start_watchdog import began, ranks_text
+from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_hint
+
+__all__ = ["CHALLENGE", "SEAL", "Roll", "opened", "proof"]
+
+CHALLENGE = 32
+"""Random bytes that each rank asks the others with."""
+SEAL = 32
+"""Bytes of a `proof`."""
+_LONGEST = 4096
+"""Bytes that a rank says of itself, at most."""
+
+_LOOK = 0.02
+_SECONDS_TO_DIE = 1.0
+"""How long after its connections broke a process of this host may take to be seen to have ended."""
+
+opened: list[Roll] = []
+"""The roll of this process, once all have come."""
+
+
+class Arrival(NamedTuple):
+    """What a rank says of itself when it comes. once: of this process alone."""
+
+    rank: int
+    size: int
+    process: int
+    host: str
+    local_rank: int | None
+    once: str
+
+    def signed(self, secret: bytes) -> str:
+        text = json.dumps(list(self))
+        return f"{proof(secret, text).tobytes().hex() if secret else ''} {text}"
+
+    @classmethod
+    def read(cls, data: bytes, secret: bytes) -> Arrival | None:
+        """None for what is none, or not of a rank that knows the secret."""
+        try:
+            seal, _, text = data[:_LONGEST].decode().partition(" ")
+            if secret and not compare_digest(proof(secret, text).tobytes(), bytes.fromhex(seal)):
+                return None
+            rank, size, process, host, local_rank, once = json.loads(text)
+            numbers = [rank, size, process, *([] if local_rank is None else [local_rank])]
+            if not all(type(n) is int for n in numbers) or not (isinstance(host, str) and isinstance(once, str)):
+                return None
+            return cls(rank, size, process, host, local_rank, once)
+        except (ValueError, TypeError, RecursionError):
+            return None
+
+
+def proof(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
+    """The bytes by which a rank shows that it knows the secret: no other can make them."""
+    return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
+
+
+class Roll:
+    """All ranks of the job; all have come within `timeout` seconds. store: of torch.distributed. worlds: those opened
+    on it."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: float, where: Store, secret: bytes = b"",
+        local_rank: int | None = None, since: float | None = None,
+    ) -> None:  # fmt: skip
+        """since: when the wait for others began. secret: of the job; a process that does not know it cannot come."""
+        self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, where
+        self.secret, self.worlds = secret, 0
+        self._end = (time.monotonic() if since is None else since) + timeout
+        self._refused: set[int] = set()
+        self._came: dict[int, Arrival] = {}
+        self._come(Arrival(rank, size, os.getpid(), platform.node(), local_rank, os.urandom(8).hex()))
+        self._wait()
+        self._here = {r: one.process for r, one in self._came.items() if one.host == platform.node() and r != rank}
+        self.inside = _loopback(where, {one.host for one in self._came.values()})
+        self._meeting = json.dumps([one.once for _, one in sorted(self._came.items())])
+        opened[:] = [self]
+
+    def seal(self, key: str, value: bytes) -> bytes:
+        """What a rank of this meeting writes before a value of the store, and a process without the secret cannot."""
+        return proof(self.secret, f"{self._meeting} {key}", value).tobytes()
+
+    def left(self) -> float:
+        """Seconds until all must have met."""
+        return max(self._end - time.monotonic(), 1.0)
+
+    def _come(self, mine: Arrival) -> None:
+        """Say that this rank is here; LaunchError if another process already has as this rank."""
+        key = f"came/{mine.rank}"
+        with self._reached():
+            first = self.store.compare_set(key, "", mine.signed(self.secret))
+            there = Arrival.read(first, self.secret)
+            if there is None or there.rank != mine.rank:  # what is there is not of a rank of this job
+                self.store.set(key, mine.signed(self.secret))
+                return
+        if there == mine:
+            return
+        same = there.host == mine.host and there.local_rank != mine.local_rank
+        first_of_node = f"RANK={mine.rank} is that of the first rank of a node, and each needs its own: set RANK to "
+        raise LaunchError(
+            f"rank {mine.rank} of {mine.size} (LOCAL_RANK={mine.local_rank}) meets another rank {mine.rank} at "
+            f"{self.where}: process {there.process} of {there.host} (LOCAL_RANK={there.local_rank}). "
+            + (
+                f"{first_of_node}$((RANK + LOCAL_RANK))"
+                if same
+                else "Two ranks have the same RANK, or another job meets there: give each job a port or file of its own"
+            )
+        )
+
+    def _wait(self) -> None:
+        missing = list(range(self.size))
+        while missing := [other for other in missing if not self._has_come(other)]:
+            if time.monotonic() > self._end:
+                refused = self._refused.intersection(missing)
+                why = (
+                    f"who came as {ranks_text(sorted(refused))} does not know the FSDPX_SECRET of this job: "
+                    "FSDPX_SECRET differs between ranks, or it is another job's rank or a stranger, and is refused"
+                    if refused
+                    else "a rank that is missing has not begun, has ended, meets elsewhere or is busy. Check RANK and "
+                    "WORLD_SIZE of all, or set FSDPX_START_TIMEOUT to more seconds"
+                )
+                raise LaunchError(
+                    f"rank {self.rank} of {self.size} waited {self.timeout:g} s for {ranks_text(missing)} at "
+                    f"{self.where}: {why}"
+                )
+            time.sleep(_LOOK)
+
+    def _has_come(self, other: int) -> bool:
+        with self._reached():
+            if not self.store.check([f"came/{other}"]):
+                return False
+            found = Arrival.read(self.store.get(f"came/{other}"), self.secret)
+        if found is None or found.rank != other:
+            self._refused.add(other)
+            return False
+        if found.size != self.size:
+            raise LaunchError(
+                f"rank {self.rank} has WORLD_SIZE={self.size}, but rank {other} (process {found.process} of "
+                f"{found.host}), which meets at {self.where} too, has WORLD_SIZE={found.size}: set the same on all "
+                "ranks, and give each job a port or file of its own"
+            )
+        self._came[other] = found
+        return True
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise LaunchError(
+                f"rank {self.rank} of {self.size} has lost the store at {self.where} while ranks met: rank 0, which "
+                f"keeps it, has ended ({reason})"
+            ) from error
+
+    def ended(self, rank: int) -> int:
+        """Write that a rank has ended or is about to, unless another is known to have ended before; returns the
+        recorded rank."""
+        return int(self.store.compare_set("ended", "", str(rank)))
+
+    @contextmanager
+    def naming(self, where: str) -> Iterator[None]:
+        """An error of torch inside becomes one of ours, with the rank that has ended. where: what failed."""
+        try:
+            yield
+        except (CommError, ConfigError):
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            dead = self._first()
+            if dead is not None:
+                raise RankLost(f"{where}: rank {dead} has ended ({reason})", [dead]) from error
+            far = "" if len(self._here) == self.size - 1 else "a rank of another host has ended or is out of reach: "
+            raise CommError(f"{where}: {far}{reason}") from error
+
+    def _first(self) -> int | None:
+        """The rank that ended first, as far as is known on any rank."""
+        end = time.monotonic() + _SECONDS_TO_DIE
+        while time.monotonic() < end:
+            here = [rank for rank, process in self._here.items() if not began(process)]
+            try:
+                if here:
+                    return self.ended(here[0])
+                if self.store.check(["ended"]):
+                    return int(self.store.get("ended"))
+            except RuntimeError:  # the store has ended with the rank that kept it
+                return here[0] if here else 0
+            except ValueError:  # no rank has written that
+                return None
+            time.sleep(_LOOK)
+        return None
+
+
+def call(settings: Environment) -> Roll:
+    """Meet all ranks that the launcher has started, where the environment says: once in a process. LaunchError with
+    what it does not say, and with the ranks that do not come."""
+    if opened:
+        return opened[0]
+    dist = _torch()
+    launcher = settings.launcher
+    if launcher is None or launcher.rank is None or settings.expected_size is None:
+        raise LaunchError(
+            "backend='gloo': RANK and WORLD_SIZE do not say which of how many ranks this is; start the script with "
+            "fsdpx run --backend gloo -n N or torchrun"
+        )
+    where = launcher.store
+    if where is None:
+        raise LaunchError(
+            "backend='gloo': MASTER_ADDR and MASTER_PORT, or FSDPX_STORE, do not say where ranks meet; start the "
+            "script with fsdpx run --backend gloo -n N or torchrun"
+        )
+    rank, size = launcher.rank, settings.expected_size
+    if rank >= size:
+        raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
+    secret, since, timeout = environment.secret(), time.monotonic(), settings.start_timeout
+    if not secret and rank == 0:
+        print(f"fsdpx: {_without(where)}", file=sys.stderr, flush=True)
+    store = _store(dist, where, rank, size, timeout, bool(secret))
+    return Roll(store, rank, size, timeout, where, secret, launcher.local_rank, since)
+
+
+def _without(where: Store) -> str:
+    """The warning where there is no secret: what others can do, and how to set one."""
+    who = "whoever can write that file" if where.file else "whoever reaches that address, other users of this host too,"
+    alone = "" if where.file or where.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
+    return (
+        f"no FSDPX_SECRET is set, so {who} can pose as a rank of this job at {where}. {alone}Set FSDPX_SECRET to the "
+        "same secret on all ranks (openssl rand -hex 32), then ranks prove that they belong together"
+    )
+
+
+def _loopback(where: Store, hosts: set[str]) -> str:
+    """The address inside this host, if all ranks meet there."""
+    if len(hosts) > 1:
+        return ""
+    if where.file:
+        return "127.0.0.1"
+    try:
+        address = _resolved(where)[4][0]
+        return str(address) if ip_address(str(address)).is_loopback else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def _resolved(where: Store) -> Any:
+    """The family and address of MASTER_ADDR, IPv4 first."""
+    found = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return min(found, key=lambda one: one[0] != socket.AF_INET)
+
+
+def _reach(where: Store, timeout: float) -> float:
+    """Wait until a process listens there; the seconds that are left. The store of torch.distributed itself would wait
+    for that twice as long as it is told."""
+    end = time.monotonic() + timeout
+    while True:
+        left = max(end - time.monotonic(), 1.0)
+        try:
+            socket.create_connection((where.address, where.port), left).close()
+            return left
+        except OSError as error:
+            if time.monotonic() > end:
+                raise OSError(f"no process has answered within {timeout:g} s: {error}") from error
+        time.sleep(_LOOK)
+
+
+def _listening(where: Store, everywhere: bool) -> socket.socket:
+    """The socket at which rank 0 answers: on the address of MASTER_ADDR, or, where ranks prove themselves and that is
+    none of this host's own, on all of them."""
+    family, _, _, _, address = _resolved(where)
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+    except OSError as error:
+        if not everywhere or error.errno != errno.EADDRNOTAVAIL:
+            made.close()
+            raise
+        made.bind(("", where.port))
+    made.listen(1024)
+    return made
+
+
+def _torch() -> Any:
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise ConfigError(
+            f"backend='gloo' needs PyTorch, which cannot be imported ({error}): {install_hint('gloo')}"
+        ) from error
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise ConfigError(f"backend='gloo': this PyTorch was built without Gloo; {install_hint('gloo')}")
+    return dist
+
+
+def _store(dist: Any, where: Store, rank: int, size: int, timeout: float, proven: bool) -> Any:
+    """The store of the job, kept by rank 0 unless it is a file or served by torchrun. proven: ranks have a secret."""
+    try:
+        if where.file:
+            return dist.PrefixStore("fsdpx", dist.FileStore(where.file, size))
+        keeps = rank == 0 and not where.served
+        listening = _listening(where, proven).detach() if keeps else None
+        left = timeout if keeps else _reach(where, timeout)
+        made = dist.TCPStore(
+            where.address, where.port, None, keeps, timedelta(seconds=left),
+            wait_for_workers=False, multi_tenant=True, master_listen_fd=listening,
+        )  # fmt: skip
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise LaunchError(
+            f"rank {rank} of {size} cannot meet the others at {where} ({reason}): both name the host of rank 0 and a "
+            "port that is free there, the same on all ranks"
+        ) from error
+    return dist.PrefixStore(f"fsdpx{where.start}", made)

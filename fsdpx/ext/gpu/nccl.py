@@ -1,0 +1,316 @@
+"""Collectives on GPUs by NCCL. Ranks meet through MPI, which also moves arrays of the host and single messages.
+
+When a call is issued, NCCL's stream waits for what this thread has issued on its own stream before; a handle is
+complete when NCCL's stream has got to its end. The host issues all of a call at once and nothing of it later, so ranks
+that make the same calls in the same order give NCCL the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from fsdpx.core.comm.backend import Backend
+from fsdpx.core.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay, spin
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.mpi.start_watchdog import ranks_text
+from fsdpx.core.comm.p2p_collectives import Pairs
+from fsdpx.core.comm.reduction import fold, is_half
+from fsdpx.core.comm.windows import Window
+from fsdpx.errors import CommError, CommTimeout, ConfigError
+from fsdpx.ext.gpu.devices import cupy, is_on_gpu
+from fsdpx.ext.gpu.streams import Side
+from fsdpx.ext.gpu.visible_devices import Seat, shared
+
+__all__ = ["NcclCommunicator", "check_seats", "missing"]
+
+TYPES = {
+    "uint8": 1, "bool": 1, "int32": 2, "int64": 4, "uint64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+}  # fmt: skip
+"""ncclDataType_t."""
+SUM, PROD, MAX, MIN = 0, 1, 2, 3
+OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.AVG: SUM, ReduceOp.PROD: PROD, ReduceOp.MAX: MAX, ReduceOp.MIN: MIN}
+BOOLS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN, ReduceOp.MIN: MIN}
+
+
+def missing() -> str | None:
+    """Why CuPy cannot call NCCL here, or None."""
+    return None if _library().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
+
+
+def _library() -> Any:
+    cupy()  # says what to install
+    return import_module("cupy.cuda.nccl")
+
+
+def check_seats(seats: Sequence[Seat]) -> None:
+    """ConfigError if ranks share a GPU."""
+    for ranks in shared(list(seats)):
+        seat = seats[ranks[0]]
+        raise ConfigError(
+            f"backend 'nccl': {ranks_text(ranks)} are on one GPU ({seat.bus} of {seat.host}), and NCCL takes one rank "
+            "per GPU: start as many ranks as there are GPUs, or use backend='mpi', which goes through the host"
+        )
+
+
+class NcclCommunicator(Backend):
+    """The ranks of `carrier`, each with a GPU of its own. timeout: seconds a wait lasts before NCCL's communicator is
+    ended and CommTimeout raised. float16 and bfloat16 are sent as they are and added in float32 in rank order by the
+    owner of a piece, with n of scratch: NCCL's own sums would be rounded at each step."""
+
+    def __init__(self, carrier: Communicator, timeout: float) -> None:
+        super().__init__(carrier.rank, carrier.size, carrier.progress)
+        self.carrier, self.timeout = carrier, timeout
+        self.xp = cupy()
+        if (why := missing()) is not None:
+            raise ConfigError(f"backend 'nccl': {why}")
+        self.nccl = _library()
+        self.side = Side()
+        self.stream = self.side.stream
+        self.link: Any = self._open() if self.size > 1 else None
+
+    def _open(self) -> Any:
+        """NCCL's communicator of these ranks. Collective: rank 0 makes its name, and all have it before one begins."""
+        name = self.carrier.all_gather_plain(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
+        self.carrier.barrier(what="NCCL").wait()
+        return self.nccl.NcclCommunicator(self.size, name, self.rank)
+
+    def __repr__(self) -> str:
+        return f"NcclCommunicator(rank={self.rank}, size={self.size})"
+
+    def wait_up_to(self, seconds: float) -> None:
+        """From now on a single wait may last this many seconds."""
+        self.timeout = seconds
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def move(self, call: Call) -> Handle:
+        arrays = [array for array in call.arrays if array is not None]
+        of_gpu = bool(arrays) and is_on_gpu(arrays[0]) and arrays[0].dtype.name in TYPES
+        if of_gpu and call.verb in ("gather", "scatter", "all_to_all"):
+            return super().move(call)
+        if of_gpu and call.verb in _BODIES:
+            return self._issued(call, partial(_BODIES[call.verb], self, call))
+        return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
+
+    def _tag(self) -> int:
+        """Tags are the carrier's, which sends the messages of arrays of the host."""
+        return self.carrier._tag() if isinstance(self.carrier, Backend) else super()._tag()
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        def body() -> Iterable[Array]:
+            self._exchange(outgoing, incoming)
+            return [part for _, part in (*outgoing, *incoming)]
+
+        return self._issued(call, body)
+
+    def _issued(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
+        """What `body` issues on NCCL's stream; it returns its scratch."""
+        try:
+            with self.side.inside() as event:
+                scratch = body()
+        except self.nccl.NcclError as error:
+            raise CommError(f"{self._at(call)}: NCCL: {error}") from error
+        return _Work(self, self._at(call), event, (*call.arrays, *scratch))
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        self.nccl.groupStart()
+        try:
+            yield
+        finally:
+            self.nccl.groupEnd()
+
+    def _at(self, call: Call) -> str:
+        return f"{call.name} on rank {self.rank} of {self.size}"
+
+    def _all_gather(self, call: Call) -> Iterable[Array]:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        if cut.even and cut.total:
+            self.link.allGather(_at(send), _at(recv), send.size, _kind(send), self.stream.ptr)
+            return ()
+        copy(cut.part(recv, self.rank), send)
+        self._spread(recv, cut)
+        return ()
+
+    def _spread(self, array: Array, cut: Pieces) -> None:
+        """Every rank gets the pieces of all, each of which lies in its place at its owner."""
+        with self._together():
+            for root in range(self.size):
+                if (part := cut.part(array, root)).size:
+                    self.link.broadcast(_at(part), _at(part), part.size, _kind(part), root, self.stream.ptr)
+
+    def _reduce_scatter(self, call: Call) -> Iterable[Array]:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        if is_half(send.dtype):
+            return self._to_owners(send, recv, cut, call.op)
+        own = cut.part(send, self.rank)
+        target = own if overlay(send, recv) else recv  # the start of `send` is still to be sent
+        op = _operation(call.op, send)
+        if cut.even and cut.total:
+            self.link.reduceScatter(_at(send), _at(target), target.size, _kind(send), op, self.stream.ptr)
+        else:
+            with self._together():
+                for root in range(self.size):
+                    if (part := cut.part(send, root)).size:
+                        into = target if root == self.rank else part
+                        self.link.reduce(_at(part), _at(into), part.size, _kind(part), op, root, self.stream.ptr)
+        self._average(call.op, target)
+        if not overlay(recv, target):
+            recv[...] = target.copy()  # the start of `send` may reach into its own piece
+        return ()
+
+    def _all_reduce(self, call: Call) -> Iterable[Array]:
+        (buf,) = call.arrays
+        if is_half(buf.dtype):
+            cut = even_pieces(buf.size, self.size)
+            scratch = self._to_owners(buf, cut.part(buf, self.rank), cut, call.op)
+            self._spread(buf, cut)
+            return scratch
+        if buf.size:
+            op = _operation(call.op, buf)
+            self.link.allReduce(_at(buf), _at(buf), buf.size, _kind(buf), op, self.stream.ptr)
+        self._average(call.op, buf)
+        return ()
+
+    def _broadcast(self, call: Call) -> Iterable[Array]:
+        (buf,) = call.arrays
+        if buf.size:
+            self.link.broadcast(_at(buf), _at(buf), buf.size, _kind(buf), call.root, self.stream.ptr)
+        return ()
+
+    def _reduce(self, call: Call) -> Iterable[Array]:
+        send, recv = call.arrays
+        at_root = self.rank == call.root
+        if is_half(send.dtype):
+            cut = even_pieces(send.size, self.size)
+            own = self.xp.empty(cut.counts[self.rank], dtype=send.dtype)
+            scratch = self._to_owners(send, own, cut, call.op)
+            if at_root:
+                copy(cut.part(recv, self.rank), own)
+                self._exchange([], [(rank, cut.part(recv, rank)) for rank in self._others()])
+            else:
+                self._exchange([(call.root, own)], [])
+            return (*scratch, own)
+        if send.size:
+            into, op = recv if at_root else send, _operation(call.op, send)
+            self.link.reduce(_at(send), _at(into), send.size, _kind(send), op, call.root, self.stream.ptr)
+        if at_root:
+            self._average(call.op, recv)
+        return ()
+
+    def _to_owners(self, send: Array, recv: Array, cut: Pieces, op: ReduceOp) -> Iterable[Array]:
+        """Every piece goes to its owner, which adds in float32, in rank order, and rounds once."""
+        own = cut.part(send, self.rank)
+        rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
+        others = self._others()
+        self._exchange([(r, cut.part(send, r)) for r in others], [(r, rows[r]) for r in others])
+        rows[self.rank] = own
+        fold(list(rows), op, [recv])
+        return (rows,)
+
+    def _exchange(self, outgoing: Pairs, incoming: Pairs) -> None:
+        with self._together():
+            for rank, part in outgoing:
+                if part.size:
+                    self.link.send(_at(part), part.size, _kind(part), rank, self.stream.ptr)
+            for rank, part in incoming:
+                if part.size:
+                    self.link.recv(_at(part), part.size, _kind(part), rank, self.stream.ptr)
+
+    def _average(self, op: ReduceOp, total: Array) -> None:
+        if op is ReduceOp.AVG:
+            total /= self.size
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.carrier.all_gather_bytes(data)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self.carrier.all_gather_object(obj)
+
+    def window(self, nbytes: int) -> Window:
+        """Of memory of the host."""
+        return self.carrier.window(nbytes)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        part = self.carrier.split(color, key)
+        return None if part is None else NcclCommunicator(part, self.timeout)
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.stream.synchronize()
+            self.link.destroy()
+            self.link = None
+        self.carrier.close()
+
+    def abort(self, code: int = 1) -> None:
+        self.give_up()
+        self.carrier.abort(code)
+
+    def give_up(self) -> None:
+        """End all GPU work for these ranks, whatever the others do."""
+        link, self.link = self.link, None
+        if link is not None:
+            link.abort()
+
+
+class _Work:
+    """The handle of what was issued on NCCL's stream. It keeps the arrays: CuPy reuses unreferenced memory at once."""
+
+    __slots__ = ("_arrays", "_comm", "_event", "_where")
+
+    def __init__(self, comm: NcclCommunicator, where: str, event: Any, arrays: Iterable[Any]) -> None:
+        self._comm, self._where, self._event = comm, where, event
+        self._arrays: Any = tuple(arrays)
+
+    def test(self) -> bool:
+        if self._arrays is None:
+            return True
+        comm = self._comm
+        if comm.link is None:
+            raise CommError(f"{self._where}: NCCL's communicator was ended after an error")
+        try:
+            comm.link.check_async_error()
+        except comm.nccl.NcclError as error:
+            comm.give_up()
+            raise CommError(f"{self._where}: NCCL: {error}") from error
+        if not self._event.done:
+            return False
+        self._arrays = None
+        return True
+
+    def wait(self) -> None:
+        comm = self._comm
+        if not spin(self.test, comm.progress, comm.timeout):
+            comm.give_up()
+            raise CommTimeout(
+                f"{self._where} is not complete after {comm.timeout:g} s: a peer did not call or has ended"
+            )
+
+
+def _at(array: Array) -> int:
+    return int(array.data.ptr)
+
+
+def _kind(array: Array) -> int:
+    return TYPES[array.dtype.name]
+
+
+def _operation(op: ReduceOp, array: Array) -> int:
+    return BOOLS[op] if array.dtype.kind == "b" else OPERATIONS[op]
+
+
+_BODIES: dict[str, Callable[[NcclCommunicator, Call], Iterable[Array]]] = {
+    "all_gather": NcclCommunicator._all_gather,
+    "reduce_scatter": NcclCommunicator._reduce_scatter,
+    "all_reduce": NcclCommunicator._all_reduce,
+    "broadcast": NcclCommunicator._broadcast,
+    "reduce": NcclCommunicator._reduce,
+}

@@ -1,0 +1,229 @@
+"""Which GPU each rank takes, found out by all together, and whether the MPI library takes arrays of a GPU.
+
+The library's own answer is a hint. A child job decides, because a library that cannot ends the process that tries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdpx.core.base import environment
+from fsdpx.core.comm import default_communicator
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.default_communicator import running_mpi
+from fsdpx.core.comm.message_backend import inside
+from fsdpx.errors import ConfigError
+from fsdpx.ext.gpu import devices
+from fsdpx.ext.gpu.devices import DeviceMap
+
+__all__ = ["Awareness", "Seat", "awareness", "claims", "library_path", "probed", "seats", "settle", "shared", "take"]
+
+MODULE = "fsdpx.ext.gpu.visible_devices"
+"""This file, which the child job runs."""
+ELEMENTS = 1 << 18
+WORKED = "fsdpx: MPI has moved and added arrays of a GPU"
+SECONDS = 60.0
+CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+class Awareness(NamedTuple):
+    """able: arrays of a GPU are given to MPI; else they are copied through the host. evidence: the reason, as text."""
+
+    able: bool
+    evidence: tuple[str, ...]
+
+
+def settle(world: Communicator) -> Awareness | None:
+    """Find out once for all ranks; the MPI communicator inside `world` does so then, and its later groups. None: there
+    is no MPI. Collective; ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe says no."""
+    inner: Any = inside(world, "takes_gpus")
+    if inner is None:
+        return None
+    wanted = environment.gpu_aware_mpi()
+    found: Awareness = world.all_gather_plain(awareness(wanted) if world.rank == 0 else None)[0]
+    if wanted and not found.able:
+        raise ConfigError(
+            f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take arrays of a GPU ({'; '.join(found.evidence)}): "
+            "leave it out, then they go through the host"
+        )
+    inner.takes_gpus = found.able
+    return found
+
+
+def awareness(wanted: bool | None) -> Awareness:
+    """Whether the MPI library of this process takes arrays of a GPU.
+
+    wanted : False, they are not given to it; True, the probe alone counts; None, the probe is made where the library
+        says yes"""
+    if wanted is False:
+        return Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
+    claimed = claims()
+    if wanted is None and not any(yes for yes, _ in claimed):
+        return Awareness(False, tuple(text for _, text in claimed) or ("the MPI library says nothing of GPUs",))
+    able, text = probed()
+    return Awareness(able, (*(text for _, text in claimed), text))
+
+
+def claims() -> list[tuple[bool, str]]:
+    """The loaded MPI library's own answer: whether that means yes, and its text."""
+    from mpi4py import MPI
+
+    found, path = list[tuple[bool, str]](), library_path()
+    if path is not None:
+        library = ctypes.CDLL(path)  # its symbols are not in the global namespace of a process that mpi4py made
+        if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
+            found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
+        elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
+            flag = ctypes.c_int(0)
+            query(CUDA, ctypes.byref(flag))
+            found.append((bool(flag.value), f"MPIX_GPU_query_support(CUDA) = {flag.value}"))
+    kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        found.append(("cuda" in kinds or "gpu" in kinds, f"mpi_memory_alloc_kinds = {kinds}"))
+    return found
+
+
+def library_path() -> str | None:
+    """The file of the MPI library that this process has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (line.split(None, 5)[-1] for line in lines if "/" in line)
+    return next((path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))), None)
+
+
+def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
+    """Whether a child job moved and added arrays of a GPU, and the outcome as text. launcher: of that job, which has
+    two ranks, or one if there is no mpiexec."""
+    if launcher is None:
+        beside = Path(sys.executable).with_name("mpiexec")
+        found = str(beside) if beside.exists() else shutil.which("mpiexec")
+        launcher = [] if found is None else [found, "-n", "2"]
+    command = [*launcher, sys.executable, "-m", MODULE]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, env=environment.alone()
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"the probe did not end within {SECONDS:g} s"
+    except OSError as error:
+        return False, f"the probe could not be started ({error})"
+    for line in done.stdout.splitlines():
+        if WORKED in line and done.returncode == 0:
+            return True, f"a probe of{line.rpartition(',')[2]} moved and added arrays of a GPU"
+    if done.returncode == 0:
+        return False, "the probe got other numbers than were sent"
+    reasons = [line for line in done.stderr.splitlines() if "Error" in line or "Exception" in line]
+    return False, f"the probe ended with status {done.returncode}" + (f" ({reasons[-1].strip()})" if reasons else "")
+
+
+class Seat(NamedTuple):
+    """Where a rank computes. gpu: its number, as the process sees them. bus: its PCI address."""
+
+    host: str
+    local_rank: int
+    gpu: int
+    bus: str
+
+
+class _RankFacts(NamedTuple):
+    """A rank's description of itself. known: its number among all ranks of its host, where the communicator has only
+    some of them. why: the reason why it cannot take any GPU."""
+
+    host: str
+    process: int
+    known: int | None
+    buses: tuple[str, ...]
+    device_map: DeviceMap
+    why: str = ""
+
+
+def take(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
+    """Give this rank its GPU, and settle how its arrays travel; returns the seats of all ranks.
+
+    Processes of a host take its GPUs in the order of their ranks in `world`, which is MPI's; a part of the ranks, each
+    alone perhaps, by the numbers that the launcher gave. Threads of a process share its GPU. Collective; ConfigError on
+    all ranks if one of them has none."""
+    found = seats(world, device_map)
+    devices.take(found[world.rank].gpu)
+    settle(world)
+    return found
+
+
+def seats(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
+    """The seat that each rank would get from `take`, which is not taken."""
+    here, process = platform.node(), os.getpid()
+    try:
+        mine = _RankFacts(here, process, _known(world.size), devices.gpus(), device_map)
+    except ConfigError as error:
+        mine = _RankFacts(here, process, None, (), device_map, str(error))
+    facts = world.all_gather_plain(mine)
+    return [_seat(rank, facts) for rank in range(len(facts))]
+
+
+def shared(found: list[Seat]) -> list[list[int]]:
+    """The groups of ranks that have one GPU between them."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, seat in enumerate(found):
+        groups.setdefault((seat.host, seat.bus), []).append(rank)
+    return [ranks for ranks in groups.values() if len(ranks) > 1]
+
+
+def _seat(rank: int, facts: list[_RankFacts]) -> Seat:
+    own = facts[rank]
+    who = f"rank {rank} on {own.host}"
+    if own.why:
+        raise ConfigError(f"{who}: {own.why}")
+    here = {one.process: one.known for one in facts if one.host == own.host}
+    known = list(here.values())
+    complete = None not in known and len({*known}) == len(known)
+    local_rank = here[own.process] if complete else list(here).index(own.process)
+    assert local_rank is not None
+    try:
+        gpu = devices.choose(local_rank, len(own.buses), own.device_map)
+    except ConfigError as error:
+        raise ConfigError(f"{who}: {error}") from None
+    return Seat(own.host, local_rank, gpu, own.buses[gpu])
+
+
+def _known(size: int) -> int | None:
+    """This rank's number on its host among more ranks than the `size` of the communicator, if it is known."""
+    opened = default_communicator.current()
+    if opened is not None and not opened.of_thread and opened.comm.size > size:
+        return opened.local_rank
+    settings, mpi = environment.read(), running_mpi()
+    if settings.launcher is None:
+        return None
+    everyone = (settings.expected_size or 0) if mpi is None else mpi.COMM_WORLD.Get_size()
+    return settings.launcher.local_rank if everyone > size else None
+
+
+def main() -> int:
+    """The child job: it ends with `WORKED`, or as the library ends a process that gives it arrays of a GPU."""
+    from mpi4py import MPI
+
+    comm, cupy = MPI.COMM_WORLD, devices.cupy()
+    devices.take(comm.rank % len(devices.gpus()))
+    mine = cupy.full(ELEMENTS, comm.rank + 1.0, dtype="float32")
+    theirs, total = cupy.zeros_like(mine), mine[:1024].copy()
+    cupy.cuda.get_current_stream().synchronize()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.Sendrecv(mine, right, recvbuf=theirs, source=left)
+    comm.Allreduce(MPI.IN_PLACE, total)
+    want = (left + 1.0, comm.size * (comm.size + 1) / 2)
+    good = bool((theirs == want[0]).all()) and bool((total == want[1]).all())
+    if comm.allreduce(good, MPI.LAND) and comm.rank == 0:
+        print(f"{WORKED}, {comm.size} ranks", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

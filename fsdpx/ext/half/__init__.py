@@ -1,0 +1,1 @@
+"""Arithmetic in 16 bits: products, kernels and updates."""

@@ -1,0 +1,140 @@
+"""Products of 16-bit matrices by oneDNN, which adds them in float32: the way to a processor's 16-bit instructions.
+
+The library is called through ctypes. A product is a *primitive*, compiled by oneDNN for its sizes and strides; each
+thread keeps its own, as the addresses of the operands are a part of it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.blas.libraries import files, load
+
+__all__ = ["OneDNN", "found"]
+
+CPU, IN_ORDER = 1, 1  # values of dnnl.h
+SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
+TYPES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
+MOST = 512
+"""Products that a thread keeps ready; all are forgotten when there are more."""
+
+
+class Argument(ctypes.Structure):
+    _fields_ = (("role", c_int), ("memory", c_void_p))
+
+
+class OneDNN:
+    """The library in `path`; OSError or AttributeError if it is not that."""
+
+    name = "oneDNN"
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._library = load(path)
+        self._openmp = ctypes.CDLL("libgomp.so.1")
+        self._execute, self._point = self._library.dnnl_primitive_execute, self._library.dnnl_memory_set_data_handle
+        self._point.argtypes = (c_void_p, c_void_p)
+        self._engine = self._made("dnnl_engine_create", CPU, c_size_t(0))
+        self._own = threading.local()
+
+    @functools.cached_property
+    def version(self) -> str:
+        about = ctypes.cast(self._library.dnnl_version, ctypes.CFUNCTYPE(ctypes.POINTER(c_int)))()
+        return ".".join(str(about[i]) for i in range(3))
+
+    def product(self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+        """out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in one of
+        their dims, into rows of their format or float32; bias `(n,)`. Or int8 into rows of float32."""
+        layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
+        key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
+        known = self._known()
+        entry = known.get(key)
+        if entry is None:
+            if len(known) >= MOST:
+                self._forget(known)
+            entry = known[key] = self._prepare(out, a, b, accumulate, bias)
+        primitive, arguments, memories = entry
+        operands = (a, b, out) if bias is None else (a, b, out, bias)
+        for memory, array in zip(memories, operands, strict=True):
+            self._point(memory, array.__array_interface__["data"][0])
+        threads = self._openmp.omp_get_max_threads()  # of loops that the program runs in this thread
+        if threads != 1:
+            self._openmp.omp_set_num_threads(1)
+        status = self._execute(primitive, self._own.stream, len(memories), arguments)
+        if threads != 1:
+            self._openmp.omp_set_num_threads(threads)
+        self._check("dnnl_primitive_execute", status)
+
+    def _known(self) -> dict[Any, Any]:
+        """The products of this thread. Each runs on one thread: cutting them is up to the caller."""
+        own = self._own
+        if not hasattr(own, "known"):
+            own.stream = self._made("dnnl_stream_create", self._engine, IN_ORDER)
+            own.known = {}
+        return own.known
+
+    def _prepare(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, Any, list[Any]]:
+        descriptor, layouts = self._described(out, a, b, accumulate, bias)
+        primitive = self._made("dnnl_primitive_create", descriptor)
+        memories = [self._made("dnnl_memory_create", layout, self._engine, c_void_p()) for layout in layouts]
+        roles = (SOURCE, WEIGHTS, RESULT, BIAS)
+        arguments = (Argument * len(memories))(*[Argument(r, m) for r, m in zip(roles, memories, strict=False)])
+        self._library.dnnl_primitive_desc_destroy(descriptor)
+        for layout in layouts:
+            self._library.dnnl_memory_desc_destroy(layout)
+        return primitive, arguments, memories
+
+    def _described(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, list[Any]]:
+        layouts = [self._layout(array) for array in (a, b, out)]
+        if bias is not None:
+            layouts.append(self._layout(bias[None, :]))
+        attributes = self._made("dnnl_primitive_attr_create")
+        if accumulate:
+            after = self._made("dnnl_post_ops_create")
+            self._check("sum", self._library.dnnl_post_ops_append_sum(after, c_float(1.0), c_int(0), c_int(0)))
+            self._library.dnnl_primitive_attr_set_post_ops(attributes, after)
+            self._library.dnnl_post_ops_destroy(after)
+        shift = layouts[3] if bias is not None else None
+        create = "dnnl_matmul_primitive_desc_create"
+        descriptor = self._made(create, self._engine, layouts[0], layouts[1], shift, layouts[2], attributes)
+        self._library.dnnl_primitive_attr_destroy(attributes)
+        return descriptor, layouts
+
+    def _layout(self, array: np.ndarray) -> c_void_p:
+        size, n = array.itemsize, array.ndim
+        shape, strides = (c_int64 * n)(*array.shape), (c_int64 * n)(*[stride // size for stride in array.strides])
+        kind = TYPES[array.dtype.name]
+        return self._made("dnnl_memory_desc_create_with_strides", n, shape, kind, strides)
+
+    def _forget(self, known: dict[Any, Any]) -> None:
+        for primitive, _, memories in known.values():
+            self._library.dnnl_primitive_destroy(primitive)
+            for memory in memories:
+                self._library.dnnl_memory_destroy(memory)
+        known.clear()
+
+    def _made(self, function: str, *arguments: Any) -> c_void_p:
+        made = c_void_p()
+        self._check(function, getattr(self._library, function)(byref(made), *arguments))
+        return made
+
+    def _check(self, what: str, status: int) -> None:
+        if status:
+            raise OSError(f"oneDNN in {self.path}: {what} returned {status}")
+
+
+@functools.cache
+def found() -> OneDNN | None:
+    """The library of the wheel that the extra `onednn` installs, if it can be loaded."""
+    for path in files("onednn"):
+        try:
+            return OneDNN(path)
+        except (OSError, AttributeError):
+            continue
+    return None

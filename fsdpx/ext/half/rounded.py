@@ -1,0 +1,74 @@
+"""Training in 16 bits alone: parameters and optimiser state are held in bfloat16, and updated in float32."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.core.array.kernels.half import add_widened, narrowed, round_randomly, store
+from fsdpx.core.array.random import Stretch
+from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, has_data, inside, update_parameters
+from fsdpx.optim.segments import Segments
+
+__all__ = ["Rounded"]
+
+BLOCK = 1 << 16
+"""Elements that are updated at once, so that what is widened stays in cache."""
+
+
+@dataclass(frozen=True)
+class Rounded(Wrapping):
+    """An optimiser whose shard and state are in 16 bits. Each step widens them, updates in float32, and rounds back.
+
+    An update smaller than half of a parameter's last bit would be lost, and with it most of training; rounding up or
+    down by chance is right in the mean (Gupta et al. 2015). Chance is a function of parameter, element and step, so the
+    bits do not depend on how parameters are cut. With Kahan's summation (1965) the slot "lost" keeps what was rounded
+    off a parameter, and the state alone is rounded by chance.
+
+    Parameters
+    ----------
+    inner : makes the update
+    kahan : keep what is rounded off the parameters
+    """
+
+    inner: Optimizer
+    kahan: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return (*self.inner.slots, "lost") if self.kahan else tuple(self.inner.slots)
+
+    def update(
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
+        if not has_data(self, xp, p, g, slots, step, segments):
+            return
+        if not isinstance(inside(self), Elementwise):
+            self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
+            return
+        for start, part in segments.blocks(BLOCK):
+            at = slice(start, start + part.size)
+            mine = {name: array[at] for name, array in slots.items()}
+            self._update(xp, p[at], g[at], mine, part, lr=lr, step=step, scale=scale)
+
+    def _update(self, xp: Any, p: Any, g: Any, slots: Slots, part: Segments, *, step: int, **rates: Any) -> None:
+        x = narrowed(xp, p, g.dtype)
+        if self.kahan:
+            add_widened(xp, slots["lost"], x)
+        narrow = [name for name, kept in self.kept.items() if kept == Kept()]
+        wide = {name: narrowed(xp, slots[name], g.dtype) for name in narrow}
+        own = {name: slots[name] for name in self.inner.slots}
+        update_parameters(self.inner, xp, x, g, own | wide, step=step, segments=part, **rates)
+        for name, array in wide.items():
+            _round(xp, array, slots[name], f"{name}@{step}", part)
+        if self.kahan:
+            store(xp, x, p)
+            x -= narrowed(xp, p, x.dtype)
+            store(xp, x, slots["lost"])
+        else:
+            _round(xp, x, p, f"@{step}", part)
+
+
+def _round(xp: Any, x: Any, out: Any, what: str, part: Segments) -> None:
+    for s in part.items:
+        numbers = Stretch(0, f"{s.name}/{what}", s.offset, s.offset + s.stop - s.start)
+        round_randomly(xp, x[s.start : s.stop], out[s.start : s.stop], numbers)

@@ -1,0 +1,145 @@
+"""Functions of JAX as layers.
+
+layer = fsdpx.ext.interop.jax.JaxFunction(apply, params)  # y = apply(params, x)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.errors import ConfigError
+from fsdpx.ext.interop.function_layer import Differentiable
+from fsdpx.nn.gradient_accumulation import is_index
+from fsdpx.nn.layer import Array
+
+__all__ = ["JaxFunction"]
+
+_lock = threading.Lock()  # thread ranks share a layer
+
+
+class JaxFunction(Differentiable):
+    """A function of JAX with a pytree of parameters, as one layer that is gathered, computed and freed as a whole.
+
+    It is compiled by `jax.jit` once for each shape, forward and backward apart (`jax.vjp`). What backward needs and is
+    neither a parameter nor an input is kept from forward. Arrays are handed over without copies where JAX can.
+
+    Parameters
+    ----------
+    function : y = function(params, *inputs), pure, as JAX wants it; y is one array; dim 0 of all is samples
+    params : pytree of the first values (those of rank 0 count); parameters are named by their paths, "0.w" of
+        [{"w": ...}]
+    inputs : how many arrays it takes beside `params`
+
+    Raises
+    ------
+    ConfigError : for parameters that are not floats, a function that JAX cannot differentiate, and float64 without
+        `jax.config.update("jax_enable_x64", True)`
+    """
+
+    def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
+        leaves, self._tree = tree_util.tree_flatten_with_path(params)
+        super().__init__(function, {_name(path): leaf for path, leaf in leaves}, inputs)
+        self._made: dict[Any, _Compiled] = {}
+
+    def evaluate(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+        compiled = self._compiled(p, inputs)
+        if getattr(xp, "holds_no_data", False):
+            return _bare(xp, compiled.result), [_bare(xp, one) for one in compiled.kept]
+        y, kept = compiled.forward([_of(a) for a in p], [_of(a) for a in inputs])
+        return _back(xp, y), [_back(xp, one) for one in kept]
+
+    def pull(
+        self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
+    ) -> tuple[Sequence[Array | None], Sequence[Array]]:
+        whole = [is_index(a) for a in inputs]
+        if getattr(xp, "holds_no_data", False):
+            dx = [None if w else xp.empty_like(a) for w, a in zip(whole, inputs, strict=True)]
+            return dx, [xp.empty_like(a) for a in p]
+        given = [_of(a) for a in kept], [_of(a) for a in p], [_of(a) for a in inputs]
+        dp, found = self._compiled(p, inputs).backward(*given, _of(dy))
+        return [None if w else _back(xp, d) for w, d in zip(whole, found, strict=True)], [_back(xp, d) for d in dp]
+
+    def _compiled(self, p: Sequence[Array], inputs: Sequence[Array]) -> _Compiled:
+        shapes = [[jax.ShapeDtypeStruct(tuple(a.shape), a.dtype) for a in arrays] for arrays in (p, inputs)]
+        key = str(shapes)
+        with _lock:
+            if key not in self._made:
+                if any(s.dtype == np.float64 for s in (*shapes[0], *shapes[1])) and not jax.config.jax_enable_x64:
+                    raise ConfigError(
+                        f'{self!r}: JAX would compute in float32: jax.config.update("jax_enable_x64", True) comes '
+                        "first, or precision is float32"
+                    )
+                self._made[key] = self._compile(*shapes)
+            return self._made[key]
+
+    def _compile(self, p: Any, inputs: Any) -> _Compiled:
+        """Forward gives the result and what its derivative holds, but what is handed in: pages of parameters are freed
+        after forward, and gathered again for backward."""
+        inner: list[Any] = []
+
+        def both(leaves: Any, arrays: Any) -> Any:
+            y, pulled = jax.vjp(
+                lambda ls, xs: self.function(tree_util.tree_unflatten(self._tree, ls), *xs), leaves, arrays
+            )
+            held, tree = tree_util.tree_flatten(pulled)
+            inner[:] = [tree]
+            return y, held
+
+        try:
+            traced = jax.make_jaxpr(both)(p, inputs).jaxpr
+            result, held = jax.eval_shape(both, p, inputs)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"{self!r}: JAX cannot differentiate it: {str(error).splitlines()[0]}") from error
+        if not hasattr(result, "shape"):
+            raise ConfigError(f"{self!r} gives {type(result).__name__}; a layer gives one array")
+        tree, given = inner[0], {id(var): n for n, var in enumerate(traced.invars)}
+        sources = [given.get(id(var)) for var in traced.outvars[1:]]
+        keep = [n for n, source in enumerate(sources) if source is None]
+
+        def forward(leaves: Any, arrays: Any) -> Any:
+            y, held = both(leaves, arrays)
+            return y, [held[n] for n in keep]
+
+        def backward(kept: Any, leaves: Any, arrays: Any, dy: Any) -> Any:
+            left, read = iter(kept), [*leaves, *arrays]
+            pulled = tree_util.tree_unflatten(tree, [next(left) if s is None else read[s] for s in sources])
+            return pulled(dy)
+
+        return _Compiled(result, [held[n] for n in keep], jax.jit(forward), jax.jit(backward))
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """For inputs of some shapes. result, kept: shapes of what forward gives."""
+
+    result: Any
+    kept: list[Any]
+    forward: Any
+    backward: Any
+
+
+def _name(path: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "value"
+
+
+def _of(array: Array) -> jax.Array:
+    return jax.numpy.asarray(array) if isinstance(array, np.ndarray) else jax.dlpack.from_dlpack(array)
+
+
+def _back(xp: Any, array: jax.Array) -> Array:
+    """Wait for the computation: JAX returns before it ends, and the engine would reuse the memory of its inputs."""
+    done = jax.block_until_ready(array)
+    return np.asarray(done) if xp is np else xp.from_dlpack(done)
+
+
+def _bare(xp: Any, shape: Any) -> Array:
+    name = np.dtype(shape.dtype).name
+    return xp.empty(tuple(shape.shape), dtype=dtype_of("bf16") if name == "bfloat16" else np.dtype(name))

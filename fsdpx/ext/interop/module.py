@@ -1,0 +1,447 @@
+"""A `torch.nn.Module` as a layer: parameters are views of fsdpx's flat buffers, gradients come from autograd, and the
+engine owns what its graph needs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdpx.errors import ConfigError, page_hint
+from fsdpx.ext.interop.initial_values import Values
+from fsdpx.ext.interop.tensors import array_of, tensor_of
+from fsdpx.ext.interop.torch_context import GlobalNorm, around
+from fsdpx.nn.gradient_accumulation import destination, is_index
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec
+from fsdpx.nn.sharding import CutRequest, Parts
+
+__all__ = ["Derivatives", "Differentiated", "Module", "Recorded", "Run", "chosen", "is_norm", "values_of"]
+
+
+def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
+    """First values: those that a module has now. tensors: its own, which live as long as it does."""
+    missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
+    here = {name: t for name, t in tensors.items() if not t.is_meta}
+    remakers = {name: functools.partial(_remake, weakref.ref(t)) for name, t in here.items()}
+    arrays = {name: array_of(np, t) for name, t in here.items()}
+    return Values(arrays, {name: missing for name, t in tensors.items() if t.is_meta}, remakers)
+
+
+def _remake(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
+    tensor = owner()
+    return None if tensor is None else array_of(np, tensor)
+
+
+class Differentiated(Layer):
+    """The base of layers that PyTorch's autograd differentiates. Subclasses say what runs: `_run`."""
+
+    takes = "given"
+    trained: frozenset[str]
+    """Names of the parameters that have a gradient."""
+    device = "meta"
+    """PyTorch's, on which shapes are followed: "cpu", with zeros, where that does not work without values."""
+    draws = True
+    """Whether its operations may draw random numbers. PyTorch looks for those by what imports its compiler."""
+
+    constants: Mapping[str, torch.Tensor]
+    """Buffers, or constants, which keep their format, by name."""
+
+    @abstractmethod
+    def _run(self, env: Env) -> Run:
+        """What gives the result for (parameters and buffers by name, inputs)."""
+
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+        read = x if isinstance(x, tuple) else (x,)
+        if read[0].shape[0] == 0 and not self.collective:  # not every operation knows what to do with no samples
+            one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
+            return self._recorded(env, one, p, frozenset()).output[:0], (None, *read)
+        found = self._recorded(env, read, p, self.trained & p.keys())
+        if found.wrote:
+            raise ConfigError(f"{self!r}: forward writes into {', '.join(found.wrote)}: compute new tensors instead")
+        return found.output, (found, *found.kept)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        dx, gradients = self._backward(env, p, saved, dy, True, sorted(self.trained & p.keys()))
+        return (dx[0] if len(dx) == 1 else tuple(dx)), gradients
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        for name, gradient in kept.items():
+            if (into := destination(g, name)) is not None:
+                out, add = into
+                if add:
+                    out += gradient
+                else:
+                    out[...] = gradient
+
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Any:
+        dx, gradients = self._backward(env, p, saved, dy, True, list(g))
+        self.backward_params(env, g, gradients)
+        return dx[0] if len(dx) == 1 else tuple(dx)
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, self._backward(env, p, saved, dy, False, list(g))[1])
+
+    def _recorded(self, env: Env, read: tuple[Array, ...], p: Params, trained: frozenset[str]) -> Recorded:
+        run, bare = self._run(env), getattr(env.xp, "holds_no_data", False)
+        with around(env, read[0].shape[0], self.draws), self._one_format(read, p):
+            if self.device == "cpu" or not bare:
+                return Recorded(env.xp, run, read, p, trained, "cpu")
+            try:
+                return Recorded(env.xp, run, read, p, trained)
+            except (RuntimeError, NotImplementedError):  # it looks at values, or makes tensors on the CPU
+                self.device = "cpu"
+                return Recorded(env.xp, run, read, p, trained, "cpu")
+
+    @contextmanager
+    def _one_format(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
+        """An error of PyTorch's inside, if constants have another format than all else, names them."""
+        try:
+            yield
+        except RuntimeError as error:
+            kinds = {str(a.dtype) for a in (*p.values(), *read) if not is_index(a)}
+            odd = [f"{n} is {t.dtype}" for n, t in self.constants.items() if t.is_floating_point()]
+            odd = [text for text in odd if text.rpartition(".")[2] not in kinds]
+            if not odd or "dtype" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self!r}: {', '.join(odd)}, a buffer that is not saved and so keeps its format, and all else is "
+                f"{', '.join(sorted(kinds))}: convert it in the module, or choose precision= alike. PyTorch says: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def _backward(
+        self, env: Env, p: Params, saved: Any, dy: Array, inputs: bool, trained: Sequence[str]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        recorded, *kept = saved
+        if recorded is None:
+            return [None if is_index(a) else env.xp.zeros_like(a) for a in kept], dict.fromkeys(trained, 0.0)
+        found = recorded.backward(p, kept, dy, inputs, trained)
+        dx = [None if d is None else array_of(env.xp, d) for d in found.inputs]
+        return dx, {name: array_of(env.xp, d) for name, d in found.parameters.items()}
+
+
+class Module(Differentiated):
+    """Any `torch.nn.Module` as one layer, which is gathered, computed and freed as a whole.
+
+    Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves are parameters that
+    are not trained. Batch norms see the global batch, and dropout draws fsdpx's numbers: the result does not depend on
+    how ranks are laid out. `forward` may do what autograd can follow, but must not write into inputs, parameters or
+    buffers. Modules inside that are in evaluation (`eval()`) stay so in training, as in PyTorch.
+
+    Parameters
+    ----------
+    module : is copied, its modes too; later changes to it have no effect
+    inputs : names of the arguments of its `forward` that the layer's inputs are; None: those without a default
+    output : what of the result of `forward` is the layer's, where that is not one tensor: a key, an attribute or a
+        number; None: "logits" where there is such an attribute
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, inputs: Sequence[str] | None = None, output: str | int | None = None
+    ) -> None:
+        self.inputs = inputs if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
+        self.output = output
+        self.n_inputs = _needed(module) if self.inputs is None else len(self.inputs)
+        self._bare = _Bare(module)
+        self.values = self._bare.values
+        self.trained, self.constants = self._bare.trained, self._bare.constants
+        self.collective = self._bare.norms
+        self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
+
+    def specs(self) -> dict[str, Spec]:
+        return self.values.specs(self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms)
+
+    def __repr__(self) -> str:
+        return f"Module({self._bare.kind})"
+
+    def cut(self, request: CutRequest) -> Portion:
+        if not isinstance(kind := request.kind(self), Parts):
+            return super().cut(request)
+        twin = self._bare.twin
+        way = f"use fsdpx.nn.{twin}" if twin else f"make it of layers of fsdpx.nn that {page_hint('fields')} lists"
+        raise ConfigError(
+            f"{request.path!r} {self!r} reads {kind}, and modules of PyTorch see whole samples: {way}; "
+            "trainer.load_weights(module.state_dict()) takes the weights of a module"
+        )
+
+    def _run(self, env: Env) -> Run:
+        module, constants = self._bare.here(env)
+
+        def run(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
+            given |= {name: b.to(inputs[0].device) for name, b in constants.items()}
+            if self.inputs is None:
+                y = functional_call(module, given, tuple(inputs))
+            else:
+                y = functional_call(module, given, (), dict(zip(self.inputs, inputs, strict=True)))
+            if wrote := [name for name, buffer in constants.items() if buffer._version]:
+                raise ConfigError(f"{self!r}: forward writes into {', '.join(wrote)}: compute new tensors instead")
+            return chosen(y, self.output, repr(self))
+
+        return run
+
+
+def chosen(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
+    """The one tensor of what a module's `forward` returned."""
+    if wanted is None and hasattr(result, "logits"):
+        wanted = "logits"
+    if isinstance(wanted, str):
+        names = list(result) if isinstance(result, Mapping) else [n for n in dir(result) if not n.startswith("_")]
+        if wanted not in names:
+            raise ConfigError(f"{who}: forward gives no {wanted!r}; there are {', '.join(map(str, names))}")
+        result = result[wanted] if isinstance(result, Mapping) else getattr(result, wanted)
+    elif wanted is not None:
+        result = result[wanted]
+    if not isinstance(result, torch.Tensor):
+        raise ConfigError(
+            f"{who}: forward gives {type(result).__name__}, and a layer gives one tensor: say which, output=..."
+        )
+    return result
+
+
+OVER_FIELDS = {
+    f"{name}{dims}d": f"{name}{dims}d"
+    for name in ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool") for dims in (1, 2, 3)
+}  # fmt: skip
+OVER_FIELDS |= {f"{name}{dims}d": name for name in ("BatchNorm", "InstanceNorm") for dims in (1, 2, 3)}
+OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid", "SiLU", "Tanh", "Upsample")}
+"""Layers of PyTorch, and those of fsdpx that do the same over parts of a field as well."""
+
+
+class _Bare:
+    """A module without the data of its parameters, which every thread can have a copy of.
+
+    shapes: of parameters and saved buffers by name. state: names of running statistics. of_norms: of what
+    norms scale and shift by. counts: names of buffers of
+    integers, which are constants."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        self.twin = OVER_FIELDS.get(type(module).__name__, "") if of_torch else ""
+        held = _held(module)
+        self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        self.counts = [name for name, t in held.items() if not t.is_floating_point()]
+        floats = {name: t for name, t in held.items() if t.is_floating_point()}
+        self.values = values_of(floats)
+        self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
+        self._module = copy.deepcopy(module, {id(t): _without_data(t) for t in floats.values()})
+        self.of_norms = [name for name in floats if is_norm(module.get_submodule(name.rpartition(".")[0]))]
+        self._modes = {name: child.training for name, child in module.named_modules()}
+        norms = [(n, m) for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
+        self.norms = bool(norms)
+        self.state = frozenset(f"{n}.{s}".lstrip(".") for n, _ in norms for s in ("running_mean", "running_var"))
+        for name, norm in norms:
+            self._module = _replaced(self._module, name, GlobalNorm(norm, name))
+        if getattr(self._module, "inplace", False):
+            self._module.inplace = False  # its input belongs to the layer before it
+        self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
+        self._threads = threading.local()
+
+    def here(self, env: Env) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+        """This thread's copy and its buffers that are not trained. In training each module inside is in the mode in
+        which it was given."""
+        if not hasattr(self._threads, "module"):
+            self._threads.module, self._threads.mode = copy.deepcopy(self._module), None
+        module: torch.nn.Module = self._threads.module
+        if self._threads.mode is not env.training:
+            module.train(env.training)
+            for name, mode in self._modes.items() if env.training else ():
+                module.get_submodule(name).training = mode
+            self._threads.mode = env.training
+        return module, self.constants
+
+
+def is_norm(module: torch.nn.Module) -> bool:
+    """Whether a module is a norm: one of PyTorch's, or of a class of others that says so, such as LlamaRMSNorm."""
+    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+
+
+def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and the buffers that PyTorch saves, each once."""
+    saved = module.state_dict(keep_vars=True)
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, p in module.named_parameters():
+        if not p.is_floating_point() or p.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"{type(module).__name__}: {name!r} is {p.dtype} on {p.device}; parameters must be floats on the CPU, "
+                "from where fsdpx takes them"
+            )
+    return {name: tensor for name, tensor in own.items() if name in saved}
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    bare = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return torch.nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else bare
+
+
+def _replaced(module: torch.nn.Module, path: str, new: torch.nn.Module) -> torch.nn.Module:
+    if not path:
+        return new
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, new)
+    return module
+
+
+def _needed(module: torch.nn.Module) -> int:
+    """How many arguments its `forward` needs; one, if all have defaults."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
+    if not by_place:
+        raise ConfigError(f"{type(module).__name__}: its forward takes no argument by place; say which, inputs=('x',)")
+    return max(sum(a.default is a.empty and a.kind != a.VAR_POSITIONAL for a in by_place), 1)
+
+
+Arrays = Mapping[str, Any]
+Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """inputs: one for each input, None for those of integers. parameters: by name, of those that had an effect."""
+
+    inputs: list[torch.Tensor | None]
+    parameters: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor that backward needs is found again: in parameter `name`, or in kept array number `number`."""
+
+    name: str | None
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    kind: torch.dtype
+
+
+class Recorded:
+    """The graph of one forward; the arrays that backward needs are `kept`, and are given back to `backward`.
+
+    Parameters are not among them: in backward their page was gathered once more, and may lie elsewhere.
+
+    Parameters
+    ----------
+    xp : namespace of all arrays
+    run : gives the result for (parameters and buffers by name, inputs)
+    inputs : arrays; those of floats have a gradient
+    given : parameters and buffers by name
+    trained : the names of those that have a gradient
+    device : of PyTorch, for arrays that hold no data
+    """
+
+    def __init__(
+        self, xp: Any, run: Run, inputs: Sequence[Any], given: Arrays, trained: frozenset[str], device: str = "meta"
+    ) -> None:
+        self._device, self._bare = device, getattr(xp, "holds_no_data", False)
+        self.kept: tuple[Any, ...] = ()
+        self._tensors = {name: tensor_of(a, device).requires_grad_(name in trained) for name, a in given.items()}
+        self._owners = {_memory(tensor): name for name, tensor in self._tensors.items()}
+        self._leaves = {name: tensor for name, tensor in self._tensors.items() if name in trained}
+        self._held: list[torch.Tensor] = []
+        self._dy: list[torch.Tensor] = []
+        read = [_Inlet.apply(torch.empty(0, requires_grad=True), [tensor_of(a, device)]) for a in inputs]
+        self._inlets = [get_gradient_edge(t) if t.requires_grad else None for t in read]
+        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
+            y = run(self._tensors, read)
+            end = _Outlet.apply(y, self._dy) if y.requires_grad else None
+        self.wrote = [name for name, tensor in self._tensors.items() if tensor._version]
+        self.wrote += [f"input {i}" for i, tensor in enumerate(read) if tensor._version]
+        self._outlet: GradientEdge | None = None if end is None else get_gradient_edge(end)
+        self.output = array_of(xp, y)
+        self.kept = _arrays(xp, self._held, list(zip(read, inputs, strict=True)))
+        self._held, self._tensors = [], {}
+
+    def backward(
+        self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
+    ) -> Derivatives:
+        """given: the parameters as they lie now. kept: the arrays. inputs: whether gradients of inputs are wanted.
+
+        Can be called once: the graph is freed."""
+        edges = [edge for edge in self._inlets if inputs and edge is not None]
+        leaves = [self._leaves[name] for name in trained]
+        if self._outlet is None or not edges + leaves:
+            return Derivatives([None] * len(self._inlets), {})
+        self._tensors = {name: tensor_of(a, self._device) for name, a in given.items()}
+        self._held = [] if self._bare else [tensor_of(a) for a in kept]
+        self._dy.append(tensor_of(dy, self._device))
+        found = torch.autograd.grad([self._outlet], [*edges, *leaves], allow_unused=True)
+        self._held, self._tensors, self._outlet = [], {}, None
+        at_inputs = iter(found[: len(edges)])
+        dx = [next(at_inputs) if inputs and edge is not None else None for edge in self._inlets]
+        pairs = zip(trained, found[len(edges) :], strict=True)
+        return Derivatives(dx, {name: gradient for name, gradient in pairs if gradient is not None})
+
+    def _pack(self, tensor: torch.Tensor) -> _Source:
+        tensor = tensor.detach()
+        name = self._owners.get(_memory(tensor))
+        if name is not None and self._tensors[name].dtype != tensor.dtype:
+            name = None
+        if name is None:
+            self._held.append(tensor)
+        return _Source(name, len(self._held) - 1, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def _unpack(self, place: _Source) -> torch.Tensor:
+        if place.name is not None:
+            return self._tensors[place.name].detach().as_strided(place.size, place.stride, place.offset)
+        if self._bare:
+            return torch.zeros(place.size, dtype=place.kind, device=self._device)
+        return self._held[place.number]
+
+
+class _Inlet(torch.autograd.Function):
+    """An input as the beginning of a graph that does not hold it: a leaf would live as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:
+        """x: in a list, which autograd does not look into: the result is no view of an input."""
+        if not x[0].is_floating_point():
+            ctx.mark_non_differentiable(x[0])
+        return x[0]
+
+    @staticmethod
+    def backward(ctx: Any, *dx: Any) -> tuple[None, None]:
+        return None, None
+
+
+class _Outlet(torch.autograd.Function):
+    """The end of a graph: one number, of which the gradient is never asked for. `autograd.grad` of any other result
+    compares shapes by what imports a computer algebra system."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
+        """dy: the gradient of y stands in it when backward begins."""
+        ctx.dy = dy
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *one: Any) -> tuple[torch.Tensor, None]:
+        return ctx.dy.pop(), None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
+    """As arrays; without data, what shares memory is the same array, so that it is counted once."""
+    if not getattr(xp, "holds_no_data", False):
+        return tuple(array_of(xp, tensor) for tensor in held)
+    known = {_memory(tensor): array for tensor, array in inputs}
+    for tensor in held:
+        if _memory(tensor) not in known:
+            known[_memory(tensor)] = xp.empty((tensor.untyped_storage().nbytes(),), dtype="uint8")
+    return tuple(known[_memory(tensor)] for tensor in held)

@@ -1,0 +1,179 @@
+"""PyTorch's modules and losses in fsdpx: `distribute` takes them as they are, and this is how.
+
+trainer = fsdpx.distribute(net, loss=torch.nn.CrossEntropyLoss(), optimizer=fsdpx.optim.AdamW(lr=1e-3))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.interop.export import cut, shared
+from fsdpx.ext.interop.module import Module
+from fsdpx.ext.interop.tensors import array_of, tensor_of
+from fsdpx.nn.container import Chain
+from fsdpx.nn.layer import Array, Env, Layer, dotted
+from fsdpx.nn.losses import Loss
+
+__all__ = ["Criterion", "Module", "array_of", "from_torch", "tensor_of"]
+
+
+def from_torch(
+    module: torch.nn.Module,
+    *example: Any,
+    units: Callable[[str, torch.nn.Module], bool] | Sequence[str] | None = None,
+    output: str | int | None = None,
+) -> Layer:
+    """The layer, or the layers, that compute what `module` does. Parameters keep their names; shared ones are tied.
+
+    Without an example a `torch.nn.Sequential` becomes a `Chain` of its children, and all else one `Module`. With one
+    the module is cut: PyTorch exports it (`torch.export`), and every unit is gathered, computed and freed by itself,
+    and may be a stage's of a pipe. Units are exported in the format that the module is in.
+
+    Parameters
+    ----------
+    module : any module that autograd can differentiate
+    example : its inputs, arrays or tensors, of at least 2 samples; other sizes may follow
+    units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module); None:
+        the elements of each `torch.nn.ModuleList`. Other modules with parameters are units by themselves
+    output : see `Module`
+
+    Raises
+    ------
+    ConfigError : for a module that PyTorch cannot export, a pattern that fits nothing, and units that give several
+        tensors
+    """
+    if example:
+        return cut(module, example, units, output)
+    if units is not None:
+        raise ConfigError("from_torch(units=...) needs an example of the inputs: from_torch(module, x, units=...)")
+    if output is not None:
+        return Module(module, output=output)
+    layers = _children(module)
+    if layers is None:
+        return Module(module)
+    names = {dotted(name, local) for name, layer in layers.items() for local in layer.specs()}
+    return Chain(layers, ties={alias: name for alias, name in shared(module).items() if {alias, name} <= names})
+
+
+def _children(module: torch.nn.Module) -> dict[str, Layer] | None:
+    """The layers of a Sequential by name."""
+    if type(module) is not torch.nn.Sequential or not len(module):
+        return None
+    inner = ((name, child, _children(child)) for name, child in module._modules.items() if child is not None)
+    return {name: Module(child) if layers is None else Chain(layers) for name, child, layers in inner}
+
+
+LABELS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+SUMS = (
+    torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss, torch.nn.BCELoss,
+    torch.nn.BCEWithLogitsLoss, torch.nn.PoissonNLLLoss, torch.nn.SoftMarginLoss,
+)  # fmt: skip
+ALIKE = (
+    *SUMS, torch.nn.KLDivLoss, torch.nn.HingeEmbeddingLoss, torch.nn.MultiLabelMarginLoss,
+    torch.nn.MultiLabelSoftMarginLoss,
+)  # fmt: skip
+ALIKE_FUNCTIONS = {
+    getattr(torch.nn.functional, name)
+    for name in (
+        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss", "kl_div", "hinge_embedding_loss",
+        "multilabel_margin_loss", "multilabel_soft_margin_loss",
+    )
+}  # fmt: skip
+"""Losses of output and target of one shape. PyTorch repeats a target of another one, and compares each sample with
+all."""
+
+
+class Criterion(Loss):
+    """A loss of `torch.nn`, or a function of (output, target) that gives the mean over the samples.
+
+    Parts of a batch add up as PyTorch divides the whole: by the number of elements, or for classes by the weights of
+    the targets that are not ignored. A function is multiplied by the number of samples of each part.
+
+    Parameters
+    ----------
+    function : `torch.nn.CrossEntropyLoss()` and others with `reduction="mean"`, or a function of two tensors
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        if isinstance(function, torch.nn.Module) and next(function.parameters(), None) is not None:
+            raise ConfigError(f"{function}: a loss with parameters is not trained here; make it a part of the model")
+        if (reduction := getattr(function, "reduction", "mean")) != "mean":
+            raise ConfigError(f"{function}: reduction={reduction!r} gives no mean over a batch; use 'mean'")
+        self.function = function
+        self._alike = isinstance(function, ALIKE) or function in ALIKE_FUNCTIONS
+        self._sum: Any = function
+        if isinstance(function, (*LABELS, *SUMS)):
+            self._sum = copy.copy(function)
+            self._sum.reduction = "sum"
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        output, wanted = tensor_of(y).detach().requires_grad_(), tensor_of(target)
+        if isinstance(self.function, LABELS) and not wanted.is_floating_point():
+            wanted = wanted.to(torch.int64)
+        elif wanted.is_floating_point() or self._alike:
+            wanted = wanted.to(output.dtype)
+        weight = self._weight(output, wanted)
+        with torch.enable_grad():
+            total = self._sum(output, wanted) if y.shape[0] else output.sum()
+            if self._sum is self.function:
+                total = total * weight
+        if total.ndim:
+            raise DataError(f"{self!r} gives a tensor of shape {tuple(total.shape)}: a loss is one number")
+        bare = getattr(env.xp, "holds_no_data", False)
+        return (0.0 if bare else float(total.detach())), weight, (output, total)
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        output, total = saved
+        (gradient,) = torch.autograd.grad(total, output, torch.full_like(total, seed))
+        return array_of(env.xp, gradient)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        if not target.shape or target.shape[0] != shape[0]:
+            raise DataError(f"{self!r}: a target of shape {tuple(target.shape)} for {shape[0]} samples")
+        given, output = tuple(target.shape), tuple(shape)
+        if isinstance(self.function, LABELS):
+            self._demand_labels(output, target)
+        elif self._alike and given != output:
+            raise DataError(
+                f"{self!r} needs a target of the output's shape {output}, got {given}: PyTorch would repeat one of them"
+            )
+
+    def _demand_labels(self, output: tuple[int, ...], target: Array) -> None:
+        """Probabilities of the output's shape, or whole numbers, dim 1 of the output being classes."""
+        whole = np.dtype(target.dtype).kind in "iu"
+        wanted = (output[:1] + output[2:]) if whole else output
+        if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:
+            kind = "labels" if whole else "probabilities"
+            raise DataError(
+                f"{self!r}: {kind} for an output of shape {output} have the shape {wanted}, got {tuple(target.shape)} "
+                f"of {target.dtype}"
+            )
+        ignored = self.function.ignore_index  # type: ignore[attr-defined]
+        if whole and bool((wrong := ((target < 0) | (target >= output[1])) & (target != ignored)).any()):
+            raise DataError(
+                f"{self!r}: label {int(target[wrong][0])} is out of range: it must be from 0 to {output[1] - 1}, or "
+                f"ignore_index {ignored}"
+            )
+
+    def _weight(self, output: torch.Tensor, target: torch.Tensor) -> float:
+        if isinstance(self.function, SUMS):
+            return float(output.numel())
+        if not isinstance(self.function, LABELS):
+            return float(output.shape[0])
+        if target.is_floating_point():  # probabilities of classes
+            return float(output.numel() // max(output.shape[1], 1))
+        if target.device.type == "meta":
+            return float(target.numel())
+        counted = target[target != self.function.ignore_index]
+        weights = self.function.weight
+        return float(counted.numel() if weights is None else weights[counted].sum())
+
+    def __repr__(self) -> str:
+        return f"Criterion({self.function!r})"

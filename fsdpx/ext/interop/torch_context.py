@@ -1,0 +1,187 @@
+"""What a module sees of its surroundings while it runs: fsdpx's random numbers, and batch norms of the global batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdpx import nn
+from fsdpx.errors import ConfigError
+from fsdpx.ext.interop.aten_kernels import NATIVE, attention
+from fsdpx.ext.interop.tensors import array_of, tensor_of
+from fsdpx.nn.layer import Env
+
+__all__ = ["REPLACED", "GlobalNorm", "around", "draws"]
+
+_now = threading.local()
+aten: Any = torch.ops.aten
+
+
+@contextmanager
+def around(env: Env, samples: int, listen: bool) -> Iterator[None]:
+    """Inside, modules of this thread run in `env` on this many samples, and draw its random numbers.
+
+    listen: for operations that draw, where there are some. ConfigError if one draws from PyTorch's generator all the
+    same: its numbers depend on how ranks are laid out."""
+    _now.env = env
+    before = torch.default_generator.get_state()
+    try:
+        with _Drawn(env, samples) if listen else nullcontext():
+            yield
+    finally:
+        _now.env = None
+    if not torch.equal(before, torch.default_generator.get_state()):
+        raise ConfigError(
+            "the module draws random numbers in a way that is not known here (dropout and torch.rand_like are): the "
+            "result would depend on the number of ranks"
+        )
+
+
+class _Drawn(TorchDispatchMode):
+    """Random numbers by counter: those of (seed, layer, step, global row, how many draws there were before)."""
+
+    def __init__(self, env: Env, samples: int) -> None:
+        super().__init__()
+        self.env, self.samples, self.draws = env, samples, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = _OWN.get(func)
+        return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
+
+    def fractions(self, like: torch.Tensor) -> torch.Tensor:
+        """One number in [0, 1) for each element of a tensor whose elements lie sample after sample."""
+        name = f"draw{self.draws}"
+        self.draws += 1
+        if getattr(self.env.xp, "holds_no_data", False):
+            return torch.zeros(like.shape, device=like.device)
+        if self.samples == 0 or like.numel() % self.samples:
+            raise ConfigError(
+                f"the module draws random numbers of shape {tuple(like.shape)} for {self.samples} samples: they must "
+                "belong to samples, dim 0 first, to be the same however a batch is cut"
+            )
+        rows = (self.samples, like.numel() // self.samples)
+        return tensor_of(self.env.at(name).random.uniform(self.env.xp, rows)).reshape(like.shape)
+
+
+def _bernoulli(mode: _Drawn, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
+    """In place: 1 with probability p. Dropout draws with the probability that an element is kept."""
+    return x.copy_(mode.fractions(x) >= 1.0 - p)
+
+
+def _native_dropout(mode: _Drawn, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    keep = mode.fractions(x) >= p
+    return x * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
+
+
+def _rand_like(mode: _Drawn, x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    return mode.fractions(x).to(dtype or x.dtype)
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: _bernoulli,
+    aten.native_dropout.default: _native_dropout,
+    aten.rand_like.default: _rand_like,
+}
+
+
+class GlobalNorm(torch.nn.Module):
+    """A BatchNorm over the whole global batch in place of PyTorch's own, which would see this rank's samples only.
+
+    Parameters, running statistics and results are those of `fsdpx.nn.BatchNorm`."""
+
+    def __init__(self, norm: Any, path: str) -> None:
+        super().__init__()
+        if norm.momentum is None or not norm.track_running_stats:
+            raise ConfigError(
+                f"{path!r} {norm}: batch norms need running statistics that move by a momentum; "
+                "momentum=None and track_running_stats=False are not known here"
+            )
+        self.layer = nn.BatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.register_buffer("running_mean", norm.running_mean)
+        self.register_buffer("running_var", norm.running_var)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        env = _now.env
+        if not self.training and env.training:  # this one is held in evaluation, as `eval()` on it has said
+            env = Env(env.xp, env.mesh, env.random, training=False)
+        affine = (self.weight, self.bias) if self.layer.affine else ()
+        return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
+
+
+class _BatchNormFunction(torch.autograd.Function):
+    """`fsdpx.nn.BatchNorm` for PyTorch's autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, env: Env, layer: nn.BatchNorm, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, *affine: Any
+    ) -> torch.Tensor:
+        named = dict(zip(("weight", "bias"), affine, strict=False))
+        p = {n: array_of(env.xp, t) for n, t in (named | {"running_mean": mean, "running_var": var}).items()}
+        y, (_, *statistics, ctx.count) = layer.forward(env, p, array_of(env.xp, x))
+        ctx.env, ctx.layer = env, layer
+        ctx.save_for_backward(x, *(tensor_of(a, x.device) for a in statistics), *affine)
+        return tensor_of(y, x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        xp, layer = ctx.env.xp, ctx.layer
+        x, mean, rstd, *affine = (array_of(xp, t) for t in ctx.saved_tensors)
+        p = dict(zip(("weight", "bias"), affine, strict=False))
+        dx, kept = layer.backward_input(ctx.env, p, (x, mean, rstd, ctx.count), array_of(xp, dys[0].contiguous()))
+        g = {name: xp.zeros_like(a) for name, a in p.items()}
+        layer.backward_params(ctx.env, g, kept)
+        found = [tensor_of(a, dys[0].device) for a in (dx, *g.values())]
+        return None, None, found[0], None, None, *found[1:]
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return torch.dropout(x, p, train and _now.env.training)
+
+
+def _native_dropped(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, None]:
+    return _dropout(x, p, train), None
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    return attention(q, k, v, mask, dropout_p if _now.env.training else 0.0, is_causal, **options)
+
+
+def _with_grad(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    with torch.set_grad_enabled(enabled):
+        return function(*arguments)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    aten.dropout.default: _dropout,
+    aten.native_dropout.default: _native_dropped,
+    aten.scaled_dot_product_attention.default: _attention,
+    torch._higher_order_ops.wrap_with_set_grad_enabled: _with_grad,
+    **NATIVE,
+}
+"""Operations of an exported module, exported in training, and what runs in their place: some ask for the mode."""
+
+
+DROPS = {_dropout: 1, _native_dropped: 1, _attention: 4}
+"""Functions that ask whether this is training, and where their probability stands."""
+
+
+def draws(graph: fx.GraphModule) -> bool:
+    """Whether an operation may draw random numbers in training."""
+    return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
+
+
+def _may_draw(node: fx.Node) -> bool:
+    if (at := DROPS.get(node.target)) is None:
+        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
+    return bool(given) and node.args[2:3] != (False,)

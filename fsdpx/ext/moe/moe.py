@@ -1,0 +1,378 @@
+"""Mixtures of experts: the layer that routes tokens to experts, and experts that are dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array import kernels
+from fsdpx.errors import ConfigError
+from fsdpx.nn import collectives
+from fsdpx.nn.gradient_accumulation import add_product, affine, flat, product, wide
+from fsdpx.nn.init import Init, normal
+from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
+from fsdpx.nn.linear import named
+from fsdpx.nn.sharding import Cut, CutRequest, Own, Positions, Samples, Whole, share
+
+__all__ = [
+    "Chosen", "CutMoE", "MoE", "add_experts", "balancing", "experts", "experts_backward", "router", "router_backward",
+    "tally", "want_good",
+]  # fmt: skip
+
+
+class MoE(Layer):
+    """sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)): `(samples, ..., d_model)` to the same.
+
+    The `active` experts with the largest of the logits `router x` are chosen at each position, w is the softmax of
+    their logits (Mixtral, Jiang et al. 2024). Every position gets all it has chosen, however many choose the same: none
+    is dropped. Weights `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)`, `down (experts,
+    d_model, d_hidden)`; every rank has all experts of the units that it computes. On a tensor axis it becomes a
+    `CutMoE`, whose ranks have some experts each.
+
+    Parameters
+    ----------
+    d_model : features of the input and the result
+    d_hidden : features inside an expert
+    experts : number of MLPs
+    active : number of them used for each position
+    balance : weight of the loss that balances the load (Fedus et al. 2022): experts x the sum over experts e of
+        f_e P_e, f_e the choices of e per position and P_e the mean of the softmax of all its logits. It is that of the
+        positions computed together, of one microbatch, and acts in backward only: reported losses are without it
+    init, out_init : of `router`, `gate` and `up`, and of `down`; None: N(0, 0.02)
+    """
+
+    acts_on = "position"
+    runs = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
+    plan = {"": Own()}  # noqa: RUF012
+    part = False
+    """The other ranks of the tensor axis have other positions."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        experts: int,
+        active: int = 2,
+        balance: float = 0.0,
+        *,
+        init: Init | None = None,
+        out_init: Init | None = None,
+    ) -> None:
+        positive(self, d_model=d_model, d_hidden=d_hidden, experts=experts, active=active)
+        if active > experts:
+            raise ConfigError(f"MoE: active {active} is more than the {experts} experts")
+        self.d_model, self.d_hidden, self.experts, self.active = d_model, d_hidden, experts, active
+        self.balance = float(balance)
+        self.init = init or normal(0.02)
+        self.out_init = out_init or self.init
+
+    def specs(self) -> dict[str, Spec]:
+        inside = (self.experts, self.d_hidden, self.d_model)
+        return {
+            "router": Spec((self.experts, self.d_model), self.init),
+            "gate": Spec(inside, self.init),
+            "up": Spec(inside, self.init),
+            "down": Spec((self.experts, self.d_model, self.d_hidden), self.out_init),
+        }
+
+    def cut(self, request: CutRequest) -> Portion:
+        kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")
+        if isinstance(request.mark, Own) or (request.mark is None and (context or isinstance(kind, Samples))):
+            kind = request.closed(self)
+            request.enough(self.experts, "experts", "" if context else "a tensor_plan that leaves them whole")
+            size = (self.d_model, self.d_hidden, self.experts, self.active, self.balance)
+            cut = CutMoE(*size, not isinstance(kind, Whole), init=self.init, out_init=self.out_init)
+            return Portion(cut, kind, ("router",))
+        portion = super().cut(request)
+        if not isinstance(portion.kind, Positions):
+            return portion
+        new = copy(self)
+        new.part = True
+        return replace(portion, layer=new)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        want_good(self, x, self.d_model, self.balance)
+        xp, rows = env.xp, flat(x)
+        chosen = router(xp, rows, p["router"], self.active)
+        routes = self._routes(xp, chosen.experts)
+        if self.part or env.mesh.tensor.rank == 0:
+            counts = [len(at) for at in routes]
+            tally(env, counts, sum(counts))
+        weights = chosen.weights.reshape(-1)
+        y, held = experts(xp, p, rows, [(at // self.active, weights[at]) for at in routes])
+        return y.astype(x.dtype, copy=False).reshape(x.shape), (rows, chosen, routes, held)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        rows, chosen, routes, held = saved
+        xp = env.xp
+        dx, found, kept = experts_backward(xp, p, held, flat(dy))
+        dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
+        for at, one in zip(routes, found, strict=True):
+            dweights[at] = one
+        slopes = balancing(self.balance, self._counts(env, routes), self.active)
+        dlogits = router_backward(xp, chosen, dweights, dy.dtype, slopes)
+        dx += product(xp, dlogits, p["router"])
+        return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (rows, dlogits, kept)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        rows, dlogits, each = kept
+        add_product(env.xp, g, "router", dlogits.T, rows)
+        add_experts(env.xp, g, rows, each)
+
+    def _counts(self, env: Env, routes: Sequence[Array]) -> list[int]:
+        """How often each expert was chosen, for the balancing loss: by the positions of all ranks of the axis."""
+        counts = [len(at) for at in routes]
+        if not self.part or not self.balance:
+            return counts
+        mine, what = env.xp.asarray(counts, dtype=np.int64), named(env, "choices of experts")
+        total = collectives.sum(env.xp, env.mesh.tensor, mine, fresh=True, what=what)
+        return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
+
+    def _routes(self, xp: Any, chosen: Array) -> list[Array]:
+        """For each expert where it is in the flat `chosen`; without data, as many for each."""
+        places = chosen.reshape(-1)
+        if getattr(xp, "holds_no_data", False):
+            return [xp.arange(places.size // self.experts) for _ in range(self.experts)]
+        return [xp.flatnonzero(places == e) for e in range(self.experts)]
+
+
+class Chosen(NamedTuple):
+    """Where rows go: each row's logits of all experts, the numbers of the experts that it goes to, and their
+    weights."""
+
+    logits: Array
+    experts: Array
+    weights: Array
+
+
+def want_good(layer: Layer, x: Array, d_model: int, balance: float) -> None:
+    """What a mixture of experts asks of its input."""
+    want_last(layer, x, d_model)
+    if balance and np.dtype(x.dtype) == np.float16:
+        raise ConfigError(f"{layer!r}: balance does not know by how much float16 scales the loss: use bf16")
+
+
+def router(xp: Any, rows: Array, weight: Array, active: int) -> Chosen:
+    """Where each row goes."""
+    logits = affine(xp, rows, weight, None)
+    best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
+    picked = xp.take_along_axis(logits, best, axis=1).astype(wide(rows.dtype), copy=False)
+    return Chosen(logits, best, kernels.softmax(xp, picked))
+
+
+def balancing(balance: float, counts: Sequence[int], active: int) -> list[float]:
+    """The gradient of the balancing loss by the odds that a row gives each expert, times the number of positions:
+    losses are sums over positions here."""
+    factor = balance * len(counts) / max(sum(counts) / active, 1)
+    return [factor * count for count in counts]
+
+
+def router_backward(xp: Any, chosen: Chosen, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
+    """The gradient of the logits. dweights: flat. slopes: of `balancing`."""
+    logits, best, weights = chosen
+    dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
+    dlogits = xp.zeros(logits.shape, dtype=dtype)
+    xp.put_along_axis(dlogits, best, dpicked.astype(dtype, copy=False), axis=1)
+    if any(slopes):
+        odds = kernels.softmax(xp, logits.astype(wide(logits.dtype), copy=False))
+        dodds = xp.zeros(odds.shape, dtype=odds.dtype)
+        dodds += xp.asarray(slopes, dtype=odds.dtype)
+        dlogits += kernels.softmax_backward(xp, odds, dodds).astype(dtype, copy=False)
+    return dlogits
+
+
+def experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
+    """The weighted sum, for each of `rows`, of what experts make of it. routes: of each expert that is here, the
+    numbers of its rows and their weights."""
+    y, held = xp.zeros(rows.shape, dtype=wide(rows.dtype)), []
+    for e, (mine, weights) in enumerate(routes):
+        a, b = (affine(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
+        o = affine(xp, kernels.gated(xp, a, b), p["down"][e], None)
+        y[mine] += o * weights[:, None]
+        held.append((mine, weights, a, b))
+    return y, held
+
+
+def experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
+    """The gradients of the rows, and for each expert of the weights; and what `add_experts` needs."""
+    dx, slopes, kept = xp.zeros(dy.shape, dtype=wide(dy.dtype)), [], []
+    for e, (mine, weights, a, b) in enumerate(held):
+        h, share = kernels.gated(xp, a, b), weights[:, None]
+        dh = product(xp, dy[mine], p["down"][e])
+        slopes.append(xp.sum(dh * h, axis=1, dtype=dx.dtype))
+        da, db = kernels.gated_backward(xp, a, b, (dh * share).astype(dy.dtype, copy=False))
+        dx[mine] += product(xp, da, p["gate"][e]) + product(xp, db, p["up"][e])
+        kept.append((mine, da, db, (dy[mine] * share).astype(dy.dtype, copy=False), h))
+    return dx, slopes, kept
+
+
+def add_experts(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -> None:
+    """Add the gradients of the experts that are here."""
+    for e, (mine, da, db, do, h) in enumerate(kept):
+        xs = rows[mine]
+        for name, left, right in (("gate", da, xs), ("up", db, xs), ("down", do, h)):
+            if name in g:
+                add_product(xp, {name: g[name][e]}, name, left.T, right)
+
+
+def tally(env: Env, counts: Sequence[int], computed: int) -> None:
+    """Note how many choices fell on each expert, and how many rows were computed here, once for each step."""
+    if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
+        env.mesh.counters.tally(env.random.path, (*counts, computed))
+
+
+EXPERTS = Cut(0)
+
+
+class CutMoE(Layer):
+    """`MoE` of whose experts each rank of the tensor axis has some, whole: expert parallelism.
+
+    `gate`, `up` and `down` are cut along dim 0, every rank has all of `router`. Each rank routes its own rows: those of
+    its part of the input, or its part of the rows where all ranks have the whole input. They travel by all-to-all to
+    the ranks that have their experts, as many as have chosen them, and the results travel back; no row is dropped. The
+    gradient of `router` is this rank's part. The balancing loss is that of the positions of all ranks of the axis.
+
+    Bytes that one rank sends to others, d = bytes of a row, w = bytes of a weight, c = choices of its rows that fall on
+    experts elsewhere, c' = those from elsewhere that fall on its own: c (d + w) + c' d in forward, c d + c' (d + w) in
+    backward, the counts of rows, 8 bytes x experts of each rank, and without `sequence` an all-gather of the result and
+    one of the gradient of the input.
+
+    Parameters
+    ----------
+    d_model, d_hidden, experts, active, balance, init, out_init : of the full layer, as in `MoE`
+    sequence : the input and the result are cut, along dim 1 or dim 0; else every rank has all of them
+    """
+
+    acts_on = "position"
+    runs = MoE.runs
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        experts: int,
+        active: int = 2,
+        balance: float = 0.0,
+        sequence: bool = False,
+        *,
+        init: Init | None = None,
+        out_init: Init | None = None,
+    ) -> None:
+        self._moe = MoE(d_model, d_hidden, experts, active, balance, init=init, out_init=out_init)
+        self.d_model, self.d_hidden, self.experts, self.active = d_model, d_hidden, experts, active
+        self.balance, self.sequence = self._moe.balance, bool(sequence)
+        self.init, self.out_init = self._moe.init, self._moe.out_init
+        self.caches = not sequence
+
+    def specs(self) -> dict[str, Spec]:
+        return {n: s if n == "router" else replace(s, cut=EXPERTS) for n, s in self._moe.specs().items()}
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        want_good(self, x, self.d_model, self.balance)
+        xp, own = env.xp, self._own(env, flat(x))
+        chosen = router(xp, own, p["router"], self.active)
+        way = self._way(env, chosen.experts)
+        arrived = self._there(env, way, own[way.order // self.active], "rows for experts")
+        weights = self._there(env, way, chosen.weights.reshape(-1)[way.order], "weights of experts")
+        z, held = experts(xp, p, arrived, [(at, weights[at]) for at in way.places])
+        y = self._summed(xp, way, self._back(env, way, z.astype(x.dtype, copy=False), "results of experts"), z.dtype)
+        tally(env, way.counts[env.mesh.tensor.rank], sum(way.arriving))
+        return self._whole(env, y.astype(x.dtype, copy=False), x.shape, "output"), (own, chosen, way, arrived, held)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        own, chosen, way, arrived, held = saved
+        xp, drows = env.xp, self._own(env, flat(dy))
+        dz = self._there(env, way, drows[way.order // self.active], "gradients for experts")
+        darrived, found, kept = experts_backward(xp, p, held, dz)
+        there = xp.zeros((arrived.shape[0],), dtype=darrived.dtype)
+        for at, one in zip(way.places, found, strict=True):
+            there[at] = one
+        dx = self._back(env, way, darrived.astype(dy.dtype, copy=False), "gradients of rows")
+        dx = self._summed(xp, way, dx, darrived.dtype)
+        dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
+        dweights[way.order] = self._back(env, way, there, "gradients of weights")
+        dlogits = router_backward(xp, chosen, dweights, dy.dtype, self._slopes(way))
+        dx += product(xp, dlogits, p["router"])
+        dx = self._whole(env, dx.astype(dy.dtype, copy=False), dy.shape, "input gradient")
+        return dx, (own, dlogits, arrived, kept)
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        own, dlogits, arrived, each = kept
+        add_product(env.xp, g, "router", dlogits.T, own)
+        add_experts(env.xp, g, arrived, each)
+
+    def _own(self, env: Env, rows: Array) -> Array:
+        """The rows that this rank routes."""
+        return rows if self.sequence else collectives.cut(env.xp, env.mesh.tensor, rows, 0)
+
+    def _whole(self, env: Env, own: Array, shape: tuple[int, ...], what: str) -> Array:
+        """The inverse, in the shape of the layer's input."""
+        if not self.sequence:
+            own = collectives.join(env.xp, env.mesh.tensor, own, 0, _rows(shape), what=named(env, what))
+        return own.reshape(shape)
+
+    def _evenly(self, rows: int) -> list[int]:
+        """How many of `rows` fall on each expert where all have equally many."""
+        return [stop - start for start, stop in (share(rows, e, self.experts) for e in range(self.experts))]
+
+    def _way(self, env: Env, chosen: Array) -> _Way:
+        """Agreed on by the ranks of the axis, by all-gather; without data, as many rows for each expert."""
+        xp, comm, choices = env.xp, env.mesh.tensor, chosen.reshape(-1)
+        imagined = getattr(xp, "holds_no_data", False)
+        mine = xp.zeros((self.experts,), dtype=np.int64) if imagined else xp.bincount(choices, minlength=self.experts)
+        counts = collectives.gather(
+            xp, comm, mine.astype(np.int64, copy=False)[None], 0, what=named(env, "counts of rows")
+        )
+        known = [self._evenly(choices.size)] * comm.size if imagined else counts.tolist()
+        bounds = [share(self.experts, rank, comm.size) for rank in range(comm.size)]
+        here = range(*bounds[comm.rank])
+        places: list[list[Array]] = [[] for _ in here]
+        at = 0
+        for row in known:
+            for found, e in zip(places, here, strict=True):
+                found.append(xp.arange(at, at + row[e]))
+                at += row[e]
+        return _Way(
+            xp.argsort(choices, kind="stable"),
+            known,
+            [sum(known[comm.rank][first:end]) for first, end in bounds],
+            [sum(row[e] for e in here) for row in known],
+            [xp.concatenate(found) for found in places],
+        )
+
+    def _there(self, env: Env, way: _Way, rows: Array, what: str) -> Array:
+        return collectives.dispatch(env.xp, env.mesh.tensor, rows, way.leaving, way.arriving, what=named(env, what))
+
+    def _back(self, env: Env, way: _Way, rows: Array, what: str) -> Array:
+        return collectives.dispatch(env.xp, env.mesh.tensor, rows, way.arriving, way.leaving, what=named(env, what))
+
+    def _summed(self, xp: Any, way: _Way, found: Array, dtype: Any) -> Array:
+        """For each row of this rank the sum of what came back for its choices."""
+        each = xp.empty(found.shape, dtype=found.dtype)
+        each[way.order] = found
+        return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
+
+    def _slopes(self, way: _Way) -> list[float]:
+        """The slopes of the balancing loss, which counts the choices of all ranks of the axis."""
+        return balancing(self.balance, [sum(column) for column in zip(*way.counts, strict=True)], self.active)
+
+
+class _Way(NamedTuple):
+    """How rows travel. order: the flat choices of this rank's rows by expert. counts: by rank, of how many rows each
+    expert was chosen there. leaving, arriving: rows to and from each rank. places: of each expert that is here, its
+    rows among those that arrive."""
+
+    order: Array
+    counts: list[list[int]]
+    leaving: list[int]
+    arriving: list[int]
+    places: list[Array]
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    """How many rows an array has, of which the last dim is one."""
+    return int(np.prod(shape[:-1]))

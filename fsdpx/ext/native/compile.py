@@ -1,0 +1,466 @@
+"""Machine code for a function and kinds of arguments: what Numba makes of it, an entry that Python can call, and both
+bound into one piece that can lie anywhere.
+
+The entry takes the arguments of a Python call as they are. It compares each with the kind it is for and returns
+NotImplemented if one is of another kind; else it reads numbers and where arrays lie, releases the GIL and calls what
+Numba has compiled. Objects of the compiler are ELF for x86-64 in the large code model. Numba's own cache on disk serves
+other versions of Python and of NumPy."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import llvmlite.binding as llvm
+import numpy as np
+from numba import types
+from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
+
+from fsdpx.core.base import environment
+from fsdpx.errors import warn
+from fsdpx.ext.native.code_cache import ARRAY, FLAGS, NUMBER, Code, fingerprint, freedom, seal, unsealed
+
+__all__ = ["build", "enable", "link", "prepared"]
+
+ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
+"""A flag of sections, and types of them, see <elf.h>."""
+ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # R_X86_64_64, _PC32, _PC64, _PLT32
+FUNCTION, COMMON = 2, 0xFFF2
+
+
+class _Section(NamedTuple):
+    name: int
+    kind: int
+    flags: int
+    address: int
+    at: int
+    size: int
+    link: int
+    info: int
+    align: int
+    entry: int
+
+
+class _Symbol(NamedTuple):
+    """at: from the start of the code; None: it is not in any object."""
+
+    name: str
+    kind: int
+    at: int | None
+    size: int
+
+
+class _Relocation(NamedTuple):
+    """Where an address goes."""
+
+    at: int
+    kind: int
+    symbol: _Symbol
+    added: int
+
+
+def link(objects: Sequence[bytes], start: str) -> Code | None:
+    """Bind all that `start` reaches; None where that is not possible."""
+    data = bytearray()
+    symbols: dict[str, _Symbol] = {}
+    places: list[_Relocation] = []
+    for one in objects:
+        _lay(one, data, symbols, places)
+    functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
+
+    def function(at: int) -> str:
+        return next((s.name for s in functions if s.at is not None and s.at <= at < s.at + s.size), "")
+
+    within: dict[str, list[_Relocation]] = {}
+    for place in places:
+        within.setdefault(function(place.at), []).append(place)
+    reached, waiting = set(), ["", start]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += [
+                p.symbol.name if p.symbol.at is None else function(p.symbol.at + p.added) for p in within.get(name, ())
+            ]
+    inside, outside = [], []
+    for place in (place for name in reached for place in within.get(name, ())):
+        symbol = place.symbol if place.symbol.at is not None else symbols.get(place.symbol.name, place.symbol)
+        if place.kind == ADDRESS and symbol.at is not None:
+            struct.pack_into("<q", data, place.at, symbol.at + place.added)
+            inside.append(place.at)
+        elif place.kind == ADDRESS:
+            struct.pack_into("<q", data, place.at, place.added)
+            outside.append((place.at, symbol.name))
+        elif symbol.at is not None and place.kind in (RELATIVE, CALL, DISTANCE):
+            form = "<q" if place.kind == DISTANCE else "<i"
+            struct.pack_into(form, data, place.at, symbol.at + place.added - place.at)
+        else:
+            return None
+    at = symbols[start].at
+    assert at is not None
+    return Code(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
+
+
+def _lay(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
+    """Add what an object has; of two functions of one name the first counts."""
+    offset, (size, count) = struct.unpack_from("<Q", one, 40)[0], struct.unpack_from("<HH", one, 58)
+    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", one, offset + n * size)) for n in range(count)]
+    begins: dict[int, int] = {}
+    for n, section in enumerate(sections):
+        if section.kind == PROGRAM and section.flags & ALLOCATED:
+            data.extend(bytes(-len(data) % max(section.align, 1)))
+            begins[n] = len(data)
+            data.extend(one[section.at : section.at + section.size])
+    table = next(section for section in sections if section.kind == SYMBOLS)
+    names, own = sections[table.link].at, []
+    for at in range(table.at, table.at + table.size, 24):
+        where, info, _, home, value, length = struct.unpack_from("<IBBHQQ", one, at)
+        name = one[names + where : one.index(b"\0", names + where)].decode()
+        if home == COMMON:
+            data.extend(bytes(-len(data) % 16))
+            begin: int | None = len(data)
+            data.extend(bytes(length))
+        else:
+            begin = begins[home] + value if home in begins else None
+        own.append(_Symbol(name, info & 15, begin, length))
+    for symbol in own:
+        if symbol.at is not None and symbol.name:
+            symbols.setdefault(symbol.name, symbol)
+    for section in sections:
+        if section.kind == RELOCATIONS and section.info in begins:
+            for at in range(section.at, section.at + section.size, 24):
+                where, info, added = struct.unpack_from("<QQq", one, at)
+                places.append(_Relocation(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))
+
+
+def enable(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+    """Keep on disk what the dispatcher of a function, or of a copy of it, compiles. bare: Python cannot call it."""
+    try:
+        dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
+    except RuntimeError as error:
+        _warn(error)
+
+
+class KernelCache(FunctionCache):
+    """Numba's cache with one file per function, signature and version of the sources; a failing disk is a warning.
+
+    Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
+    and it checks only the kernel's own source file, not those of the functions it calls."""
+
+    def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+        super().__init__(copy)
+        self.made_as = fingerprint(function), freedom(fastmath), bare
+        self.objects: dict[Any, bytes] = {}
+        """By signature what was loaded: Numba lets go of it."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """As Numba's, without what a function is made around: an intrinsic there is another one in every process, and
+        would be compiled in each. The names of functions tell them apart."""
+        return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """As Numba's, without its `refresh`, which imports everything that only compiling needs."""
+        rtsys.initialize(target_context)
+        try:
+            self._open(sig, target_context.codegen())
+            data = self._cache_file.load(self._index_key(sig, target_context.codegen()))
+        except OSError as error:
+            return _warn(error)
+        if data is None:
+            return None
+        self.objects[sig] = data[0][2][0]
+        return self._impl.rebuild(target_context, data)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn(error)
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        self._open(sig, data.codegen)
+        super()._save_overload(sig, data)
+
+    def _open(self, sig: Any, codegen: Any) -> None:
+        """Select the file of this signature; the caller holds the compiler's lock."""
+        key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.compiler()))
+        name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+        self._cache_file: Any = _KeptObject(Path(self._cache_path, f"{name}.kept"))
+
+
+class _KeptObject:
+    """One object in a file, in place of Numba's index and data: it is unpickled only if this user or root has written
+    it and its digest fits."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def save(self, key: Any, data: Any) -> None:
+        seal(self.file, dumps((key, data)))
+
+    def load(self, key: Any) -> Any:
+        content = unsealed(self.file)
+        known, data = (None, None) if content is None else pickle.loads(content)
+        return data if known == key else None
+
+
+_warned = False
+
+
+def _warn(error: Exception) -> None:
+    """Warn once per process."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warn(
+            f"fsdpx: compiled kernels cannot be kept on disk ({error}), so every process compiles them again "
+            "(some seconds): set NUMBA_CACHE_DIR to a folder that can be written",
+        )
+
+
+CONSTANTS = ("builtins.None", "builtins.True", "builtins.False", "builtins.NotImplemented")
+NUMBERS = {"int": types.int64, "float": types.float64, "bool": types.boolean}
+WORDS = {
+    "int64": "i64", "uint64": "i64", "int32": "i32", "uint32": "i32", "uint16": "i16", "int8": "i8", "uint8": "i8",
+    "float32": "float", "float64": "double",
+}  # fmt: skip
+RESULTS = {
+    types.none: ("ptr", "  %out = getelementptr i8, ptr @builtins.None, i64 0\n  call void @Py_IncRef(ptr %out)"),
+    types.boolean: (
+        "i8",
+        "  %yes = icmp ne i8 %result, 0\n  %out = select i1 %yes, ptr @builtins.True, ptr @builtins.False\n"
+        "  call void @Py_IncRef(ptr %out)",
+    ),
+    types.int64: ("i64", "  %out = call ptr @PyLong_FromLongLong(i64 %result)"),
+    types.int32: ("i32", "  %wide = sext i32 %result to i64\n  %out = call ptr @PyLong_FromLongLong(i64 %wide)"),
+    types.float64: ("double", "  %out = call ptr @PyFloat_FromDouble(double %result)"),
+    types.float32: (
+        "float",
+        "  %wide = fpext float %result to double\n  %out = call ptr @PyFloat_FromDouble(double %wide)",
+    ),
+}
+"""How a result lies in memory, and what makes it an object."""
+
+SUPPORT = """
+declare ptr @malloc(i64)
+declare void @free(ptr)
+declare ptr @PyErr_NoMemory()
+declare ptr @PyErr_Occurred()
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+declare void @Py_IncRef(ptr)
+declare i64 @PyLong_AsLongLong(ptr)
+declare ptr @PyLong_FromLongLong(i64)
+declare ptr @PyFloat_FromDouble(double)
+
+define ptr @NRT_MemInfo_alloc_aligned(i64 %size, i32 %align) {
+  %wide = zext i32 %align to i64
+  %padded = add i64 %size, %wide
+  %all = add i64 %padded, 48
+  %info = call ptr @malloc(i64 %all)
+  %none = icmp eq ptr %info, null
+  br i1 %none, label %end, label %fill
+fill:
+  store i64 1, ptr %info
+  %start = ptrtoint ptr %info to i64
+  %least = add i64 %start, 47
+  %past = add i64 %least, %wide
+  %mask = sub i64 0, %wide
+  %at = and i64 %past, %mask
+  %place = getelementptr i64, ptr %info, i64 3
+  store i64 %at, ptr %place
+  br label %end
+end:
+  ret ptr %info
+}
+
+define ptr @NRT_Allocate(i64 %size) {
+  %memory = call ptr @malloc(i64 %size)
+  ret ptr %memory
+}
+
+define void @NRT_Free(ptr %memory) {
+  call void @free(ptr %memory)
+  ret void
+}
+
+define void @NRT_MemInfo_call_dtor(ptr %info) {
+  call void @free(ptr %info)
+  ret void
+}
+
+define i32 @numba_attempt_nocopy_reshape(i64 %nd, ptr %dims, ptr %strides, i64 %count, ptr %sizes, ptr %steps,
+                                         i64 %item, i32 %turned) {
+begin:
+  %refused = icmp ne i32 %turned, 0
+  br i1 %refused, label %no, label %next
+next:
+  %left = phi i64 [ %count, %begin ], [ %at, %put ]
+  %step = phi i64 [ %item, %begin ], [ %further, %put ]
+  %more = icmp sgt i64 %left, 0
+  br i1 %more, label %put, label %yes
+put:
+  %at = sub i64 %left, 1
+  %to = getelementptr i64, ptr %steps, i64 %at
+  store i64 %step, ptr %to
+  %from = getelementptr i64, ptr %sizes, i64 %at
+  %size = load i64, ptr %from
+  %further = mul i64 %step, %size
+  br label %next
+yes:
+  ret i32 1
+no:
+  ret i32 0
+}
+"""
+"""What Numba's code calls. Arrays inside it: a count of references, three words, where the numbers lie, the numbers;
+and strides of a contiguous array in another shape."""
+
+
+def build(dispatcher: Any, wanted: tuple[str, ...]) -> Code | None:
+    """Machine code for arguments of these kinds; None if it returns, or calls, what an entry cannot."""
+    arguments = tuple(map(_type, wanted))
+    _compile(dispatcher, arguments)
+    found = dispatcher.overloads[arguments]
+    if found.signature.return_type not in RESULTS:
+        return None
+    text = _entry(found.fndesc.llvm_func_name, wanted, found.signature.return_type)
+    module = llvm.parse_assembly(text + SUPPORT)
+    module.verify()
+    machine = found.library.codegen._tm
+    loaded = getattr(dispatcher._cache, "objects", {}).get(arguments)
+    return link([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
+
+
+def prepared(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+    """The dispatcher, ready for arguments of these kinds; if they are declared, for no others."""
+    if wanted is not None:
+        _compile(dispatcher, tuple(map(_type, wanted)))
+        if any(word.endswith((" r", " w")) for word in wanted):
+            dispatcher.disable_compile()
+    return dispatcher
+
+
+def _compile(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
+    """Without looking for garbage among the millions of objects that Numba makes: a tenth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        dispatcher.disable_compile(False)
+        dispatcher.compile(arguments)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _type(word: str) -> Any:
+    if " " not in word:
+        return NUMBERS.get(word) or getattr(types, word.removeprefix("numpy."))
+    dtype, ndim, layout, *mode = word.split()
+    read, array = mode == ["r"], cast(Any, types.Array)
+    layout = "A" if layout == "any" else layout
+    return array(_dtype(dtype), int(ndim), layout, readonly=read, aligned=not read)
+
+
+def _dtype(name: str) -> Any:
+    return types.boolean if name == "bool" else getattr(types, name)
+
+
+def _entry(function: str, wanted: tuple[str, ...], result: Any) -> str:
+    """The entry as LLVM's text. In front of the arguments Numba passes where the result goes, and where an error."""
+    returned, boxed = RESULTS[result]
+    checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
+    for n, word in enumerate(wanted):
+        check, read, values = _array(n, word) if " " in word else _number(n, word)
+        checks.append(check + f"  br i1 %fits{n}, label %check{n + 1}, label %other\ncheck{n + 1}:\n")
+        reads.append(read)
+        passed += values
+    kinds = ", ".join(value.partition(" ")[0] for value in passed)
+    names = {*CONSTANTS, *map(_object, wanted), *(f"dtype.{word.split()[0]}" for word in wanted if " " in word)}
+    objects = "".join(f"@{name} = external global i8\n" for name in sorted(names))
+    return f"""{objects}declare i32 @"{function}"({kinds})
+define ptr @entry(ptr %self, ptr %arguments, i64 %count) {{
+  %slot = alloca {returned}
+  %error = alloca ptr
+  %all = icmp eq i64 %count, {len(wanted)}
+  br i1 %all, label %check0, label %other
+check0:
+{"".join(checks)}{"".join(reads)}  %failed = call ptr @PyErr_Occurred()
+  %fine = icmp eq ptr %failed, null
+  br i1 %fine, label %run, label %raise
+run:
+  %thread = call ptr @PyEval_SaveThread()
+  %status = call i32 @"{function}"({", ".join(passed)})
+  call void @PyEval_RestoreThread(ptr %thread)
+  switch i32 %status, label %memory [ i32 0, label %done i32 -2, label %done ]
+done:
+  %result = load {returned}, ptr %slot
+{boxed}
+  ret ptr %out
+memory:
+  %ignored = call ptr @PyErr_NoMemory()
+  br label %raise
+raise:
+  ret ptr null
+other:
+  call void @Py_IncRef(ptr @builtins.NotImplemented)
+  ret ptr @builtins.NotImplemented
+}}
+"""
+
+
+def _object(word: str) -> str:
+    """The Python type of a kind."""
+    return "numpy.ndarray" if " " in word else word if "." in word else f"builtins.{word}"
+
+
+def _field(to: str, kind: str, base: str, at: int) -> str:
+    return f"  {to}.at = getelementptr i8, ptr {base}, i64 {at}\n  {to} = load {kind}, ptr {to}.at\n"
+
+
+def _typed(n: int, word: str) -> str:
+    """Argument n, and whether it is of its type."""
+    text = f"  %place{n} = getelementptr ptr, ptr %arguments, i64 {n}\n  %a{n} = load ptr, ptr %place{n}\n"
+    return text + _field(f"%type{n}", "ptr", f"%a{n}", 8) + f"  %is{n} = icmp eq ptr %type{n}, @{_object(word)}\n"
+
+
+def _number(n: int, word: str) -> tuple[str, str, list[str]]:
+    """Code that checks a number, code that reads it, and the arguments passed on."""
+    check = _typed(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
+    if word == "bool":
+        return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
+    if word == "int":
+        return check, f"  %v{n} = call i64 @PyLong_AsLongLong(ptr %a{n})\n", [f"i64 %v{n}"]
+    kind = "double" if word == "float" else WORDS[word.removeprefix("numpy.")]
+    return check, _field(f"%v{n}", kind, f"%a{n}", NUMBER), [f"{kind} %v{n}"]
+
+
+def _array(n: int, word: str) -> tuple[str, str, list[str]]:
+    """The same for an array, which Numba takes as two owners, sizes, where it lies, shape and strides."""
+    dtype, ndim, layout, *mode = word.split()
+    mask, flags = FLAGS[layout, "".join(mode)]
+    check = _typed(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
+    check += _field(f"%dims{n}", "i32", f"%a{n}", ARRAY["nd"]) + _field(f"%flags{n}", "i32", f"%a{n}", ARRAY["flags"])
+    check += _field(f"%dtype{n}", "ptr", f"%a{n}", ARRAY["descr"])
+    check += f"  %masked{n} = and i32 %flags{n}, {mask}\n  %one{n} = icmp eq i32 %masked{n}, {flags}\n"
+    check += f"  %two{n} = icmp eq i32 %dims{n}, {ndim}\n  %both{n} = and i1 %one{n}, %two{n}\n"
+    check += f"  %same{n} = icmp eq ptr %dtype{n}, @dtype.{dtype}\n  %fits{n} = and i1 %both{n}, %same{n}\n"
+    read = _field(f"%data{n}", "ptr", f"%a{n}", ARRAY["data"]) + _field(f"%shape{n}", "ptr", f"%a{n}", ARRAY["dims"])
+    read += _field(f"%strides{n}", "ptr", f"%a{n}", ARRAY["strides"])
+    values, size = [], f"%size{n}.0"
+    read += f"  {size} = add i64 1, 0\n"
+    for what in ("shape", "strides"):
+        for i in range(int(ndim)):
+            read += _field(f"%{what}{n}.{i}", "i64", f"%{what}{n}", 8 * i)
+            values.append(f"i64 %{what}{n}.{i}")
+    for i in range(int(ndim)):
+        read += f"  %size{n}.{i + 1} = mul i64 %size{n}.{i}, %shape{n}.{i}\n"
+    item = np.dtype(dtype).itemsize
+    return check, read, ["ptr null", "ptr null", f"i64 %size{n}.{ndim}", f"i64 {item}", f"ptr %data{n}", *values]

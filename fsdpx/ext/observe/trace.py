@@ -1,0 +1,131 @@
+"""A trace of training: events of real steps are kept, and written as one file per rank."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.safe_files import home
+from fsdpx.core.base.safe_files import write as write_file
+from fsdpx.core.checkpoint.atomic_commit import together
+from fsdpx.core.engine.engine import Engine
+from fsdpx.core.program import simulate_programs
+from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, name_of, write
+from fsdpx.ext.observe.measure import machine_of, synchronise
+from fsdpx.ext.observe.recording import Recording, Turn
+
+__all__ = ["Trace", "Tracer"]
+
+
+@knowing
+@dataclass(frozen=True)
+class Trace:
+    """For `distribute(trace=Trace("runs/x/trace", steps=20))`.
+
+    Parameters
+    ----------
+    folder : for one file per rank, rank-00000.json.gz and so on
+    steps : how many of the last programs that train are kept and written; a step is one, so is an accumulation
+    """
+
+    folder: str | PathLike[str]
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        if type(self.steps) is not int or self.steps < 1:
+            raise ConfigError(f"Trace(steps={self.steps!r}): a whole number, 1 or more")
+
+    @classmethod
+    def of(cls, given: Any) -> Trace:
+        """From the folder alone: the rest by default."""
+        if isinstance(given, str | PathLike):
+            return cls(given)
+        if not isinstance(given, cls):
+            raise ConfigError(f"trace={given!r}: a folder, or fsdpx.Trace(folder, steps=...)")
+        return given
+
+
+class Tracer:
+    """Keeps a trace of an engine from now on. Collective: the clocks of all ranks are read, and the folder is made."""
+
+    def __init__(self, engine: Engine, trace: Trace) -> None:
+        self.engine, self.folder = engine, home(trace.folder)
+        self._axes = engine.placement.axes
+        self._together(self._make)
+        self._begun = synchronise(self._axes.uncounted)
+        engine.recording = self._recording = Recording(trace.steps)
+        if self._axes.world.rank == 0:
+            weakref.finalize(self, _tell_if_lost, self._recording, self.folder)
+
+    def write(self) -> None:
+        """Write what was kept, each rank its own file. Collective; ConfigError on all ranks if one cannot."""
+        turns = list(self._recording.turns)
+        header = self._header(turns)
+        self._together(lambda: write(self.folder, header, turns, TracePlace.of(self._axes)))
+        self._recording.written = True
+
+    def _make(self) -> None:
+        """A folder that cannot be written is found before training, not after it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mine = self.folder / name_of(self._axes.world.rank)
+        write_file(mine, b"")
+        mine.unlink()
+
+    def _together(self, do: Callable[[], object]) -> None:
+        try:
+            together(self._axes.world, f"trace={str(self.folder)!r}", do)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+    def _header(self, turns: list[Turn]) -> TraceHeader:
+        axes = self._axes
+        clock = [self._begun, synchronise(axes.uncounted)]
+        place, memory = axes.coordinates._asdict(), self.engine.state.nbytes()
+        header = TraceHeader(
+            axes.world.rank,
+            axes.world.size,
+            str(axes.mesh),
+            place,
+            platform.node(),
+            self._begun.at,
+            clock,
+            memory=memory,
+        )
+        shown = self._shown(turns)
+        if shown is not None:
+            line = [(one.action, one.ready, one.end) for one in shown.acted]
+            everyone = axes.pipe.all_gather_plain((line, shown.program))
+            events = simulate_programs([program for _, program in everyone], machine_of([row for row, _ in everyone]))
+            zero = shown.acted[0].begin
+            header.shown = shown.number
+            header.simulated = [(str(e.action), e.start, e.end) for e in events if e.rank == axes.pipe.rank]
+            header.alive = [(one.end - zero, one.alive) for one in shown.acted]
+        return header
+
+    def _shown(self, turns: list[Turn]) -> Turn | None:
+        """The step that stands for all: of those that all ranks have whole, that of the median time. Collective."""
+        own = {turn.number: turn.acted[-1].end - turn.acted[0].begin for turn in turns if turn.complete}
+        everyone = self._axes.world.all_gather_plain(own)
+        common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
+        if not common or self.engine.placement.pace.own_speed:
+            return None
+        return next(turn for turn in turns if turn.number == common[len(common) // 2])
+
+
+def _tell_if_lost(recording: Recording, folder: Path) -> None:
+    """Say that a trace is lost, when its trainer is dropped or the process ends: ranks that end cannot write it, since
+    each needs the clocks of the others."""
+    if recording.turns and not recording.written:
+        print(
+            f"fsdpx: the trace of {len(recording.turns)} programs was not written to {folder}: call trainer.close() "
+            "or trainer.inspect.save_trace() on all ranks before the script ends",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Optimizer state and parameters on disk."""

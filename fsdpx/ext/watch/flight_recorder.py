@@ -1,0 +1,231 @@
+"""The flight record: a rank's last actions in a file that others can read when the rank is dead or stopped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from fsdpx.core.base import safe_files
+
+__all__ = ["LENGTH", "ActionRecord", "FlightRecord", "FlightRecorder", "label", "log", "read", "read_all"]
+
+LENGTH = 512
+"""Actions that are remembered."""
+
+_MAGIC = b"fsdpx f2"
+_HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
+_PROGRAM = struct.Struct("<q24s")  # step, kind of program
+_BEAT = struct.Struct("<d")  # when its watchdog last looked (perf_counter)
+_NOTE = struct.Struct("<dd3056s")  # since when it waits (0: it does not), when it last moved; what for, or its stack
+_CALL = struct.Struct("<q56s56s")  # calls that all ranks make, begun so far; the last one, the one before it
+_LEFT = struct.Struct("<qq")  # whether the script has come to its end, exit status
+_PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
+_RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
+_END = struct.Struct("<d")
+_END_AT = 16
+_WAITS = struct.Struct("<120s")
+_WAITS_AT = 136
+_SIZE = _START + LENGTH * _RECORD.size
+
+
+@lru_cache(maxsize=4096)
+def label(text: str, width: int = 112) -> bytes:
+    """`text` as it is kept: cut to `width` bytes of UTF-8."""
+    return _cut(text, width)
+
+
+def _cut(text: str, width: int) -> bytes:
+    return text.encode(errors="replace")[:width].decode(errors="ignore").encode()
+
+
+class FlightRecorder:
+    """Writes one rank's record: half a microsecond per action, no system call.
+
+    thread: the one that runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so
+    far. calls: that all ranks make, begun so far."""
+
+    __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
+
+    def __init__(
+        self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
+    ) -> None:
+        """timed_out: called when a wait of this rank has failed."""
+        self._path, self.timed_out = path, timed_out
+        path.unlink(missing_ok=True)
+        file = safe_files.create(path)
+        try:
+            os.ftruncate(file, _SIZE)
+            self._buffer = mmap.mmap(file, _SIZE)
+        finally:
+            os.close(file)
+        self._at, self.serial, self.ended, self.thread, self.calls = _START, 0, 0, 0, 0
+        self._before = b""
+        clock = time.time() - time.perf_counter()
+        _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, label(host, 64))
+
+    def call(self, name: str) -> None:
+        """A call that all ranks make begins."""
+        self.calls += 1
+        kept, before = label(name, 56), self._before
+        _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
+        self._before = kept
+
+    def leave(self, status: int) -> None:
+        """The script has come to its end; as far as is known, the process will end with `status`."""
+        _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
+
+    def program(self, step: int, kind: str, thread: int) -> None:
+        """A program begins."""
+        self.thread = thread
+        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, step, label(kind, 24))
+
+    def begin(self, action: str, now: float) -> None:
+        """An action begins, at perf_counter() = now."""
+        self.serial = number = self.serial + 1
+        self._at = at = _START + number % LENGTH * 256
+        _RECORD.pack_into(self._buffer, at, number, now, 0.0, label(action), b"")
+
+    def waits(self, what: str) -> None:
+        """The action now needs what another one issued."""
+        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, label(what))
+
+    def end(self, now: float) -> None:
+        self.ended = self.serial
+        _END.pack_into(self._buffer, self._at + _END_AT, now)
+
+    def beat(self, now: float) -> None:
+        """The watchdog of this rank lives, at perf_counter() = now."""
+        _BEAT.pack_into(self._buffer, _BEAT_AT, now)
+
+    def note(self, since: float, what: str, moved: float = 0.0) -> None:
+        """Note what this rank waits for at this moment, also outside of actions; since 0: it does not wait, and `what`
+        is the line of the script where it stands, and below it the stack. moved: when it last made progress."""
+        _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _cut(what, 3056))
+
+    def remove(self) -> None:
+        """A rank that ends well leaves no record; the last one removes the folder."""
+        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # others are still there
+            self._path.parent.rmdir()
+
+
+assert _RECORD.size == 256
+
+
+@dataclass(frozen=True)
+class ActionRecord:
+    """One action. begin, end: seconds since 1970; end 0: it was under way. waits: for what, if it did."""
+
+    number: int
+    begin: float
+    end: float
+    action: str
+    waits: str
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """The content of a record, with times in seconds since 1970, or 0.
+
+    beat : when the watchdog of the rank last looked
+    moved : when the rank last made progress, as far as its watchdog has seen
+    since : when the wait began that it is in; 0: it is in none
+    what : what it waits for, else the line of the script at which it stands, and below it the stack
+    calls, call, before : how many of the calls that all ranks make have begun, the last one, and the one before it
+    left : the exit status, if the script has come to its end
+    entries : its actions, oldest first"""
+
+    rank: int
+    ranks: int
+    process: int
+    host: str
+    step: int
+    program: str
+    beat: float
+    moved: float
+    since: float
+    what: str
+    calls: int
+    call: str
+    before: str
+    left: int | None
+    entries: tuple[ActionRecord, ...]
+
+    @property
+    def last(self) -> ActionRecord | None:
+        return self.entries[-1] if self.entries else None
+
+    def where(self, now: float) -> str:
+        """The action that the rank is in, or its last one, as text."""
+        last = self.last
+        if last is None:
+            return "outside any action, before the first"
+        if last.end == 0:
+            waits = f", needs {last.waits}" if last.waits else ""
+            return f"in action {last.action}{waits}, for {now - last.begin:.1f} s"
+        return f"outside any action for {now - last.end:.1f} s, after {last.action}"
+
+
+def read(path: Path, whole: bool = True) -> FlightRecord | None:
+    """The record in a file, or all of it but the actions; None while it is being made, or if it is no record of this
+    user's."""
+    size = _SIZE if whole else _START
+    try:
+        with safe_files.open_file(path, _SIZE) as file:
+            data = file.read(size)
+    except safe_files.Untrusted as error:
+        safe_files.passed_over(error)
+        return None
+    except OSError:
+        return None
+    if len(data) != size or not data.startswith(_MAGIC):
+        return None
+    _, rank, ranks, process, clock, host = _HEADER.unpack_from(data)
+    step, kind = _PROGRAM.unpack_from(data, _PROGRAM_AT)
+    (beat,), (since, moved, what) = _BEAT.unpack_from(data, _BEAT_AT), _NOTE.unpack_from(data, _NOTE_AT)
+    beat, moved, since = (when and when + clock for when in (beat, moved, since))
+    calls, call, before = _CALL.unpack_from(data, _CALL_AT)
+    left, status = _LEFT.unpack_from(data, _LEFT_AT)
+    entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number)) if whole else ()
+    return FlightRecord(
+        rank, ranks, process, _text(host), step, _text(kind), beat, moved, since, _text(what), calls, _text(call),
+        _text(before), status if left else None, entries,
+    )  # fmt: skip
+
+
+def read_all(folder: Path) -> dict[int, FlightRecord]:
+    """The records of a job, by rank."""
+    found = (read(path) for path in sorted(folder.glob("rank-*.flight")))
+    return {flight.rank: flight for flight in found if flight is not None}
+
+
+def log(flights: dict[int, FlightRecord]) -> str:
+    """All records as text: per rank a head, then one action per line, begin (seconds since 1970), duration, text."""
+    lines = []
+    for flight in flights.values():
+        head = f"rank {flight.rank} of {flight.ranks}, process {flight.process} on {flight.host}"
+        lines.append(f"{head}, step {flight.step}, program {flight.program or '-'}")
+        if flight.since:
+            lines.append(f"  waits for {flight.what} since {flight.since:.6f}")
+        for e in flight.entries:
+            took = f"{1e3 * (e.end - e.begin):12.3f} ms" if e.end else "      under way"
+            lines.append(f"  {e.begin:.6f} {took}  {e.action}" + (f"  needs {e.waits}" if e.waits else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _entries(data: bytes, clock: float) -> Iterator[ActionRecord]:
+    for place in range(LENGTH):
+        number, begin, end, action, waits = _RECORD.unpack_from(data, _START + place * _RECORD.size)
+        if number:
+            yield ActionRecord(number, begin + clock, end + clock if end else 0.0, _text(action), _text(waits))
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,116 @@
+"""What a watchdog says: which ranks wait for which tensor in which action, and where the others stand."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+
+from fsdpx.ext.watch.flight_recorder import FlightRecord
+from fsdpx.ext.watch.rank_exits import state_of
+
+__all__ = ["FIRST_WORD", "HUNG", "fate", "first_word", "named", "overdue", "report"]
+
+HUNG = 124
+"""Exit status of a job that a watchdog ended, as of timeout(1)."""
+FIRST_WORD = 60.0
+"""Seconds of a wait after which rank 0 says who waits where, once; the job goes on."""
+
+
+def overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
+    """Whether a wait has lasted for FIRST_WORD seconds, and all waits began after the last word, at `last`."""
+    begun = min((flight.since for flight in flights if flight.since and flight.left is None), default=math.inf)
+    return last < begun <= now - FIRST_WORD
+
+
+def first_word(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
+    """Which ranks wait for which tensor, in which call, and where the others stand; arguments as of `report`. It may
+    be a healthy job, in which a rank compiles or reads for long."""
+    alike: dict[str, list[int]] = {}
+    for rank in range(ranks):
+        flight = flights.get(rank)
+        if flight is None:
+            text = f"no record on {host} (ended, or on another host)"
+        elif flight.left is not None or (flight.host == host and state_of(flight.process) in ("", "T")):
+            text = fate(flight, host)
+        elif flight.since:
+            text = f"waiting {_waits(flight)}" + (f", in call {flight.calls}, {flight.call}" if flight.calls else "")
+        else:
+            text = _stands(flight, now)
+        alike.setdefault(text, []).append(rank)
+    head = f"fsdpx watchdog: still waiting after {FIRST_WORD:g} s; the job goes on, and ends if nothing moves for "
+    return "\n  ".join([f"{head}{timeout:g} s", *(f"{named(group)}: {text}" for text, group in alike.items())]) + "\n"
+
+
+def report(
+    flights: dict[int, FlightRecord], ranks: int, silent: Collection[int], timeout: float, now: float, host: str
+) -> str:
+    """Which ranks wait in which action for which tensor, and which are elsewhere.
+
+    flights : the records, by rank
+    ranks : how many there are
+    silent : ranks whose watchdogs have stopped
+    timeout : seconds without any progress
+    now : seconds since 1970
+    host : the one on which the report is made"""
+    lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG}"]
+    waiting: dict[str, list[FlightRecord]] = {}
+    for flight in flights.values():
+        if flight.since and flight.rank not in silent:
+            waiting.setdefault(_waits(flight), []).append(flight)
+    for what, group in waiting.items():
+        longest = max(now - flight.since for flight in group)
+        verb = "wait" if len(group) > 1 else "waits"
+        lines.append(f"  {named([f.rank for f in group])} {verb} {what}, for {longest:.1f} s")
+    for flight in flights.values():
+        if flight.rank in silent:
+            lines.append(f"  rank {flight.rank} {fate(flight, host)}; it was {flight.where(now)}")
+        elif not flight.since:
+            lines.append(f"  rank {flight.rank} is {flight.where(now)}; it stands at")
+            lines += ["      " + line for line in flight.what.splitlines()[1:] or ["no stack"]]
+    missing = [rank for rank in range(ranks) if rank not in flights]
+    if missing:
+        lines.append(f"  {named(missing)}: no record on {host} (ended, or on another host)")
+    return "\n".join(lines) + "\n"
+
+
+def _stands(flight: FlightRecord, now: float) -> str:
+    """Where a rank is that waits for nothing: its action, if it is in one, and the line of the script."""
+    line = flight.what.partition("\n")[0]
+    if line and (flight.last is None or flight.last.end):
+        return line
+    return flight.where(now) + (f", {line}" if line else "")
+
+
+def _waits(flight: FlightRecord) -> str:
+    what = re.sub(r" on rank \d+ of \d+$", "", flight.what)
+    last = flight.last
+    if last is None or last.end:
+        return f"outside any action for {what}"
+    return f"in action {last.action} for {what}"
+
+
+def fate(flight: FlightRecord, host: str) -> str:
+    """What has become of a rank that says nothing any more, as text."""
+    if flight.host != host:
+        return f"on {flight.host} says nothing any more"
+    if flight.left is not None:
+        return "has come to the end of its script"
+    state = state_of(flight.process)
+    if state == "":
+        return f"is gone (process {flight.process} has ended)"
+    if state == "T":
+        return f"is stopped (process {flight.process} got SIGSTOP)"
+    return f"does not answer (process {flight.process} is in native code that lets no other thread run)"
+
+
+def named(ranks: list[int]) -> str:
+    """ "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"

@@ -1,1 +1,0 @@
-"""The API for users: distribute, dry_run and the functional API."""

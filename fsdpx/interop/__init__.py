@@ -1,1 +1,0 @@
-"""Models of other libraries: `fsdpx.interop.torch`, `.jax` and `.autograd`. This file loads none of them."""

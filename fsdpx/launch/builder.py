@@ -1,0 +1,200 @@
+"""ModelBuilder: a trainer and its data from a table of plain values, as a run file in TOML holds them."""
+
+from __future__ import annotations
+
+import pkgutil
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from fsdpx import data, nn, optim
+from fsdpx.core import compression as codecs
+from fsdpx.core.base import config
+from fsdpx.core.base.environment import SWITCHES
+from fsdpx.core.base.name_hints import demand_known, meant
+from fsdpx.core.base.safe_files import home, read
+from fsdpx.core.comm import mesh
+from fsdpx.core.trainer.distribute import OPTIONS, distribute
+from fsdpx.core.trainer.recipe import native
+from fsdpx.core.trainer.trainer import Trainer
+from fsdpx.data.loader import DataLoader
+from fsdpx.errors import ConfigError
+from fsdpx.ext import asynchronous
+from fsdpx.ext.observe import trace
+from fsdpx.nn import models
+from fsdpx.optim import schedules
+
+__all__ = ["SECTIONS", "ModelBuilder"]
+
+SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
+NEEDED = ("model", "loss", "optimizer")
+PLAIN = str | bytes | int | float | list | tuple | None
+"""What a section cannot be, beside a table: an object in its place is none of these."""
+HOMES: tuple[Any, ...] = (
+    nn, models, optim, schedules, data, codecs, config, mesh, asynchronous, trace,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelBuilder:
+    """The content of a run file as the objects that it describes; ConfigError, with the place, for invalid values.
+
+    A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
+    table with `use` is the thing itself: `{use = "no_decay"}`. Names are those of `fsdpx.nn`, `fsdpx.optim`, its
+    schedules, `fsdpx.data` and of what `distribute` takes (`Mesh`, `PowerSGD`, ...), or `module:name` of your own.
+
+    Parameters
+    ----------
+    plan : section -> its values: model, loss, optimizer; distribute, data, validation, loader, fit if wanted. Model,
+        loss, optimizer and data sets may be objects as well, such as `nn.CrossEntropy()`; model and loss also those
+        of PyTorch
+    source : where it comes from, for errors
+    """
+
+    plan: Mapping[str, Any]
+    source: str = "plan"
+
+    def __post_init__(self) -> None:
+        for name in self.plan:
+            if name not in SECTIONS:
+                raise ConfigError(f"{self.source}: there is no section [{name}]{meant(name, SECTIONS)}")
+        for name in NEEDED:
+            if name not in self.plan:
+                raise ConfigError(f"{self.source}: the section [{name}] is missing")
+
+    @classmethod
+    def read(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
+        """From a run file. changes: `section.key=value`, each in place of what the file says."""
+        try:
+            plan = tomllib.loads(read(home(path), ours=False).decode())
+        except OSError as error:
+            raise ConfigError(f"{path}: no run file can be read there: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: this is not TOML: {error}") from error
+        for change in changes:
+            _change(plan, change)
+        return cls(plan, str(path))
+
+    def model(self) -> nn.Layer:
+        found: nn.Layer = native(self._called("model"), None)[0]
+        return found
+
+    def build(self, comm: Any = None) -> Trainer:
+        """The trainer, as `distribute(model, loss=..., optimizer=..., **distribute)` gives it. Collective."""
+        options = self._values("distribute")
+        if isinstance(options.get("mesh"), str):
+            options["mesh"] = mesh.Mesh.parse(options["mesh"])
+        options = {"loss": self._called("loss"), "optimizer": self._called("optimizer"), "comm": comm, **options}
+        if options.get("strategy") == "auto" and "data" in self.plan:
+            options.setdefault("batch", self._batch())
+        model = self.model()
+        self._demand(distribute, [model], options, "distribute")
+        return distribute(model, **options)
+
+    def _batch(self) -> Any:
+        """Shapes and dtypes of a global batch of [loader]; None where they are not known before it is read."""
+        rows, (x, y, *_) = self._values("loader").get("batch_size"), map(np.asarray, self._called("data")[0])
+        return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
+
+    def loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
+        """The batches that [data], [validation] and [loader] describe: those to train on, and held-out ones. The loader
+        cuts batches for `trainer.data`; the held-out ones are in order."""
+        if "data" not in self.plan:
+            raise ConfigError(f"{self.source}: the section [data] is missing")
+        options = {"comm": trainer.data, "chunks": self.plan.get("distribute", {}).get("chunks")}
+        options |= self._values("loader")
+        self._demand(DataLoader, [None], options, "loader")
+        train = DataLoader(self._called("data"), **{"shuffle": True, "drop_last": True, **options})
+        if "validation" not in self.plan:
+            return train, None
+        return train, DataLoader(self._called("validation"), **{**options, "shuffle": False})
+
+    def fit_options(self) -> dict[str, Any]:
+        """The options in [fit], for `trainer.fit`."""
+        return self._values("fit")
+
+    def _called(self, section: str) -> Any:
+        given = self.plan[section]
+        if not isinstance(given, Mapping | PLAIN) or (section not in NEEDED and isinstance(given, list | tuple)):
+            return given  # `distribute` and `DataLoader` name what it lacks
+        if not isinstance(given, Mapping) or "make" not in given:
+            raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
+        return self._made(given, section)
+
+    def _values(self, section: str) -> dict[str, Any]:
+        given = self.plan.get(section, {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
+        return {name: self._made(value, f"{section}.{name}") for name, value in given.items()}
+
+    def _made(self, value: Any, where: str) -> Any:
+        """The value with every table in it that is a call or a name in its place."""
+        if type(value) in (list, tuple):
+            return type(value)([self._made(one, f"{where}[{n}]") for n, one in enumerate(value)])
+        if not isinstance(value, Mapping):
+            return value
+        if "use" in value:
+            if more := [name for name in value if name != "use"]:
+                raise ConfigError(f'{self.source}: [{where}] {more[0]}: use takes nothing; make = "Name" is a call')
+            return self._named(value["use"], where)
+        inner = {name: self._made(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
+        if "make" not in value:
+            return inner
+        function, args = self._named(value["make"], where), inner.pop("args", [])
+        if not callable(function):
+            raise ConfigError(f'{self.source}: [{where}] {value["make"]} is no function: use = "{value["make"]}"')
+        if not isinstance(args, list | tuple):
+            raise ConfigError(f"{self.source}: [{where}] args = {args!r}: a list is needed, args = [{args!r}]")
+        self._demand(function, args, inner, where)
+        return function(*args, **inner)
+
+    def _named(self, name: Any, where: str) -> Any:
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
+        if ":" in name:
+            try:
+                return pkgutil.resolve_name(name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ConfigError(f"{self.source}: [{where}] {name}: {error}") from error
+        known = {one: home for home in reversed(HOMES) for one in home.__all__}
+        if name not in known:
+            hint = meant(name, known) or "; names of your own are written module:name"
+            raise ConfigError(f"{self.source}: [{where}] there is no {name!r} in fsdpx{hint}")
+        return getattr(known[name], name)
+
+    def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
+        """Check that a call has the arguments that it needs."""
+        try:
+            taken = signature(function)
+        except ValueError:  # of some functions in C nothing is known
+            return
+        known = OPTIONS if function is distribute else taken.parameters
+        if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):
+            demand_known(f"{self.source}: [{where}] {function.__name__}", named, known)
+        try:
+            taken.bind(*args, **named)
+        except TypeError as error:
+            raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
+
+
+def _change(plan: dict[str, Any], change: str) -> None:
+    """Put `section.key=value` into the plan. A value that is not TOML is a switch in another spelling, tie=False or no,
+    or else a string: strategy=ddp."""
+    path, equals, text = change.partition("=")
+    *tables, key = path.strip().split(".")
+    if not equals or not key or not tables:
+        raise ConfigError(f"{change!r}: a change is written section.key=value, such as fit.steps=20")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = SWITCHES.get(text.strip().lower(), text)
+    for table in tables:
+        plan = plan.setdefault(table, {})
+        if not isinstance(plan, dict):
+            raise ConfigError(f"{change!r}: {table} is a value, not a table")
+    plan[key] = value

@@ -1,0 +1,332 @@
+"""How one start of a job ended: the deaths that are seen, the table that tells one from an end, and what follows."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdpx.core.comm.mpi.start import waiting
+from fsdpx.core.comm.mpi.start_watchdog import ranks_text
+from fsdpx.ext.watch.flight_recorder import FlightRecord
+from fsdpx.ext.watch.preempt import PREEMPTED
+from fsdpx.ext.watch.rank_exits import LEFT
+from fsdpx.ext.watch.watchdog import HUNG
+from fsdpx.launch.rank_status import Note, open_lifeline, read_notes
+
+__all__ = ["TABLE", "Deaths", "Ending", "Evidence", "RestartPlan", "decide"]
+
+_MOST_SECONDS_BETWEEN = 60.0
+_SECONDS_IN_VAIN = 2.0
+"""Seconds that ranks may wait in MPI's start for one that has ended before the job is ended."""
+_OF_DEATHS = ("RankLost", "StateLost")
+"""Errors that surviving ranks raise when another rank has died."""
+_OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
+"""Errors that a rank raises because another rank has failed."""
+
+
+class Deaths:
+    """A thread that records in which order the ranks of this host end: the first one makes the others fail.
+
+    It need not be quick: epoll returns descriptors in the order in which they became ready. A rank's lifeline is ready
+    before a launcher can know of its death and kill the others. The process itself, which is ready only afterwards, is
+    looked at too: where there are no named pipes, or a child of the rank has kept one open.
+
+    Attributes
+    ----------
+    order: the ranks that have ended.
+    missed: those that had ended before they were looked at.
+    in_vain: set when others wait in MPI's start for one that has ended."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.order: list[int] = []
+        self.missed: list[int] = []
+        self.in_vain = threading.Event()
+        self._folder, self._ranks, self._host = folder, ranks, platform.node()
+        self._stop = threading.Event()
+        self._living: dict[int, int] = {}  # descriptor of a process or of its lifeline -> rank
+        self._thread = threading.Thread(target=self._run, name="fsdpx run", daemon=True)
+        if hasattr(os, "pidfd_open") and hasattr(select, "epoll"):
+            self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        known: set[int] = set()
+        since = math.inf  # when a rank was first seen to wait in vain
+        with select.epoll() as deaths:
+            while not self._stop.is_set():
+                notes = read_notes(self._folder) if len(known) < self._ranks and not self.order else {}
+                for rank in notes.keys() - known:
+                    known.add(rank)
+                    if notes[rank].host == self._host:
+                        self._look_at(rank, notes[rank].process, deaths)
+                for descriptor, _ in deaths.poll(0.1):
+                    deaths.unregister(descriptor)
+                    rank = self._living.pop(descriptor)
+                    os.close(descriptor)
+                    if rank not in self.order:
+                        self.order.append(rank)
+                now = time.monotonic()
+                since = min(since, now) if (self.order or self.missed) and waiting(self._folder) else math.inf
+                if now - since >= _SECONDS_IN_VAIN:
+                    self.in_vain.set()
+        for descriptor in self._living:
+            os.close(descriptor)
+
+    def _look_at(self, rank: int, process: int, deaths: select.epoll) -> None:
+        try:
+            descriptor = os.pidfd_open(process)
+        except OSError:
+            self.missed.append(rank)
+            return
+        for ready in (descriptor, open_lifeline(self._folder, rank)):
+            if ready is not None:
+                self._living[ready] = rank
+                deaths.register(ready, select.EPOLLIN)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of the job ended.
+
+    kind: "done", "preempted", "joined" (it has saved for others to come), "error" (a Python exception or sys.exit),
+    "hung" (a watchdog ended it) or "died".
+    first: the rank that ended first and its host, if known. step: the last one that any rank had begun."""
+
+    kind: str
+    status: int
+    first: tuple[int, str] | None = None
+    step: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a start of the job has left. Methods say what it shows: the note of the rank that ended first, if one did,
+    or whether it is so.
+
+    Parameters
+    ----------
+    status : of the launcher; of one that a signal killed 128 and its number
+    notes : of the ranks, as far as their folder is seen here
+    flights : records of the ranks' actions
+    order : the ranks of this host in the order in which they ended
+    waited : ranks that waited in MPI's start when the job ended; empty for a job that had started
+    late : the clock of MPI's start has ended those that waited, and the launcher then the others
+    ranks : how many there are
+    elastic : ranks may have died before the end, so the notes of the others count: Open MPI returns 0 also for a job
+        whose last rank aborts, and another status for a job that has survived deaths
+    launcher, killed : its name, and that of the signal that has killed it unasked, which no rank sends
+    """
+
+    status: int
+    notes: Mapping[int, Note] = field(default_factory=dict)
+    flights: Mapping[int, FlightRecord] = field(default_factory=dict)
+    order: Sequence[int] = ()
+    waited: Collection[int] = ()
+    late: bool = False
+    ranks: int | None = None
+    elastic: bool = False
+    launcher: str = ""
+    killed: str = ""
+
+    def all_came(self) -> bool:
+        """All ranks had come to MPI's start and waited there: one died in there, or MPI itself failed."""
+        return bool(self.waited) and len(self.waited) == self.ranks and not self.late
+
+    def ended_before_the_start(self) -> Note | None:
+        """The first rank that ended while others waited for it in MPI's start."""
+        if not self.waited or self.all_came():
+            return None
+        return next((self.notes[rank] for rank in self.order if rank in self.notes and rank not in self.waited), None)
+
+    def failed_before_the_start(self) -> Note | None:
+        first = self.ended_before_the_start()
+        return None if first is None or first.status is None else first
+
+    def waited_in_vain(self) -> bool:
+        return bool(self.waited) and self.ended_before_the_start() is None
+
+    def some_did_not_come(self) -> bool:
+        """The clock of MPI's start ended the job, and with it those that had not come."""
+        return self.late and self.ended_before_the_start() is not None
+
+    def all_ended_well(self) -> bool:
+        if self.waited:
+            return False
+        statuses = {note.status for note in self.notes.values()}
+        if self.elastic and self.notes:
+            return self.status != HUNG and 0 in statuses and statuses <= {0, None}
+        return self.status == 0 and None not in statuses
+
+    def saved_when_asked(self) -> bool:
+        """A rank has saved and ended because the job was asked to stop."""
+        return not self.waited and PREEMPTED in (self.status, *(note.status for note in self.notes.values()))
+
+    def errors(self) -> list[Note]:
+        """The ranks that told of an error, in a job that had started."""
+        return [] if self.waited else [note for note in self.notes.values() if note.status not in (None, 0)]
+
+    def failed(self) -> Note | None:
+        """The first rank with an error of its own, and not because another one had ended."""
+        return next((note for note in self.errors() if note.error not in _OF_OTHERS), None)
+
+    def left_others(self) -> Note | None:
+        """A rank that ended with status 0 while others waited for it."""
+        if self.waited or self.status != LEFT or self.errors():
+            return None
+        return next((note for note in self.notes.values() if note.status == 0), None)
+
+    def hung(self) -> bool:
+        return self.status == HUNG or any(note.error not in _OF_DEATHS for note in self.errors())
+
+    def died(self) -> Note | None:
+        """The first rank that ended without a word."""
+        return next((self.notes[r] for r in self.order if r in self.notes and self.notes[r].status is None), None)
+
+    @property
+    def step(self) -> int | None:
+        """The last step that any rank had begun."""
+        return None if self.waited else max((f.step for f in self.flights.values() if f.program), default=None)
+
+    def facts(self, first: Note | None) -> dict[str, Any]:
+        """The words of the texts in `TABLE`."""
+        step, flight = self.step, None if first is None else self.flights.get(first.rank)
+        lost, missing = any(n.error == "StateLost" for n in self.notes.values()), self.notes.keys() - set(self.waited)
+        return {
+            "rank": "" if first is None else f"rank {first.rank} on {first.host}",
+            "error": "" if first is None else first.error or f"exit status {first.status}",
+            "at": "" if step is None else f" in step {step + 1}",
+            "where": "" if flight is None else f" in step {flight.step + 1}, {flight.where(time.time())}",
+            "more": "; with it and others parts of the state" if lost else "",
+            "status": self.status or 1,
+            "launcher": self.launcher,
+            "killed": self.killed,
+            "waited": ranks_text(self.waited) if self.waited else "nobody",
+            "missing": ranks_text(missing) if missing else "nobody",
+            "one": next((f"rank {rank}" for rank in self.order if rank in self.waited), "a rank"),
+        }
+
+    def ending(self) -> Ending:
+        """How the start ended: the first case of `TABLE` that this evidence shows."""
+        for case in TABLE:
+            if found := case.shown(self):
+                first = found if isinstance(found, Note) else None
+                who = None if first is None else (first.rank, first.host)
+                own = first.status if first is not None else None
+                status = {OF_LAUNCHER: self.status or 1, OF_RANK: own or 1}.get(case.status, case.status)
+                step = None if case.verdict == DONE else self.step
+                return Ending(case.verdict.kind, status, who, step, case.text.format(**self.facts(first)))
+        raise AssertionError("the last case is always shown")
+
+
+class Verdict(NamedTuple):
+    """kind: of the ending. restart: whether the job is started again, if there are restarts left."""
+
+    kind: str
+    restart: str
+
+
+NEVER, AT_ONCE, UNLESS_REPEATED, ALWAYS = "no", "at once", "unless it is raised at the same step twice", "yes"
+DONE = Verdict("done", NEVER)
+SAVED = Verdict("preempted", NEVER)
+JOINED = Verdict("joined", AT_ONCE)
+ERROR = Verdict("error", UNLESS_REPEATED)
+HANG = Verdict("hung", ALWAYS)
+DEATH = Verdict("died", ALWAYS)
+_RESTARTS = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
+
+OF_LAUNCHER, OF_RANK = -1, -2
+"""The status of the job is that of the launcher, or that of the rank that ended first."""
+
+
+class Case(NamedTuple):
+    """shown: by which evidence. status: that `fsdpx run` ends with. text: with the words of `Evidence.facts`."""
+
+    shown: Callable[[Evidence], Note | bool | None]
+    verdict: Verdict
+    status: int
+    text: str
+
+
+TABLE = (
+    Case(Evidence.failed_before_the_start, ERROR, OF_RANK, "{rank} ended with {error} before all ranks had started"),
+    Case(Evidence.all_ended_well, DONE, 0, ""),
+    Case(Evidence.saved_when_asked, SAVED, PREEMPTED, "the job was asked to stop and has saved"),
+    Case(Evidence.failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
+    Case(Evidence.left_others, ERROR, LEFT, "{rank} ended with status 0 while others waited for it"),
+    Case(lambda evidence: bool(evidence.killed), DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), "
+        "and its ranks with it"),
+    Case(Evidence.all_came, DEATH, 1, "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if "
+        "anything, is above"),
+    Case(Evidence.waited_in_vain, HANG, HUNG, "{waited} waited in MPI's start for others that did not come"),
+    Case(Evidence.some_did_not_come, HANG, HUNG, "{missing} did not come to MPI's start, where {waited} waited"),
+    Case(Evidence.ended_before_the_start, DEATH, 1, "{rank} died before all ranks had started"),
+    Case(Evidence.hung, HANG, HUNG, "the job hung, see the report above"),
+    Case(lambda evidence: not evidence.notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank "
+        "has left a note here"),
+    Case(Evidence.died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
+    Case(lambda evidence: True, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
+)  # fmt: skip
+"""What tells how a start ended: the first case that its evidence shows."""
+
+
+@dataclass
+class RestartPlan:
+    """How many ranks are started next, and how often. endings: of the starts so far."""
+
+    ranks: int
+    min_ranks: int
+    max_restarts: int
+    backoff: float = 1.0
+    endings: list[Ending] = field(default_factory=list)
+
+    @property
+    def restarts(self) -> int:
+        return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
+
+
+def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
+    """Record an ending: why the job is restarted or not, as text, and after how many seconds (None: it is not).
+
+    If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that
+    is raised twice at the same step ends the job. The seconds double while no start gets further than the one before.
+    """
+    before, restart = plan.endings[-1] if plan.endings else None, _RESTARTS[ending.kind]
+    plan.endings.append(ending)
+    if restart == NEVER:
+        return ending.kind, None
+    if restart == AT_ONCE:
+        return f"{plan.ranks} ranks", 0.0
+    repeated = before is not None and (before.kind, before.step) == (ending.kind, ending.step)
+    if restart == UNLESS_REPEATED and repeated:
+        return "the same error at the same step again: another start would not help", None
+    if plan.restarts >= plan.max_restarts:
+        return f"{plan.restarts} of {plan.max_restarts} restarts are used up", None
+    reason = ""
+    twice = before is not None and ending.kind == before.kind == "died" and ending.first == before.first
+    if twice and ending.first is not None and plan.ranks > plan.min_ranks:
+        plan.ranks -= 1
+        reason = f"rank {ending.first[0]} on {ending.first[1]} died twice: one rank fewer, "
+    return f"{reason}{plan.ranks} ranks", min(plan.backoff * 2 ** _stuck(plan.endings), _MOST_SECONDS_BETWEEN)
+
+
+def _stuck(endings: Sequence[Ending]) -> int:
+    """How many starts in a row did not get further than the one before."""
+    count, last = 0, endings[-1].step or 0
+    for earlier in reversed(endings[:-1]):
+        if (earlier.step or 0) < last:
+            break
+        count += 1
+    return count

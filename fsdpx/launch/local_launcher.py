@@ -1,0 +1,94 @@
+"""Starts the ranks of one host without any MPI: python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank
+script.py
+
+They meet at a new file; or, where `fsdpx run` is started on each of several hosts, where the variable FSDPX_STORE says:
+then --first is the number of the first rank here, and --of that of all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from fsdpx.core.base.hooks import STOP_SIGNALS
+from fsdpx.errors import LaunchError, install_hint
+
+__all__ = ["starter"]
+
+_SECONDS_TO_END = 5.0
+"""Seconds that the others may take to report what they know of a failed rank, and again to end when told to."""
+_LOOK = 0.02
+
+
+def starter() -> list[str]:
+    """The command that starts ranks here, like mpiexec: it takes -n and a command. LaunchError without PyTorch."""
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
+    return [sys.executable, "-m", "fsdpx.launch.local_launcher"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Start the ranks; the status of the first that fails, which ends the others."""
+    p = argparse.ArgumentParser(allow_abbrev=False)
+    p.add_argument("--first", type=int, default=0)
+    p.add_argument("--of", type=int)
+    p.add_argument("-n", dest="ranks", type=int)
+    p.add_argument("command", nargs=argparse.REMAINDER)
+    args = p.parse_args(words)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for rank in started:
+            with suppress(OSError):
+                rank.send_signal(number)
+
+    for name in ("INT", *STOP_SIGNALS):
+        signal.signal(signal.Signals[f"SIG{name}"], forward)
+    with tempfile.TemporaryDirectory(prefix="fsdpx-meet-") as folder:
+        common = dict(os.environ)
+        if args.of is None:
+            common = {"FSDPX_SECRET": secrets.token_hex(32), **common, "FSDPX_STORE": os.path.join(folder, "store")}
+        for rank in range(args.ranks):
+            numbers = _numbers(rank, args.ranks, args.first, args.of or args.ranks)
+            started.append(subprocess.Popen(args.command, env=common | numbers))
+        return _wait(started)
+
+
+def _numbers(rank: int, here: int, first: int, size: int) -> dict[str, str]:
+    """The variables that tell a rank of this host which one it is."""
+    numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": here}
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def _wait(started: list[subprocess.Popen[bytes]]) -> int:
+    status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
+    while living := [rank for rank in started if rank.poll() is None]:
+        status = status or _failed(started)
+        now = time.monotonic()
+        if status and not due:
+            due = now + _SECONDS_TO_END
+        elif status and now >= due and ends:
+            due, end = now + _SECONDS_TO_END, ends.pop(0)
+            for rank in living:
+                end(rank)
+        time.sleep(_LOOK)
+    return status or _failed(started)
+
+
+def _failed(started: list[subprocess.Popen[bytes]]) -> int:
+    """The status of a rank that has failed, as a shell says it; 0 if none has."""
+    statuses = [rank.returncode for rank in started if rank.returncode]
+    return next((status if status > 0 else 128 - status for status in statuses), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

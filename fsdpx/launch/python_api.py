@@ -1,0 +1,146 @@
+"""`fsdpx.launch`: a script or a function on ranks that are processes, from Python or a notebook."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import site
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.name_hints import demand_known
+from fsdpx.core.trainer.functional import init
+from fsdpx.errors import LaunchError
+from fsdpx.launch.options import LaunchConfig, ranks_there
+from fsdpx.launch.run import run
+
+__all__ = ["launch"]
+
+_CALL, _RESULT = "call.pickle", "result-{:05}.pickle"
+
+
+def launch(
+    what: str | Path | Callable[..., Any], *args: Any, config: LaunchConfig | None = None, **options: Any
+) -> list[Any] | None:
+    """Start a script as `fsdpx run` does, or run `what(comm, *args)` on MPI ranks.
+
+    As `fsdpx.spawn`, with processes for ranks. LaunchError with the known details if the job does not end well.
+
+    Parameters
+    ----------
+    what : a script's path, "-m" (the first of `args` is then a module), or a function. A function and its arguments
+        are pickled: one of a script or a notebook needs the package cloudpickle, one of a module does not.
+    args : of the script as text, or of the function
+    config, options : a `LaunchConfig`, fields of one as keywords (`ranks=4`), or both. Without `ranks` there are as
+        many as `fsdpx run` takes without -n. On several hosts a function needs `folder`, on a disk that all of them
+        share.
+
+    Returns
+    -------
+    list : what the function returned, by rank; None for a script
+    """
+    demand_known("launch", options, [field.name for field in fields(LaunchConfig)])
+    if config is None and "ranks" not in options:
+        where = [options.get(name) for name in ("nodes", "per_node", "hostfile", "threads")]
+        options["ranks"], _ = ranks_there(*where)
+    config = replace(config, **options) if config is not None else LaunchConfig(**options)
+    folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
+    if config.logs is None and sys.stdout is not sys.__stdout__:  # ranks' output belongs in the notebook's cell
+        config = replace(config, logs=folder)
+    try:
+        if not callable(what):
+            _run(config, [str(what), *map(str, args)])
+            return None
+        safe_files.write(folder / _CALL, packed := _packed(what, args))
+        _run(config, ["-m", __name__, str(folder), _digest(packed)])
+        return _results(folder)
+    finally:
+        safe_files.remove(folder)
+
+
+def _run(config: LaunchConfig, program: Sequence[str]) -> None:
+    ending = run(config, program, _path())
+    if ending.kind != "done":
+        raise LaunchError(ending.text)
+
+
+def _path() -> dict[str, str]:
+    """PYTHONPATH for ranks, where this process finds fsdpx in a folder that it has put on its path itself."""
+    home = str(Path(__file__).parents[2])
+    installed = home in (*site.getsitepackages(), site.getusersitepackages())
+    return {} if installed or home not in sys.path else {"PYTHONPATH": environment.python_path(home)}
+
+
+def _packed(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """The call, and where this process finds modules."""
+    name = getattr(what, "__qualname__", repr(what))
+    if _pickler() is pickle and getattr(what, "__module__", "") == "__main__":
+        raise LaunchError(
+            f"launch({name}): ranks cannot import __main__; pip install cloudpickle, or use a module for it"
+        )
+    return pickle.dumps((sys.path, _dumped((what, args), f"launch({name}): it")))
+
+
+def _pickler() -> Any:
+    """What pickles functions and classes of a notebook as well, where it is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+def _dumped(value: Any, what: str) -> bytes:
+    try:
+        return bytes(_pickler().dumps(value))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(f"{what} cannot be given to other processes: {error}") from error
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _results(folder: Path) -> list[Any]:
+    """Results by rank; a further start may have had fewer ranks."""
+    size = 1
+    found: list[Any] = []
+    while len(found) < size:
+        left = folder / _RESULT.format(len(found))
+        if not left.exists():
+            raise LaunchError(f"rank {len(found)} left no result here: name a folder that all hosts share (folder=)")
+        size, result = pickle.loads(_content(left))
+        found.append(result)
+    return found
+
+
+def _content(path: Path) -> bytes:
+    with safe_files.open_file(path) as file:
+        return file.read()
+
+
+def main(folder: Path, digest: str) -> None:
+    """One rank. digest: of the call; another user may put a folder of an earlier call in place of this one."""
+    try:
+        packed = _content(folder / _CALL)
+    except FileNotFoundError:
+        raise LaunchError(f"there is no {folder} here: name a folder that all hosts share (folder=)") from None
+    if _digest(packed) != digest:
+        raise LaunchError(f"{folder / _CALL} is not of this launch: name a folder= where no other user can write")
+    path, call = pickle.loads(packed)
+    sys.path += [place for place in path if place not in sys.path]
+    function, args = pickle.loads(call)
+    comm = init()
+    result = function(comm, *args)
+    name = getattr(function, "__qualname__", function)
+    packed = _dumped((comm.size, result), f"rank {comm.rank}: what {name} returned")
+    safe_files.write(folder / _RESULT.format(comm.rank), packed)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

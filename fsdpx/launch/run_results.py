@@ -1,0 +1,41 @@
+"""The results of a training: a line that says how it went, and the folder of its run with model, curve and report."""
+
+from __future__ import annotations
+
+from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.trainer.report import Summary
+from fsdpx.core.trainer.trainer import Trainer
+from fsdpx.errors import install_hint
+from fsdpx.ext.observe.folder import RunFolder
+from fsdpx.ext.observe.page import write_page
+
+__all__ = ["keep", "result"]
+
+
+def result(history: History, unit: str) -> str:
+    """One line. The rate, in `unit` per second, is that of training alone, without validation and saving."""
+    parts = []
+    if history.losses:
+        rate = history.seen / history.seconds
+        parts = [f"{len(history.losses)} steps", f"{rate:,.0f} {unit}/s", f"training loss {history.losses[-1]:.4f}"]
+    if history.validation:
+        parts.append(f"validation loss {history.validation[-1][1]:.4f}")
+    return ", ".join(parts)
+
+
+def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary, resume: str) -> None:
+    """The trained model, the curve and the report; rank 0 says where. Collective.
+
+    resume: the arguments with which the run goes on."""
+    drawn = trainer.host.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
+    if history.losses or not trainer.host.alone(f"look for {folder.model}", folder.model.exists):
+        trainer.save(folder.model)
+    if trainer.host.rank == 0:
+        folder.finish(str(summary), summary.as_json())
+        write_page(folder)
+        curve = "curve.png" if drawn else f"no curve.png ({install_hint('plot')})"
+        print(
+            f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
+            "log.txt, checkpoints/, model/"
+        )
+        print(f"weights: {folder.model / 'model.safetensors'}; to go on: {resume}", flush=True)

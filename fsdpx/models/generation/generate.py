@@ -1,0 +1,108 @@
+"""Text from a model on any placement: a program reads new tokens, and ranks tell each other those they found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.namespace import to_host
+from fsdpx.core.comm.communicator import ReduceOp
+from fsdpx.core.state.placement import Placement
+from fsdpx.core.trainer.batch import sum_of
+from fsdpx.core.trainer.session import Session
+from fsdpx.errors import ConfigError
+from fsdpx.models.generation.texts import Sampling, Stream, TextLimits, checked, padded, window, write
+from fsdpx.nn.cache import Cache
+from fsdpx.nn.container import Container
+from fsdpx.nn.layer import Layer, dotted
+
+__all__ = ["generate"]
+
+
+def generate(
+    session: Session,
+    prompts: Sequence[Any],
+    max_new_tokens: int,
+    stop: int | Collection[int],
+    sampling: Sampling,
+    stream: Stream | None,
+    cached: bool,
+) -> list[np.ndarray]:
+    """The new tokens of each prompt, on every rank. Collective; the arguments are those of `Trainer.generate`."""
+    place = session.place
+    layers = [found for unit in place.layout.units for node in unit.nodes for found in _leaves(node.path, node.layer)]
+    if cached:
+        _demand_caches(layers)
+    context = min((n for _, layer in layers if (n := getattr(layer, "seq_len", None)) is not None), default=1 << 31)
+    vocab = session.vocab(np.zeros((1, 1), np.int64))
+    limits = TextLimits.of(max_new_tokens, stop, vocab)
+    texts = checked(prompts, vocab, context)
+    read = sum_of(np.array(text) for text in texts)
+    session.begin(f"generate({len(texts)} prompts {read}, {limits}, {sampling}, cache={cached})")
+    axes, count = place.axes, len(texts)
+    mine = range(count * axes.data.rank // axes.data.size, count * (axes.data.rank + 1) // axes.data.size)
+    reader = Reader(session, mine, context, max(map(len, texts)) + max_new_tokens, cached)
+    return write(texts, mine, reader.logits, _share(place), sampling, limits, stream)
+
+
+class Reader:
+    """Runs the model on texts that grow. mine: texts of this rank. longest: text that there will be."""
+
+    def __init__(self, session: Session, mine: range, context: int, longest: int, cached: bool) -> None:
+        self.session, self.mine, self.context = session, mine, context
+        self.capacity, self.cached = min(context, longest), cached
+        self.cache: Cache | None = None
+        self.begins: list[int] = []
+
+    def logits(self, texts: list[list[int]]) -> np.ndarray:
+        """The logits of the token that follows each text of this rank, (texts, vocab). Collective."""
+        begins = [window(len(text), self.context) for text in texts]
+        ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
+        mine = slice(self.mine.start, self.mine.stop)
+        if self.cache is None or begins != self.begins:
+            tokens = padded([texts[i][begins[i] :] for i in self.mine], max(ends))
+            self.cache = Cache(len(self.mine), self.capacity) if self.cached else None
+            last = np.array(ends[mine], np.int64) - 1
+        else:
+            tokens = padded([texts[i][-1:] for i in self.mine], 1)
+            self.cache.lengths = np.array(ends[mine], np.int64) - 1
+            last = np.zeros(len(self.mine), np.int64)
+        self.begins = begins
+        feed = self.session.tokens(tokens, self.mine.start, self.cache)
+        (found,) = self.session.outputs(self.session.run("predict", feed), feed)
+        return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
+
+
+def _share(place: Placement) -> Callable[[np.ndarray], None]:
+    axes = place.axes
+    tells = axes.pipe.rank == axes.tensor.rank == 0  # one rank of those that found the same
+
+    def share(found: np.ndarray) -> None:
+        if axes.world.size == 1:
+            return
+        if not tells:
+            found[:] = 0
+        axes.world.all_reduce(found, ReduceOp.SUM, what="new tokens").wait()
+
+    return share
+
+
+def _leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
+    if not isinstance(layer, Container):
+        yield path, layer
+        return
+    for name, child in layer.children().items():
+        yield from _leaves(dotted(path, name), child)
+
+
+def _demand_caches(layers: Iterable[tuple[str, Layer]]) -> None:
+    """ConfigError, with its path, for a layer that needs whole texts."""
+    for path, layer in layers:
+        able = layer.acts_on in ("position", "element") if layer.caches is None else layer.caches
+        if not able:
+            raise ConfigError(
+                f"generate: layer {path!r} {layer!r} keeps no keys and values, and its result at a position may depend "
+                'on others: use cache=False; or, if it does not, say acts_on = "position" in its class (Layer.caches)'
+            )

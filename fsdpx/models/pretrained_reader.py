@@ -1,0 +1,288 @@
+"""A model from a folder: made without numbers; each rank reads the elements that it holds when it makes its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.safe_files import home
+from fsdpx.core.checkpoint.format import array_type, rounded
+from fsdpx.core.checkpoint.local_shards import BLOCK, Block, Held
+from fsdpx.core.checkpoint.read import Source, elements, read, weights
+from fsdpx.core.state.flat_parameters import Run
+from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.models.architectures import ARCHITECTURES, Architecture, Config
+from fsdpx.models.fields import shown
+from fsdpx.models.tokenizer_files import last_token, object_of
+from fsdpx.nn.container import Container
+from fsdpx.nn.layer import Spec
+from fsdpx.nn.linearize import sort, specs_of
+
+__all__ = ["CONFIG", "MatrixBlock", "Stored", "Turned", "boxes", "from_pretrained", "turned"]
+
+
+@dataclass(frozen=True)
+class MatrixBlock:
+    """Elements [top, bottom) x [left, right) of a matrix."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.bottom - self.top, self.right - self.left
+
+    def turned(self, rows: int) -> list[Run]:
+        """Where these elements lie, column after column, in a file of the turned matrix; rows: of the whole matrix."""
+        return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
+
+
+def boxes(runs: Iterable[Run], columns: int) -> Iterator[MatrixBlock]:
+    """Runs of flat elements of a matrix as boxes, in order: part of a row, whole rows, part of a row."""
+    for start, stop in runs:
+        while start < stop:
+            (top, left), rest = divmod(start, columns), stop - start
+            if left or rest < columns:
+                right = min(left + rest, columns)
+                yield MatrixBlock(top, top + 1, left, right)
+                start += right - left
+            else:
+                yield MatrixBlock(top, top + rest // columns, 0, columns)
+                start += rest // columns * columns
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A box of a matrix of `rows` rows, to be written as `Held` is, into a file that has the matrix the other way
+    round."""
+
+    name: str
+    array: Any
+    box: MatrixBlock
+    rows: int
+
+    def blocks(self, elements: int) -> Iterator[Block]:
+        """All at once: it is a part of a block."""
+        part = self.array.reshape(self.box.shape).T
+        yield Block(np.ascontiguousarray(part).reshape(-1), tuple(self.box.turned(self.rows)))
+
+
+def turned(name: str, held: Held) -> Iterator[Turned]:
+    """A rank's part of a matrix, box by box: in each the places in the file ascend."""
+    rows, columns = held.spec.shape
+    for block in held.blocks(BLOCK // held.array.dtype.itemsize):
+        host, at = to_host(block.array).reshape(-1), 0
+        for box in boxes(block.runs, columns):
+            size = box.shape[0] * box.shape[1]
+            yield Turned(name, host[at : at + size], box, rows)
+            at += size
+
+
+CONFIG = "config.json"
+ELEMENTS = 1 << 20
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a parameter begins: as a tensor of files, which have it the other way round if `turned`, or as several of one
+    size, which are its parts along the first dim."""
+
+    source: Source = field(repr=False)
+    names: tuple[str, ...]
+    turned: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the tensor, or of the first one."""
+        return self.names[0]
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Where elements [start, stop) come from, in order: name of a tensor, and its first element and the one after
+        the last."""
+        size = self.source.places[self.name][1].elements
+        for index in range(start // size, -(-stop // size)):
+            yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        parts = []
+        if self.turned:
+            for box in boxes([(start, stop)], shape[1]):
+                found = elements(self.source, self.name, box.turned(shape[0]))
+                parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
+        else:
+            parts = [elements(self.source, n, [(first, last)]) for n, first, last in self.parts(start, stop)]
+        return _wide(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def into(self, target: Any, start: int) -> bool:
+        """Fill an array with the elements from `start` on, without another copy of them; False where their order or
+        format is another one, and not one that its own holds exactly."""
+        if self.turned or not isinstance(target, np.ndarray):
+            return False
+        formats = {array_type(self.source.places[other][1].code) for other in self.names}
+        if not all(target.dtype == f or (target.dtype == np.float32 and f.itemsize == 2) for f in formats):
+            return False
+        read(self.source, self.pieces(target, start), np)
+        return True
+
+    def pieces(self, array: Any, start: int) -> Iterator[Held]:
+        """A flat array of the elements from `start` on, tensor by tensor."""
+        at = 0
+        for name, first, last in self.parts(start, start + array.size):
+            part = array[at : at + last - first]
+            yield Held(name, part, first, Spec(part.shape), 0, 1)
+            at += last - first
+
+
+def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
+    """The model of a folder as transformers writes it: `config.json` and safetensors files, of which an index may tell.
+
+    Nothing but headers is read here, and the head where the configuration ties it and the files have one: if it differs
+    from the embedding it is a parameter of its own. When `distribute` makes a rank's shards, the rank reads the
+    elements that it holds, and converts them to its format. `fsdpx.models.save_pretrained` writes such a folder again.
+
+    Parameters
+    ----------
+    folder : a path; nothing is downloaded
+    options : of the layer, instead of what the configuration says: `dropout=0.1`, `frozen=("blocks.*",)`,
+        `segments=True`
+
+    Returns
+    -------
+    Container : `nn.GPT`, `nn.Llama`, `nn.Bert` or `nn.ViT`
+
+    Raises
+    ------
+    ConfigError : no such folder, no configuration, an architecture or a field of it that is not known, a tokenizer
+        with tokens that the model has not
+    CheckpointError : files that cannot be read; tensors that are missing, left over or of another shape
+    """
+    path = home(folder)
+    config = _config(path)
+    architecture = _architecture(path, config)
+    source = weights(path)
+    values = architecture.settled(config, str(path / CONFIG), len(source.places))
+    _demand_tokens(path, config)
+    tied = _tied(source, architecture, values)
+    if "tie_word_embeddings" in values:
+        values["tie_word_embeddings"] = next(iter(architecture.tied), None) in tied
+    model = architecture.make(values, **options)
+    model.initial = _stored(source, model, architecture, tied)
+    return model
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """In a format that NumPy itself has."""
+    return array if array.dtype in (np.float32, np.float64) else rounded(array, np.dtype(np.float32))
+
+
+def _config(path: Path) -> Config:
+    if not path.is_dir():
+        raise ConfigError(f"{str(path)!r} is no folder here, and nothing is downloaded: give the path of a folder")
+    try:
+        return object_of(path / CONFIG)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no {CONFIG}; a folder as transformers writes it has one") from None
+
+
+def _architecture(path: Path, config: Config) -> Architecture:
+    classes, kind = config.get("architectures") or [], config.get("model_type")
+    names = [*classes, kind] if isinstance(classes, list) else [kind]
+    found = next((ARCHITECTURES[name] for name in names if isinstance(name, str) and name in ARCHITECTURES), None)
+    if found is None:
+        known = ", ".join(name for name in ARCHITECTURES if name.islower())
+        raise ConfigError(f"{path / CONFIG}: the model_type {shown(kind)} is not known; known are {known}")
+    return found
+
+
+def _demand_tokens(path: Path, config: Config) -> None:
+    """Every token of the tokenizer beside the model has a row of its embedding."""
+    if "vocab_size" in config and (last := last_token(path)) >= config["vocab_size"]:
+        raise ConfigError(
+            f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "
+            "they do not belong together"
+        )
+
+
+def _headless(source: Source, architecture: Architecture) -> bool:
+    return not any(name.startswith(architecture.base) for name in source.places)
+
+
+def _tied(source: Source, architecture: Architecture, values: Config) -> set[str]:
+    """The names of the tensors that are tied in these files. As in transformers, the files decide: a tensor that
+    differs from the one it may be tied to is a parameter of its own."""
+    if not values.get("tie_word_embeddings"):
+        return set()
+    base = architecture.base if _headless(source, architecture) else ""
+    pairs = [(name, other.removeprefix(base)) for name, other in architecture.tied.items()]
+    return {name for name, other in pairs if not {name, other} <= source.places.keys() or _equal(source, name, other)}
+
+
+def _equal(source: Source, name: str, other: str) -> bool:
+    """Whether two tensors have the same numbers; read block by block up to the first difference."""
+    one, two = (source.places[n][1] for n in (name, other))
+    if one.shape != two.shape or not {one.code, two.code} <= set(FLOATS):
+        return False
+    for start in range(0, one.elements, ELEMENTS):
+        run = [(start, min(start + ELEMENTS, one.elements))]
+        if not np.array_equal(_wide(elements(source, name, run)), _wide(elements(source, other, run))):
+            return False
+    return True
+
+
+def _stored(source: Source, model: Container, architecture: Architecture, tied: set[str]) -> dict[str, Stored]:
+    """Name in the model -> where it lies. A tied parameter may be there once or under each of its names."""
+    ordered = sort(model)
+    base, headless = architecture.base, _headless(source, architecture)
+    specs = specs_of(ordered)
+    rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
+    theirs = {name: architecture.theirs(name, n) for name, n in rows.items()}
+    taken = {other for others in theirs.values() for other in others}
+    for name, (first, *_) in theirs.items():  # tied to what is no parameter here
+        if first in tied and (twin := architecture.tied[first]) in source.places and twin not in taken:
+            theirs[name] = (twin,)
+    if headless:
+        theirs = {name: tuple(other.removeprefix(base) for other in others) for name, others in theirs.items()}
+    found = {
+        name: Stored(source, others, architecture.is_turned(name))
+        for name, others in theirs.items()
+        if all(other in source.places for other in others)
+    }
+    for alias, name in ordered.ties.items():  # the file may have the second name alone
+        if name not in found and alias in found:
+            found[name] = found[alias]
+    missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.places]
+    known = {other for others in theirs.values() for other in others}
+    extra = [name for name in source.places if name not in known and not architecture.is_unused(name)]
+    problems = [*_listed("missing", missing), *_listed("not in the model", extra), *_misshapen(found, model)]
+    if problems:
+        raise CheckpointError(f"{source.folder}: {'; '.join(problems)}")
+    return found
+
+
+def _listed(what: str, names: list[str]) -> Iterator[str]:
+    if names:
+        yield f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _misshapen(found: dict[str, Stored], model: Container) -> Iterator[str]:
+    for name, spec in specs_of(sort(model)).items():
+        if name not in found:
+            continue
+        stored = found[name]
+        for other in stored.names:
+            code, shape = stored.source.tensors[other]
+            wanted = spec.shape[::-1] if stored.turned and len(spec.shape) == 2 else spec.shape
+            wanted = wanted[1:] if len(stored.names) > 1 else wanted
+            if tuple(n for n in shape if n != 1) != tuple(n for n in wanted if n != 1):
+                yield f"{other} is {shape} instead of {wanted}"
+            if code not in FLOATS:
+                yield f"{other} has the format {code}: weights are {', '.join(FLOATS)}"

@@ -1,0 +1,74 @@
+"""What lies beside the weights in a folder: the tokenizer, and which tokens end a text."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fsdpx.core.base.safe_files import Untrusted, home, read, read_json
+from fsdpx.errors import ConfigError, install_hint
+
+__all__ = ["LARGEST", "TOKENIZER", "ends_of", "last_token", "object_of", "tokenizer_of"]
+
+TOKENIZER = "tokenizer.json"
+LARGEST = 10_000_000
+LARGEST_TOKENIZER = 200_000_000
+
+
+def object_of(path: Path, most: int = LARGEST) -> dict[str, Any]:
+    """The object of JSON in a file of a model's folder; FileNotFoundError if there is none, ConfigError if it is no
+    regular file, too large or something else."""
+    try:
+        found = read_json(path, most, ours=False)
+    except (Untrusted, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: this must be an object of JSON, and is {type(found).__name__}")
+    return found
+
+
+def tokenizer_of(folder: str | PathLike[str]) -> Any:
+    """The `tokenizers.Tokenizer` of a folder; ConfigError if there is none, or no such library."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError(f"text needs the tokenizers library: {install_hint('text')}") from error
+    file = home(folder) / TOKENIZER
+    if not file.exists():
+        raise ConfigError(f"{folder}: there is no {TOKENIZER}: trainer.generate takes tokens of any other tokenizer")
+    try:
+        return Tokenizer.from_buffer(read(file, LARGEST_TOKENIZER, ours=False))
+    except Untrusted as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:  # the library has no class of its own
+        raise ConfigError(f"{file}: this is no tokenizer: {error}") from error
+
+
+def last_token(folder: Path) -> int:
+    """The largest number of a token of the tokenizer in a folder; -1 if there is no tokenizer, or none in it."""
+    file = folder / TOKENIZER
+    if not file.exists():
+        return -1
+    table = object_of(file, LARGEST_TOKENIZER)
+    model, added = table.get("model"), table.get("added_tokens") or []
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values() if isinstance(vocab, dict) else range(len(vocab)) if isinstance(vocab, list) else ())
+    if isinstance(added, list):
+        ids += [token.get("id") for token in added if isinstance(token, dict)]
+    if not isinstance(vocab, dict | list | None) or not all(type(one) is int for one in ids):
+        raise ConfigError(f"{file}: this is no tokenizer: it needs a vocabulary, of which numbers are whole numbers")
+    return max(ids, default=-1)
+
+
+def ends_of(folder: str | PathLike[str]) -> list[int]:
+    """The tokens that end a text, the first of them the one to write; none if the folder does not say."""
+    for name in ("generation_config.json", "config.json"):
+        file = home(folder) / name
+        found = object_of(file).get("eos_token_id") if file.exists() else None
+        if found is not None:
+            ends = found if isinstance(found, list) else [found]
+            if not all(type(end) is int for end in ends):
+                raise ConfigError(f"{file}: eos_token_id={found!r}: it must be a whole number, or a list of them")
+            return ends
+    return []

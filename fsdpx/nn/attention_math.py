@@ -1,0 +1,132 @@
+"""What attention computes, of all heads or of a part of them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, Protocol
+
+from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.attention import clear_hidden, compute_seen, multiply_seen
+from fsdpx.nn.activation import apply_mask, keep_mask
+from fsdpx.nn.gradient_accumulation import product
+from fsdpx.nn.layer import Array, Env
+from fsdpx.nn.sharding import share
+
+__all__ = ["Core", "Heads", "scores_of", "seen_by", "split_heads"]
+
+
+class Core(Protocol):
+    """From queries, keys and values, side by side as the projection gave them, to the heads' results side by side."""
+
+    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
+        """`(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of what backward needs."""
+        ...
+
+    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
+        """The gradient of `qkv`."""
+        ...
+
+
+class Heads:
+    """Attention of all heads, or of this tensor rank's part of them, each over the full time.
+
+    With a part of the heads, dropout has the mask that a single rank would have.
+
+    Parameters
+    ----------
+    n_heads, d_head : heads of queries, and features of a head
+    causal, window : as in `Attention`; a window of 0 is none
+    dropout : probability that an attention weight is dropped; every head of queries then has keys of its own
+    """
+
+    def __init__(self, n_heads: int, d_head: int, causal: bool, dropout: float = 0.0, window: int = 0) -> None:
+        self.n_heads, self.d_head, self.causal, self.dropout, self.window = n_heads, d_head, causal, dropout, window
+        self.scale = 1.0 / math.sqrt(d_head)
+
+    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
+        merged, rest = self.attend(env, *split_heads(qkv, 3, self.d_head))
+        return merged, (qkv, merged, rest)
+
+    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
+        qkv, merged, rest = kept
+        heads = self.attend_backward(env, merged, rest, dmerged, *split_heads(qkv, 3, self.d_head))
+        return heads.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
+
+    def attend(self, env: Env, q: Array, k: Array, v: Array, *, segments: Array | None = None) -> tuple[Array, Any]:
+        """The results of heads side by side, and a tuple of what backward needs beside them.
+
+        q, k, v: (samples, heads, time, d_head). segments: whole numbers (samples, time), see `Attention`."""
+        rest: tuple[Array, ...] = ()
+        if env.cache is not None:
+            o = env.cache.attend(env.xp, env.random.path, q, k, v, self.scale, self.window)
+        elif not env.training or self.dropout == 0.0:
+            o, lse = kernels.attention(env.xp, q, k, v, self.causal, self.scale, self.window, segments)
+            rest = (lse,)
+        else:
+            keep = self._keep(env, (*q.shape[:3], k.shape[2]))
+            weights = self._weights(env.xp, q, k)
+            dropped, multiply = apply_mask(weights, keep, self.dropout), partial(product, env.xp)
+            form = partial(multiply_seen, dropped, v, multiply=multiply)
+            o, rest = compute_seen(env.xp, form, seen_by(env.xp, q, self.causal)), (weights, keep)
+        samples, heads, time, d_head = q.shape
+        return o.swapaxes(1, 2).reshape(samples, time, heads * d_head), rest
+
+    def attend_backward(
+        self, env: Env, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
+        *, segments: Array | None = None,
+    ) -> Any:  # fmt: skip
+        """The gradients of q, k and v: as one array of three where they have one shape."""
+        (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
+        if len(rest) == 1:
+            form = self.causal, self.scale, self.window, segments
+            return kernels.attention_backward(env.xp, q, k, v, o, rest[0], do, *form)
+        slopes = partial(self._dropped_backward, env.xp, q, k, v, do, *rest)
+        return compute_seen(env.xp, slopes, seen_by(env.xp, q, self.causal))
+
+    def _dropped_backward(
+        self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
+    ) -> Array:
+        """The gradients of q, k and v, (3, samples, heads, time, d_head)."""
+        multiply, seeing = partial(product, xp), None if seen is None else seen.T
+        dweights = clear_hidden(apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
+        rows = (-1, weights.shape[-1])
+        dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
+        dscores *= self.scale
+        dscores = clear_hidden(dscores.reshape(weights.shape), seen)
+        dropped = clear_hidden(apply_mask(weights, keep, self.dropout), seen)
+        dv = multiply_seen(dropped.swapaxes(-1, -2), do, seeing, multiply)
+        dq = multiply_seen(dscores, k, seen, multiply)
+        return xp.stack((dq, multiply_seen(dscores.swapaxes(-1, -2), q, seeing, multiply), dv))
+
+    def _weights(self, xp: Any, q: Array, k: Array) -> Array:
+        scores = scores_of(xp, q, k, self.causal, self.scale)
+        return kernels.softmax(xp, scores.reshape(-1, scores.shape[-1])).reshape(scores.shape)
+
+    def _keep(self, env: Env, shape: tuple[int, ...]) -> Array:
+        if shape[1] == self.n_heads:
+            return keep_mask(env.at("dropout"), shape, self.dropout)
+        start, stop = share(self.n_heads, env.mesh.tensor.rank, env.mesh.tensor.size)
+        assert stop - start == shape[1], f"{shape[1]} heads, not those of [{start}, {stop})"
+        return keep_mask(env.at("dropout"), shape, self.dropout, {1: (start, self.n_heads)})
+
+
+def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
+    """`count` views (samples, heads, time, d_head) of (samples, time, count heads d_head)."""
+    samples, time, width = merged.shape
+    split = merged.reshape(samples, time, count, width // (count * d_head), d_head)
+    return [split[:, :, i].swapaxes(1, 2) for i in range(count)]
+
+
+def scores_of(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
+    """scale q k^T; with `causal` -inf at later positions."""
+    scores = product(xp, q, k.swapaxes(-1, -2))
+    scores *= scale
+    seen = seen_by(xp, q, causal)
+    return scores if seen is None else xp.where(seen, scores, xp.full_like(scores, -math.inf))
+
+
+def seen_by(xp: Any, q: Array, causal: bool) -> Array | None:
+    """Which positions (columns) each of them (rows) attends to, (time, time); None if not causal: to all."""
+    time = xp.arange(q.shape[-2])
+    return time[None, :] <= time[:, None] if causal else None

@@ -1,0 +1,211 @@
+"""Moves between ranks in adjoint pairs: copy/sum, gather/scatter_sum, cut/join, exchange and dispatch with themselves.
+
+An array over an axis of N ranks is in one of three states:
+
+    replicated   every rank holds the same value, which counts once
+    cut          every rank holds a part along one dim; together they are one value
+    each         every rank holds a value of its own
+
+    move          from         to           forward                adjoint
+    copy          replicated   each         nothing                sum
+    sum           each         replicated   all-reduce             copy
+    gather        cut          each         all-gather             scatter_sum
+    scatter_sum   each         cut          reduce-scatter         gather
+    cut           replicated   cut          take a slice           join
+    join          cut          replicated   all-gather             cut
+    exchange      cut          cut          all-to-all             exchange back
+    dispatch      each         each         all-to-all             dispatch back
+
+With the inner product of a replicated value counted once and the others summed over ranks, <F x, y> = <x, F* y>.
+Bytes that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, all-gather and reduce-scatter n(N-1)/N,
+all-to-all n(N-1)/N^2; of a dispatch what goes to others. On an axis of width 1 nothing is moved and nothing copied."""
+
+import builtins
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fsdpx.errors import ShapeError
+from fsdpx.nn.layer import AxisRanks, Pending
+from fsdpx.nn.sharding import share
+
+__all__ = [
+    "PendingMove", "copy", "cut", "dispatch", "exchange", "gather", "join", "part", "scatter_sum", "start_gather",
+    "start_scatter_sum", "start_sum", "sum", "want_even",
+]  # fmt: skip
+
+Array = Any
+Shape = tuple[int, ...]
+
+
+class PendingMove:
+    """A move that was issued; `wait()` returns its result. sent: an array that must live until then."""
+
+    __slots__ = ("_finish", "_handle", "_sent")
+
+    def __init__(self, handle: Pending | None, finish: Any, sent: Array = None) -> None:
+        self._handle, self._finish, self._sent = handle, finish, sent
+
+    def wait(self) -> Array:
+        if self._handle is not None:
+            self._handle.wait()
+        return self._finish()
+
+
+def copy(xp: Any, comm: AxisRanks, x: Array) -> Array:
+    """The replicated `x` itself: from here on each rank's value is its own, so the adjoint is `sum`."""
+    return x
+
+
+def sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
+    """The sum over the ranks, on every rank. fresh: `x` may be overwritten with it."""
+    return start_sum(xp, comm, x, fresh=fresh, what=what).wait()
+
+
+def start_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
+    """`sum`, issued and not waited for."""
+    if comm.size == 1:
+        return PendingMove(None, lambda: x)
+    flat = _flat(xp, x)
+    if not fresh:
+        flat = flat.copy()
+    return PendingMove(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
+
+
+def gather(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+    """The parts of all ranks concatenated along `dim`. total: the full size; None: `comm.size` equal parts."""
+    return start_gather(xp, comm, x, dim, total, what=what).wait()
+
+
+def start_gather(
+    xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
+) -> PendingMove:
+    """`gather`, issued and not waited for."""
+    if comm.size == 1:
+        return PendingMove(None, lambda: x)
+    dim = dim % x.ndim
+    shapes = _part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
+    assert tuple(x.shape) == shapes[comm.rank], f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
+    counts = [math.prod(shape) for shape in shapes]
+    sent, flat = _flat(xp, x), xp.empty((builtins.sum(counts),), dtype=x.dtype)
+    handle = comm.all_gather(sent, flat, counts, what=what)
+    return PendingMove(handle, lambda: _unpacked(xp, flat, shapes, dim), sent)
+
+
+def scatter_sum(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
+    """This rank's part, along `dim`, of the sum over the ranks."""
+    return start_scatter_sum(xp, comm, x, dim, what=what).wait()
+
+
+def start_scatter_sum(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingMove:
+    """`scatter_sum`, issued and not waited for."""
+    if comm.size == 1:
+        return PendingMove(None, lambda: x)
+    dim = dim % x.ndim
+    shapes = _part_shapes(x.shape, dim, x.shape[dim], comm)
+    counts = [math.prod(shape) for shape in shapes]
+    sent, mine = _packed(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
+    handle = comm.reduce_scatter(sent, mine, counts=counts, what=what)
+    return PendingMove(handle, lambda: mine.reshape(shapes[comm.rank]), sent)
+
+
+def cut(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
+    """This rank's part of the replicated `x` along `dim`, a view."""
+    return part(x, dim, *share(x.shape[dim], comm.rank, comm.size))
+
+
+def join(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+    """As `gather`, but the result is replicated: what follows is the same on every rank, so the adjoint is `cut`."""
+    return gather(xp, comm, x, dim, total, what=what)
+
+
+def exchange(
+    xp: Any, comm: AxisRanks, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
+) -> Array:
+    """All-to-all, from cut along `merge` to cut along `split`: `split` is scattered, `merge` concatenated.
+
+    total: the full size of `merge`; None: equal parts. Its adjoint swaps `split` and `merge`."""
+    if comm.size == 1:
+        return x
+    split, merge = split % x.ndim, merge % x.ndim
+    out = _part_shapes(x.shape, split, x.shape[split], comm)
+    whole = x.shape[merge] * comm.size if total is None else total
+    into = _part_shapes(out[comm.rank], merge, whole, comm)
+    counts, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
+    sent, flat = _packed(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
+    comm.all_to_all(sent, flat, counts, received, what=what).wait()
+    return _unpacked(xp, flat, into, merge)
+
+
+def dispatch(
+    xp: Any, comm: AxisRanks, x: Array, leaving: Sequence[int], arriving: Sequence[int], *, what: str = ""
+) -> Array:
+    """All-to-all of rows, which lie by the rank that they go to; what arrives lies by the rank that it comes from.
+
+    leaving, arriving: how many rows (dim 0) go to, and come from, each rank. Its adjoint swaps them."""
+    if comm.size == 1:
+        return x
+    row = math.prod(x.shape[1:])
+    y = xp.empty((builtins.sum(arriving), *x.shape[1:]), dtype=x.dtype)
+    counts = [n * row for n in leaving], [n * row for n in arriving]
+    comm.all_to_all(_flat(xp, x), y.reshape(-1), *counts, what=what).wait()
+    return y
+
+
+def part(x: Array, dim: int, start: int, stop: int) -> Array:
+    """[start, stop) of `dim`, a view."""
+    return x[(*(slice(None),) * (dim % x.ndim), slice(start, stop))]
+
+
+def want_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> None:
+    """The size of `dim` must be a multiple of the axis; ShapeError names both."""
+    if shape[dim] % width:
+        raise ShapeError(
+            f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "
+            f"a multiple of the {width} ranks it is cut over, as it must be where inputs differ in length: fill it up, "
+            "give all inputs one length, or use mesh tensor=1"
+        )
+
+
+def _part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRanks) -> list[Shape]:
+    """The shape of every rank's part of `total` along `dim`."""
+    shapes = []
+    for rank in range(comm.size):
+        start, stop = share(total, rank, comm.size)
+        shapes.append((*shape[:dim], stop - start, *shape[dim + 1 :]))
+    return shapes
+
+
+def _packed(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
+    """The parts of `x` along `dim`, flat and one after the other; no copy if they already lie so."""
+    if math.prod(x.shape[:dim]) == 1:
+        return _flat(xp, x)
+    flat = xp.empty((x.size,), dtype=x.dtype)
+    for own, place in _places(x, flat, shapes, dim):
+        place[...] = own
+    return flat
+
+
+def _unpacked(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
+    """The inverse of `_packed`."""
+    first = shapes[0]
+    whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
+    if math.prod(first[:dim]) == 1:
+        return flat.reshape(whole)
+    y = xp.empty(whole, dtype=flat.dtype)
+    for own, place in _places(y, flat, shapes, dim):
+        own[...] = place
+    return y
+
+
+def _places(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
+    """Views of every part of `x` along `dim`, and of its place in `flat`."""
+    at = start = 0
+    for shape in shapes:
+        size = math.prod(shape)
+        yield part(x, dim, start, start + shape[dim]), flat[at : at + size].reshape(shape)
+        at, start = at + size, start + shape[dim]
+
+
+def _flat(xp: Any, x: Array) -> Array:
+    return xp.ascontiguousarray(x).reshape(-1)

@@ -1,0 +1,274 @@
+"""Products and sums that accumulate 16-bit arrays in float32; float32 and float64 products go to BLAS in place.
+
+Layers get gradients as arrays to add into, which are set to zero when they are first read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array import blas, kernels
+from fsdpx.core.array.shapes.array import as_one
+from fsdpx.core.array.shapes.flop_counter import one_product
+from fsdpx.ext.gpu.devices import is_on_gpu
+from fsdpx.ext.gpu.gemm import batched, gemm, takes
+
+__all__ = [
+    "BLANK", "WRITTEN", "Entries", "GradientEntry", "Gradients", "add_linear", "add_product", "add_sum", "affine",
+    "along", "as_indices", "as_taken", "destination", "flat", "is_index", "linear_backward", "product", "wide",
+]  # fmt: skip
+
+Array = Any
+
+WRITTEN, BLANK = 0, 1
+
+
+class GradientEntry:
+    """One parameter's gradient. blank: nothing was written yet, and the content of the array is undefined.
+
+    One byte of `flags`, at `at`, says so: those of a buffer lie in a row, to be looked at and changed all at once."""
+
+    __slots__ = ("array", "at", "flags")
+
+    def __init__(self, array: Array, flags: bytearray, at: int) -> None:
+        self.array, self.flags, self.at = array, flags, at
+
+    @property
+    def blank(self) -> bool:
+        return self.flags[self.at] == BLANK
+
+    def open(self) -> Array:
+        """The array to add into; a blank one is set to zero first."""
+        if self.flags[self.at] == BLANK:
+            self.array[...] = 0
+            self.flags[self.at] = WRITTEN
+        return self.array
+
+
+class Entries(dict[str, GradientEntry]):
+    """The gradients in one buffer by name, in the order of memory."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.flags = bytearray(len(arrays))
+        super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
+
+    def blank(self) -> None:
+        """All are used for the first time."""
+        self.flags[:] = bytes((BLANK,)) * len(self)
+
+    def complete(self) -> Sequence[str]:
+        """Set what was not written to zero; returns its names."""
+        if BLANK not in self.flags:
+            return ()
+        blank = [name for name, entry in self.items() if entry.blank]
+        for name in blank:
+            self[name].open()
+        return blank
+
+
+class Gradients(Mapping[str, Array]):
+    """Name -> gradient: `g["weight"] += d` works for every layer; `destination` saves zeroing and adding.
+
+    Tied parameters are one `GradientEntry` under several names."""
+
+    __slots__ = ("_branches", "entries")
+
+    def __init__(self, entries: Mapping[str, GradientEntry]) -> None:
+        self.entries = entries
+        self._branches: tuple[Mapping[str, str], dict[str, Gradients]] | None = None
+
+    def __getitem__(self, name: str) -> Array:
+        return self.entries[name].open()
+
+    def __setitem__(self, name: str, array: Array) -> None:
+        """Called by `g[name] += d`, after the addition in place."""
+        entry = self.entries[name]
+        if array is not entry.array:
+            entry.array[...] = array
+            entry.flags[entry.at] = WRITTEN
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def branches(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+        """Grouped by the first part of the names, as `fsdpx.nn.layer.branches`; aliases: alias -> name. Cached."""
+        if self._branches is None or self._branches[0] is not aliases:
+            self._branches = (aliases, self._grouped(aliases))
+        return self._branches[1]
+
+    def _grouped(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+        known = {alias: self.entries[name] for alias, name in aliases.items() if name in self.entries}
+        grouped: dict[str, dict[str, GradientEntry]] = {}
+        for name, entry in {**self.entries, **known}.items():
+            head, _, rest = name.partition(".")
+            grouped.setdefault(head, {})[rest] = entry
+        return {head: Gradients(entries) for head, entries in grouped.items()}
+
+
+def destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
+    """Where a gradient is to be written, and whether it must be added to what is there; None if it is frozen.
+
+    The caller must fill the whole array."""
+    if type(g) is not Gradients:
+        return (g[name], True) if name in g else None
+    entry = g.entries.get(name)
+    if entry is None:
+        return None
+    add, entry.flags[entry.at] = not entry.blank, WRITTEN
+    return entry.array, add
+
+
+def wide(dtype: Any) -> np.dtype:
+    """The dtype in which values of `dtype` are added: float32 for 16-bit floats, else itself."""
+    return np.dtype(np.float32) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
+
+
+def is_index(x: Any) -> bool:
+    """Integers and booleans carry no gradient."""
+    return np.dtype(x.dtype).kind in "iub"
+
+
+def as_indices(x: Any) -> Any:
+    """Whole numbers and bools as int32 or int64, which kernels take."""
+    return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
+
+
+def as_taken(array: Any, takes: str, dtype: Any) -> Any:
+    """An input of a model as its first layers take it, by a word of `Layer.takes`. dtype: of numbers."""
+    if not is_index(array) or takes == "given":
+        return array
+    if takes == "numbers":
+        return array.astype(dtype)
+    return as_indices(array)
+
+
+def flat(x: Any) -> Any:
+    """`(..., n)` as `(rows, n)`, so that a product is one BLAS call and not one per sample."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def product(xp: Any, a: Any, b: Any) -> Any:
+    """`a @ b` in the dtype of `a`."""
+    if _blas(xp, a, b) and a.ndim == b.ndim == 2:
+        out = np.empty((a.shape[0], b.shape[1]), a.dtype)
+        blas.gemm(out, a, b)
+        return out
+    if _halves(xp, a, b) and a.ndim == b.ndim == 2:
+        out = np.empty((a.shape[0], b.shape[1]), a.dtype)
+        blas.halves.product(out, a, b)
+        return out
+    if takes(a, b):
+        out = xp.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
+        gemm(out, a, b)
+        return out
+    return products(xp, a, b)
+
+
+def along(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
+    """The product of one dim of an array with the first dim of a matrix."""
+    return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
+
+
+def products(xp: Any, a: Any, b: Any) -> Any:
+    """`a @ b` of stacks of matrices in the dtype of `a`; 16 bits are added in float32."""
+    if a.ndim == b.ndim == 3 and a.dtype == b.dtype and is_on_gpu(a) and a.size and b.size:
+        out = xp.empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
+        batched(out, xp.broadcast_to(a, (len(b), *a.shape[1:])), b)
+        return out
+    if np.dtype(a.dtype).itemsize != 2:
+        return xp.matmul(a, b)
+    with one_product(a, b):
+        return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+
+
+def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
+    """`x @ weight.T + bias` of `(rows, n)` in the dtype of `x`."""
+    dtype = x.dtype
+    if xp is np and dtype is weight.dtype and dtype.char in "fd":
+        out = np.empty((x.shape[0], weight.shape[0]), dtype)
+        blas.affine(out, x, weight, bias)
+        return out
+    if _halves(xp, x, weight):
+        out = np.empty((x.shape[0], weight.shape[0]), dtype)
+        blas.halves.product(out, x, weight.T, bias=bias)
+        return out
+    y = product(xp, x, weight.T)
+    if bias is not None and is_on_gpu(y):
+        kernels.add_bias(xp, y, bias)
+    elif bias is not None:
+        y += bias
+    return y
+
+
+def add_linear(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
+    """The gradients of `affine`, `(rows, m)` and `(rows, n)`: dy^T x into "weight", dy's column sums into "bias"."""
+    if _blas(xp, dy, x):
+        blas.linear_gradients(destination(g, "weight"), destination(g, "bias"), dy, x)
+        return
+    add_product(xp, g, "weight", dy.T, x)
+    if (_halves(xp, dy, x) or is_on_gpu(dy)) and (into := destination(g, "bias")):
+        kernels.sum_rows(xp, dy, *into)
+    elif "bias" in g:
+        add_sum(xp, g["bias"], dy, 0)
+
+
+def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
+    """The gradient of x, and `add_linear`."""
+    dtype = dy.dtype
+    if xp is np and dtype is x.dtype and dtype.char in "fd":
+        dx = np.empty(x.shape, dtype)
+        blas.linear_backward(dx, destination(g, "weight"), destination(g, "bias"), dy, x, weight)
+        return dx
+    add_linear(xp, g, dy, x)
+    return product(xp, dy, weight)
+
+
+def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
+    """Add `a @ b`, 2-D, to gradient `name` unless it is frozen; the sum is rounded once."""
+    into = destination(g, name)
+    if into is None:
+        return
+    out, add = into
+    out = out if out.ndim == 2 else out.reshape(a.shape[0], b.shape[1])
+    if _blas(xp, a, b):
+        blas.gemm(out, a, b, add)
+    elif _halves(xp, a, b):
+        blas.halves.product(out, a, b, add)
+    elif takes(a, b):
+        gemm(out, a, b, add)
+    else:
+        with one_product(a, b):
+            as_one(_matmul_into, xp, out, add, a, b)
+
+
+def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
+    dtype = wide(a.dtype)
+    total = xp.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
+    if add:
+        out += total
+    else:
+        out[...] = total
+
+
+def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
+    """`out += a.sum(dim)`; the sum is rounded once."""
+    if is_on_gpu(a) and a.ndim > 2 and dim == (0, *range(2, a.ndim)):  # CuPy's sum over outer dims is slow
+        out += kernels.channel_sums(xp, a)
+        return
+    out += xp.sum(a, axis=dim, dtype=wide(a.dtype))
+
+
+def _blas(xp: Any, a: Any, b: Any) -> bool:
+    return xp is np and a.dtype is b.dtype and a.dtype.char in "fd"
+
+
+def _halves(xp: Any, a: Any, b: Any) -> bool:
+    return xp is np and a.dtype.itemsize == 2 and a.dtype == b.dtype

@@ -1,0 +1,336 @@
+"""A model and its loss for a tensor axis: the walk that cuts layers, and what each rank runs then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fsdpx.core.base.name_hints import demand_match
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.ghost_cells import bare
+from fsdpx.ext.fields.halo_slabs import Shift
+from fsdpx.nn.container import ChildCall, Container, free, input_names
+from fsdpx.nn.embedding import VocabCrossEntropy
+from fsdpx.nn.layer import Layer, dotted, prefixed
+from fsdpx.nn.losses import CrossEntropy, Loss
+from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
+from fsdpx.nn.sharding import Column, CutRequest, Features, Kind, Mark, Own, Parts, Positions, Samples, Whole
+from fsdpx.nn.tied_parameters import canonical
+
+__all__ = ["SEQUENCES", "Planned", "matched", "over_parts", "parallelise", "paths"]
+
+
+class Walk:
+    """One walk over a model: replaces each layer by the one that ranks run, and notes how its results are cut.
+
+    Attributes
+    ----------
+    partial : names of the parameters whose gradient each rank computes a summand of
+    ties : alias -> name of the parameters that have two, in the whole model
+    """
+
+    def __init__(self, width: int, sequence: str | None, marks: Mapping[str, Mark]) -> None:
+        self.width, self.sequence, self.marks = width, sequence, marks
+        self.cut: Positions | Samples = Samples() if sequence == "samples" else Positions()
+        self.partial: set[str] = set()
+        self.ties: dict[str, str] = {}
+
+    def visit(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
+        """The layer that replaces `layer`, and how its results are cut."""
+        mark = self.marks.get(path)
+        if not isinstance(layer, Container):
+            portion = layer.cut(CutRequest(path, kinds, self.width, mark, self.sequence))
+            self.partial.update(dotted(path, name) for name in portion.partial)
+            return portion.layer, [portion.kind]
+        if mark is not None:
+            raise ConfigError(
+                f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {type(mark).__name__}: name "
+                "the Linear layers inside, or give it nn.Own"
+            )
+        return self.container(layer, path, kinds)
+
+    def container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
+        """`visit` of a container: of its steps, with an `Enter` before those that must read a part of the sequence."""
+        values = dict(zip(layer.inputs, kinds, strict=True))
+        entered: dict[str, str] = {}
+        steps: list[ChildCall] = []
+        for step in layer.steps:
+            below = dotted(path, step.name)
+            sources = []
+            for place, source in enumerate(step.sources):
+                if self.enters(values[source], step.layer, below, place):
+                    if source not in entered:
+                        entered[source] = free(layer, f"enter_{source.replace('.', '_')}")
+                        steps.append(ChildCall(entered[source], self.enter(), (source,), (entered[source],)))
+                        values[entered[source]] = self.cut
+                    source = entered[source]
+                sources.append(source)
+            sources = self._bare(layer, step.layer, sources, steps, values)
+            sources = self._aligned(layer, sources, steps, values)
+            new, given = self.visit(step.layer, below, [values[source] for source in sources])
+            values.update(zip(step.gives, given, strict=True))
+            steps.append(ChildCall(step.name, new, tuple(sources), step.gives))
+        self._ties(layer, path, steps)
+        return layer.rewired(steps), [values[name] for name in layer.outputs]
+
+    def _bare(
+        self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
+    ) -> list[str]:
+        """Fields without their ghost cells, for a step that does not read these, or beside fields without any."""
+        found = []
+        takes = isinstance(reader, Container) or (_takes_ghosts(reader) and len({values[s] for s in sources}) == 1)
+        for source in sources:
+            kind = values[source]
+            if isinstance(kind, Parts) and kind.ghosts and not takes:
+                name = free(layer, f"interior_{len(steps)}_{source.replace('.', '_')}")
+                steps.append(ChildCall(name, Shift(kind, bare(kind)), (source,), (name,)))
+                values[name] = bare(kind)
+                source = name
+            found.append(source)
+        return found
+
+    def _aligned(
+        self, layer: Container, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
+    ) -> list[str]:
+        """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the one of them does whose
+        largest part is the smallest, the first of equals."""
+        kinds = [values[source] for source in sources]
+        first = min((kind for kind in kinds if isinstance(kind, Parts)), key=lambda kind: kind.largest, default=None)
+        found = []
+        for source, kind in zip(sources, kinds, strict=True):
+            if first is not None and isinstance(kind, Parts) and kind != first and kind.shape == first.shape:
+                name = free(layer, f"shift_{len(steps)}_{source.replace('.', '_')}")
+                steps.append(ChildCall(name, Shift(kind, first), (source,), (name,)))
+                values[name] = first
+                source = name
+            found.append(source)
+        return found
+
+    def enter(self) -> Enter:
+        """What cuts a whole value as `self.cut` says."""
+        return Enter(0 if isinstance(self.cut, Samples) else 1)
+
+    def enters(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
+        """Whether a value of this kind must be cut before `layer` reads it."""
+        if self.sequence is None or not isinstance(kind, Whole):
+            return False
+        return isinstance(self.cut, Samples) or not self._reads_whole(layer, path, place)
+
+    def _reads_whole(self, layer: Layer, path: str, place: int) -> bool:
+        """`Layer.reads_whole`, for a container of any step that reads this input."""
+        if not isinstance(layer, Container):
+            return layer.reads_whole(place, self.marks.get(path))
+        name = layer.inputs[place]
+        readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
+        return any(self._reads_whole(s.layer, dotted(path, s.name), i) for s, i in readers)
+
+    def _ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
+        """Tied parameters must be cut alike."""
+        specs = prefixed((step.name, step.layer) for step in steps)
+        for alias, name in layer.ties.items():
+            self.ties[dotted(path, alias)] = dotted(path, name)
+            if specs[alias].cut != specs[name].cut:
+                raise ConfigError(
+                    f"{dotted(path, alias)!r} is tied to {dotted(path, name)!r}, but one lies over the tensor axis as "
+                    f"{specs[alias].cut} and the other as {specs[name].cut} (None is whole): cut both layers alike"
+                )
+
+
+SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
+WHOLE = ("ulysses", "ring", "samples")
+"""The values of `sequence` that cut no parameters but those of experts."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
+
+    output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence, 0 samples; None: not cut.
+    partial: names of the parameters whose gradient each rank computes a part of, to be summed over the axis once."""
+
+    model: Layer
+    loss: Loss
+    output_dim: int | None
+    partial: frozenset[str]
+
+
+def parallelise(
+    model: Layer, loss: Loss, width: int, plan: Mapping[str, Any] | None = None, sequence: str | None = None
+) -> Planned:
+    """`model` and `loss` for a tensor axis. Parameters keep their names, shapes and initial values.
+
+    Communicates nothing; the result is the same on every rank. ConfigError, with the path of the layer, for what cannot
+    be cut.
+
+    Parameters
+    ----------
+    model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have a plan of their own (`Layer.plan`)
+    loss : needs `acts_on = "position"` if `sequence` leaves the model's output cut along dim 1
+    width : ranks of the tensor axis
+    plan : name pattern (fnmatch) -> `Column`, `Row`, `Vocab` or `Own`; None: the layers' own plans
+    sequence : None, "parallel", "ulysses", "ring" or "samples", see below
+
+    "parallel" cuts activations between cut layers along dim 1 (Korthikanti et al. 2022); None leaves them full on every
+    rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) cut no parameters but the experts of MoE
+    layers, and activations along dim 1 from end to end. "samples" cuts experts alone, and activations along dim 0: its
+    ranks are data-parallel for all other layers (Rajbhandari et al. 2022).
+    """
+    if not isinstance(width, int) or width < 1:
+        raise ConfigError(f"a tensor axis of width {width!r}: it must be a whole number >= 1")
+    if sequence not in SEQUENCES:
+        raise ConfigError(f"sequence={sequence!r}: choose one of {', '.join(map(repr, SEQUENCES))}")
+    if sequence in WHOLE and plan is not None:
+        raise ConfigError(f"sequence={sequence!r} leaves parameters whole but for experts: it takes no tensor_plan")
+    walk = Walk(width, sequence, {} if sequence in WHOLE else matched(model, plan))
+    planned = _root(walk, model, loss, [Whole()] * len(input_names(model)))
+    if width == 1:
+        return Planned(model, loss, None, frozenset())
+    if sequence not in WHOLE and _cuts(planned.model) == _cuts(model):
+        raise ConfigError(
+            f"a tensor axis of {width} ranks has nothing to cut in {type(model).__name__}: there is no "
+            "MultiHeadAttention, MLP, MoE, TransformerBlock or GPT in it. Name layers, for example "
+            'tensor_plan={"0": nn.Column, "2": nn.Row} for a Linear and the Linear that follows its activation, or '
+            "use Mesh(tensor=1)"
+        )
+    return planned
+
+
+def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
+    """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
+    result says; as the inputs, if it has as many cells. ConfigError, with the path of the layer, for what cannot work
+    on a part. Communicates nothing."""
+    takes = isinstance(model, Container) or _takes_ghosts(model)
+    frame = Shift(parts, bare(parts)) if parts.ghosts and not takes else None
+    inputs = [parts if frame is None else bare(parts)] * len(input_names(model))
+    made, kinds = Walk(1, None, {}).visit(model, "", inputs)
+    if frame is not None:
+        made = Framed(made, frame, None)
+    if len(kinds) != 1 or not isinstance(kinds[0], Parts):
+        raise ConfigError(f"space=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
+    given, wanted = kinds[0], bare(parts)
+    if given == wanted or given.shape != wanted.shape:
+        return made, given
+    shift = Shift(given, wanted)
+    if not isinstance(made, Container):
+        return Framed(made, None, shift), wanted
+    name = free(made, "shift")
+    return made.rewired([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
+
+
+def _takes_ghosts(layer: Layer) -> bool:
+    """Whether ghost cells go into a layer: it reads them, or makes those of its result of them, cell by cell."""
+    return layer.takes_ghosts or layer.acts_on == "element"
+
+
+def _cuts(model: Layer) -> dict[str, Any]:
+    return {name: spec.cut for name, spec in model.specs().items()}
+
+
+def _root(walk: Walk, model: Layer, loss: Loss, inputs: list[Kind]) -> Planned:
+    """The model with its ends: where full inputs are cut, and what is done with a result that is cut."""
+    enter = None
+    if not (isinstance(model, Container) and not model.fixed) and walk.enters(inputs[0], model, "", 0):
+        enter, inputs = walk.enter(), [walk.cut]
+    new, kinds = walk.visit(model, "", inputs)
+    if len(kinds) > 1 and any(not isinstance(kind, Whole) for kind in kinds):
+        way = "choose another sequence" if walk.sequence == "samples" else "close what is cut with a Row"
+        raise ConfigError(f"a model with several outputs must give them whole: {way}")
+    kind, leave, output_dim = kinds[0], None, None
+    if isinstance(kind, Samples):
+        loss, output_dim = SampleLoss(loss), 0
+    elif isinstance(kind, Positions):
+        _may_be_cut(loss, walk.sequence)
+        loss, output_dim = SequenceLoss(loss, walk.width), 1
+    if isinstance(kind, Features):
+        if not kind.ends:
+            raise ConfigError(
+                f"{kind.source!r} is a Column that no Row closes: its features leave the model cut. Make a Linear "
+                "behind it a Row, use Column(gather_output=True), or Vocab for logits"
+            )
+        if type(loss) is CrossEntropy:
+            loss, output_dim = VocabCrossEntropy(kind.total, loss.ignore_index, loss.label_smoothing), -1
+        else:
+            leave = Leave(kind.total)
+    if enter or (leave and not isinstance(new, Container)):
+        new = Framed(new, enter, leave)
+    elif leave:
+        assert isinstance(new, Container)
+        name = free(new, "leave")
+        new = new.rewired([*new.steps, ChildCall(name, leave, new.outputs, (name,))], (name,))
+    names = {canonical(walk.ties, name) for name in walk.partial}
+    partial = frozenset(name for name, spec in new.specs().items() if name in names and spec.trainable)
+    return Planned(new, loss, output_dim, partial)
+
+
+def _may_be_cut(loss: Any, sequence: str | None) -> None:
+    """The loss must add up over parts of the sequence; one that is not a `Loss` may lack `acts_on`."""
+    acts_on = getattr(loss, "acts_on", "sample")
+    if acts_on == "position":
+        return
+    whole = ", or put the output together with nn.Column(gather_output=True)" if sequence == "parallel" else ""
+    raise ConfigError(
+        f'{type(loss).__name__}: it compares each {acts_on} as a whole (acts_on = "{acts_on}"), but the model\'s '
+        f"output is cut along dim 1 by sequence={sequence!r}. If its total and weight are sums over dims 0 and 1, each "
+        f'summand from one position alone, declare acts_on = "position" in its class; else use sequence=None{whole}'
+    )
+
+
+def matched(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
+    """Path -> mark of the layers that patterns match, or that layers' own plans name.
+
+    plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
+    or an instance; None: all layers follow their own plan."""
+    if plan is not None and not isinstance(plan, Mapping):
+        raise ConfigError(
+            f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "
+            '{"0": nn.Column, "2": nn.Row}, or None for the model\'s own plan'
+        )
+    patterns = {pattern: _mark(pattern, mark) for pattern, mark in (plan or {}).items()}
+    layers = dict(paths(model))
+    demand_match("tensor_plan", patterns, layers, "layer")
+    marks: dict[str, Mark] = {}
+    for path in layers:
+        found = next((mark for pattern, mark in patterns.items() if fnmatchcase(path, pattern)), None)
+        if found is not None:
+            marks[path] = found
+    _own(model, "", marks, plan is None)
+    return marks
+
+
+def paths(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+    """Every layer with its dotted path; that of the model itself is empty."""
+    yield path, layer
+    for name, child in layer.children().items():
+        yield from paths(child, dotted(path, name))
+
+
+def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
+    """Put the marks of the layers' own plans, at and below `path`, into `marks`. inside: of a layer that is `Own`."""
+    if isinstance(marks.get(path), Own):
+        if not inside and not any(found.plan for _, found in paths(layer)):
+            raise ConfigError(
+                f"tensor_plan: {path!r} {layer!r} has no plan of its own, attention, MLPs and models have: choose "
+                "nn.Column, nn.Row or nn.Vocab"
+            )
+        inside = True
+        del marks[path]
+    for name, mark in layer.plan.items():
+        given = marks.get(dotted(path, name), Own())
+        if inside if isinstance(given, Own) else given == Column() and isinstance(mark, Column):
+            marks[dotted(path, name)] = mark
+    for name, child in layer.children().items():
+        _own(child, dotted(path, name), marks, inside)
+
+
+def _mark(pattern: Any, mark: Any) -> Mark:
+    if not isinstance(pattern, str):
+        raise ConfigError(f"tensor_plan: the pattern {pattern!r} must be text, the dotted path of a layer")
+    made = mark() if isinstance(mark, type) and issubclass(mark, Mark) else mark
+    if not isinstance(made, Mark):
+        raise ConfigError(
+            f"tensor_plan[{pattern!r}] = {mark!r}: choose nn.Column, nn.Row, nn.Vocab or nn.Own, or one of these "
+            "with options"
+        )
+    return made

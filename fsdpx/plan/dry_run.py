@@ -1,0 +1,228 @@
+"""A dry run: any rank of any world runs a step on shapes alone and counts bytes, calls and memory. No MPI, no data."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache, cached_property, partial
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from fsdpx.core.array.shapes.array import metered
+from fsdpx.core.base import environment
+from fsdpx.core.base.arguments import check_arguments
+from fsdpx.core.base.safe_files import typed
+from fsdpx.core.base.version import __version__, version_of
+from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
+from fsdpx.core.program import Program
+from fsdpx.core.state import tuning
+from fsdpx.core.state.footprint import Footprint, ProcessBytes, held
+from fsdpx.core.trainer.distribute import distribute
+from fsdpx.core.trainer.fit import passing
+from fsdpx.core.trainer.report import Report
+from fsdpx.core.trainer.trainer import Trainer
+from fsdpx.errors import ConfigError
+from fsdpx.ext.native import code_cache
+from fsdpx.nn.layer import Layer
+from fsdpx.plan.peak import PIECES, Peak, PeakWatch
+
+__all__ = ["Baseline", "DryRun", "baseline", "dry_run"]
+
+PATIENCE = 240.0
+"""Seconds, of which compiling all kernels may take most."""
+
+CODE = """
+import json, sys
+def kilobytes():
+    lines = (line.split() for line in open("/proc/self/status"))
+    found = {words[0]: int(words[1]) for words in lines if words[0].startswith("Rss")}
+    return [1024 * found[name] for name in ("RssAnon:", "RssFile:", "RssShmem:")]
+import numpy, fsdpx
+from fsdpx import nn, optim
+from fsdpx.core.array import blas, cores
+backend, library, ranks = sys.argv[1:]
+before = kilobytes()
+if backend == "mpi":
+    from mpi4py import MPI
+between = kilobytes()
+comm = fsdpx.init(backend)
+cores.share_cores(int(ranks))
+blas.choose(library)
+trainer = nn.GPT(16, 16, 2, 2, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), tune=False)
+x = numpy.zeros((2, 8), "int64")
+for _ in range(3):
+    trainer.step(x, x)
+taken = kilobytes()
+out, a, b = numpy.ones((3, 1024, 1024), "float32")
+ready = kilobytes()
+blas.gemm(out, a, b)
+print(json.dumps([taken, [b - a for a, b in zip(before, between)], kilobytes()[0] - ready[0]]))
+"""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Resident bytes, without those of MPI. own: of the process alone. files: of code and data that processes of a host
+    share. mpi, mpi_files: what MPI adds to them, with what it shares with itself. workspace: of the BLAS library, for
+    copies of large operands that it makes in an order of its own."""
+
+    own: int
+    files: int
+    mpi: int = 0
+    mpi_files: int = 0
+    workspace: int = 0
+
+
+_KINDS = dict.fromkeys((one.name for one in fields(Baseline)), int)
+
+
+@cache
+def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
+    """Measured once, about three seconds. mpi: ranks are started by an MPI launcher; where MPI cannot be loaded it is
+    left out. blas: library of matrix products. ConfigError if no process can be asked."""
+    key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
+    key |= {"code": code_cache.able(), "fsdpx": __version__, "asked": crc32(CODE.encode())} | {
+        name: version_of(name) for name in ("numpy", "numba", "mpi4py", "mkl")
+    }
+    known = tuning.read("process", key, lambda value: Baseline(**typed(value, _KINDS)))
+    if known is not None:
+        return known
+    _ask(mpi, blas, ranks_here)  # compiles what is not compiled yet, which takes memory of its own
+    found = _ask(mpi, blas, ranks_here)
+    if isinstance(found, str) and mpi:
+        return baseline(False, blas, ranks_here)
+    if isinstance(found, str):
+        raise ConfigError(f"the memory of a process cannot be measured here: {found}")
+    tuning.write("process", key, asdict(found))
+    return found
+
+
+def _ask(mpi: bool, blas: str, ranks_here: int) -> Baseline | str:
+    """The answer of a process, or the reason why it gives none."""
+    command = [sys.executable, "-c", CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
+    try:
+        done = subprocess.run(
+            command, env=environment.alone(), capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
+        )
+        (own, files, shared), mpi_adds, workspace = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return f"no answer after {PATIENCE:.0f} s"
+    except (OSError, ValueError, IndexError, TypeError) as error:
+        return (done.stderr.strip().splitlines() or [str(error)])[-1]
+    taken = max(mpi_adds[0], 0)
+    return Baseline(own - taken, files - mpi_adds[1], taken + shared, mpi_adds[1], max(workspace, 0))
+
+
+OBJECTS = 6 << 10
+"""Bytes that a parameter takes beside its elements: views, fields, its share of a layer and of the program. As measured
+on models of a thousand layers, where it is a tenth of the process."""
+
+@dataclass(frozen=True)
+class DryRun:
+    """program: the step. report: counted traffic and memory of one step. activations: most bytes of activations alive
+    at once between actions, in forward outputs, what backward keeps, and their gradients. passing: most bytes beside
+    the arena at any time, with what layers need while they compute. ranks_here: ranks of this rank's host. peak: when
+    most memory is held, what, and whose."""
+
+    program: Program
+    report: Report
+    trainer: Trainer
+    activations: int
+    passing: int
+    ranks_here: int
+    peak: Peak
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """The expected peak of the whole process: also interpreter, libraries, MPI and shared windows.
+
+        The memory of a process without a model is measured on this machine, once, in about three seconds; kernels are
+        taken to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
+        placement, here = self.trainer.inspect.placement, self.ranks_here
+        base = baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
+        objects = OBJECTS * len(placement.layout.specs)
+        largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
+        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # both operands, no more
+        parts = {
+            "interpreter and libraries": ProcessBytes(base.own, base.own),
+            "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
+            "MPI": ProcessBytes(base.mpi, base.mpi),
+            "Python objects of layers": ProcessBytes(objects, objects),
+            **held(self.trainer.inspect.engine.state, here),
+            "activations": ProcessBytes(self.passing, self.passing),
+            "between activations": ProcessBytes(self.passing // PIECES, self.passing // PIECES),
+            "matrix products": ProcessBytes(workspace, workspace),
+        }
+        return Footprint({name: part for name, part in parts.items() if part.rss}, here)
+
+
+@partial(check_arguments, when="failed")
+def dry_run(
+    model: Layer,
+    x: Any,
+    y: Any,
+    *,
+    ranks: int,
+    rank: int = 0,
+    ranks_per_host: int = 1,
+    **options: Any,
+) -> DryRun:
+    """Run one step of one rank on shapes alone: no MPI, no data, no initial values.
+
+    Parameters
+    ----------
+    x, y : this rank's batch as arrays, of which shape and dtype are taken, or as (shape, dtype) pairs; a tuple or dict
+        of them for several inputs
+    ranks, rank : how many ranks there would be, and which of them this is
+    ranks_per_host : how many of them share the memory of a host, where shared memory is used (docs: speed)
+    options : those of `fsdpx.distribute`, without comm, device and backend
+
+    Returns
+    -------
+    DryRun : its program, its report, and the `footprint` of the process
+    """
+    for name in ("comm", "device", "backend"):
+        if name in options:
+            raise ConfigError(f"dry_run decides {name} itself")
+    comm = _world(rank, ranks, ranks_per_host)
+    with metered() as meter:
+        trainer = distribute(model, comm=comm, device="shape", **options)
+        trainer.inspect.reset()
+        watch = PeakWatch(trainer, meter)
+        trainer.step(_shapes(x), _shapes(y, "y"))
+    program = trainer.inspect.engine.ran
+    assert program is not None
+    machine = comm.machine if isinstance(comm, FakeNode) else [rank]
+    passes = passing(trainer.inspect.engine.state, meter)
+    most, peak = watch.activations.most, watch.peak()
+    return DryRun(program, trainer.report(), trainer, most, passes, len(machine), peak)
+
+
+def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
+    """Neighbours share a host, as launchers place them."""
+    if ranks_per_host < 1:
+        raise ConfigError(f"ranks_per_host={ranks_per_host}: at least one rank is on a host")
+    if min(ranks, ranks_per_host) == 1 or not environment.read().shares_memory or not 0 <= rank < ranks:
+        return FakeCommunicator(rank, ranks)
+    return FakeNode(rank, [one // ranks_per_host for one in range(ranks)])
+
+
+def _shapes(spec: Any, name: str = "x") -> Any:
+    from fsdpx.core.array.namespace import dtype
+    from fsdpx.core.array.shapes import ShapeArray
+
+    if isinstance(spec, dict) and spec and name == "x":
+        return {key: _shapes(one) for key, one in spec.items()}
+    if hasattr(spec, "shape") and hasattr(spec, "dtype"):
+        return ShapeArray(tuple(spec.shape), np.dtype(spec.dtype))
+    if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str | type | np.dtype):
+        return ShapeArray(tuple(spec[0]), dtype(spec[1]) if isinstance(spec[1], str) else np.dtype(spec[1]))
+    if isinstance(spec, Sequence) and len(spec) and not isinstance(spec, str | bytes):
+        return tuple(_shapes(one) for one in spec)
+    raise ConfigError(f"dry_run({name}=): a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")

@@ -1,0 +1,96 @@
+"""What a step takes at least, whatever moves: by its layers alone, whose dry run many configurations share."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from math import prod
+
+from fsdpx.core.array.shapes.flop_counter import Work
+from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.state.placement import Pipe
+from fsdpx.core.state.units import cut_stages, demand_layers
+from fsdpx.nn.linearize import Sorted, once, sort
+from fsdpx.plan.costing import ActionCost
+from fsdpx.plan.machine import Machine
+from fsdpx.plan.prediction import WorldStep
+
+__all__ = ["least_seconds"]
+
+PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
+"""Forward; backward until what other ranks wait for is known; what it computes once more; what is left of it."""
+ALONE = {
+    "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "codec": None, "offload": None, "chunks": None,
+}  # fmt: skip
+"""Options of the dry run of the layers."""
+RAN = 2
+"""Microbatches: the first one costs more than others."""
+
+
+def least_seconds(step: WorldStep, machine: Machine) -> float:
+    """Seconds that a step takes at least, by what ranks compute and by what layers wait for in between.
+
+    A rank of a pipe computes its stages for all microbatches. Its first forward is that of its lowest stage, which
+    comes through the stages before it. So goes its last backward, but for gradients of parameters that may be found
+    later. Where `stages` are given, nothing is known."""
+    pipe, m, options = Pipe(step.options["schedule"], step.mesh.width("pipe")), step.microbatches, step.options
+    rows = step.rows(step.members - 1) // m
+    if not rows or options.get("stages") is not None:
+        return 0.0
+    demand_layers(once(("ordered", step.model), lambda: sort(step.model)), pipe.width, "")
+    split = pipe.width > 1 and any(action.op == "W" for action in pipe.schedule(m).ranks[0])
+    home, (model, layers) = pipe.home(m), _layers(step, rows, split)
+    starts = cut_stages(model, len(home), None, options.get("costs"), pipe.many(home))
+    each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
+    for layer, part, cost in layers:
+        each[bisect_right(starts, layer) - 1][part].append(cost)
+    times = step.times(machine)
+
+    def seconds(costs: Iterable[ActionCost]) -> float:
+        own, moving = times.price(_sum(costs))
+        return own + sum(moving.values())
+
+    stages = [[seconds(part) for part in stage] for stage in each]
+    coming, going = ([0.0, *accumulate(stage[part] for stage in stages)] for part in (0, 1))
+    found = 0.0
+    for rank in range(pipe.width):
+        own = [stage for stage, at in zip(stages, home, strict=True) if at == rank]
+        *most, later = (m * sum(part) for part in zip(*own, strict=True))
+        low = home.index(rank)
+        found = max(found, coming[low] + sum(most) + max(later, going[low]))
+    return machine.compute.overhead + found
+
+
+def _layers(step: WorldStep, rows: int, split: bool) -> tuple[Sorted, list[tuple[int, int, ActionCost]]]:
+    """The model in order, and the costs of one microbatch by the last layer of a unit and its part of a step: on ranks
+    with all layers; with half of them where backward is split, in a pipe."""
+    options, grid, pipe = step.options, step.mesh.space, 2 if split else 1
+    recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
+    mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width("tensor"))
+    alone = ALONE | {"mesh": mesh, "recompute": recompute, "microbatches": RAN}
+    alone |= {"schedule": "zb-h1"} if split else {}
+
+    def find() -> tuple[Sorted, list[tuple[int, int, ActionCost]]]:
+        batch = tuple(((rows * RAN, *shape[1:]), dtype) for shape, dtype in step.batch)
+        found = WorldStep.of(step.model, batch, mesh.size, options | alone)
+        made, costs = None, list[tuple[int, int, ActionCost]]()
+        for run in found.runs(0, RAN):
+            place = run.session.state.placement
+            last = [*accumulate((len(unit.nodes) for unit in place.layout.units), initial=-1)][1:]
+            costs += [(last[-1 if a.unit is None else a.unit], PARTS[a.op], cost) for a, cost in run.costs.items()
+                      if a.mb == RAN - 1 and a.op in PARTS]  # fmt: skip
+            made = place.model
+        assert made is not None
+        return made, costs
+
+    key = "layers", step.model, step.options["loss"], mesh.shape, grid, rows, recompute, str(options["precision"])
+    return once(key, find)
+
+
+def _sum(costs: Iterable[ActionCost]) -> ActionCost:
+    found, calls = Work(), list[tuple[str, str, int, int]]()
+    for cost in costs:
+        found.add(cost.work)
+        calls += cost.calls
+    return ActionCost(found, tuple(calls))

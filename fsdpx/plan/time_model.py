@@ -1,0 +1,219 @@
+"""How long computing and communication take on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, inf, log2, prod
+from typing import NamedTuple
+
+from fsdpx.core.array.shapes.flop_counter import Pass, Product, Work
+from fsdpx.core.comm.mesh import AXES, Mesh
+from fsdpx.errors import ConfigError
+from fsdpx.plan.costing import ActionCost
+from fsdpx.plan.machine import Compute, Level, Machine, Storage
+
+__all__ = ["Lines", "StepTimes", "work_seconds"]
+
+NAMES = {8: "float64", 4: "float32"}
+SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
+"""Kernels whose inner arrays are as large as scores or logits: what the others have inside stays in registers."""
+
+WIDENED = "correlate"
+"""Kernels with such names compute in float32 on processors, whatever the format of their arrays."""
+
+
+def work_seconds(work: Work, compute: Compute, half: str) -> float:
+    """Seconds of products and of all else. half: the 16-bit format of the step.
+
+    Kernels that were measured on the machine go at their own rates. Of others a product takes FLOP / flops and bytes /
+    memory, on a GPU the longer of them: a processor copies operands into the order in which it multiplies them before
+    it does. `half` makes small ones slower. All else takes its bytes / memory."""
+    products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
+    passes = sum(_pass_seconds(p, compute, half) * times for p, times in work.passes.items())
+    spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING)
+    return products + passes + spilt / (compute.memory * compute.memory_efficiency)
+
+
+def _pass_seconds(one: Pass, compute: Compute, half: str) -> float:
+    name = NAMES.get(one.itemsize, "float32" if one.itemsize > 2 else half)
+    beside = compute.kernels.seconds_beside(one, name)
+    if beside is not None:
+        return beside
+    rate = compute.kernels.bytes_per_second(one, name)
+    return one.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
+
+
+def _kernels(work: Work) -> int:
+    return work.kernels + sum(times for p, times in work.products.items() if not p.fused)
+
+
+def _product_seconds(product: Product, compute: Compute, half: str) -> float:
+    name = NAMES.get(product.itemsize, half)
+    own = compute.kernels.seconds_of(product, name)
+    if own is not None:
+        return own
+    widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # as processors do it
+    always = widened is not None and product.kernel.startswith(WIDENED)
+    flops = widened if always else compute.flops.get(name, widened)
+    if flops is None:
+        have = ", ".join(compute.flops)
+        raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
+    rate = flops * compute.efficiency
+    slow = compute.half * flops / max(compute.flops.values())  # the same time in each format
+    seconds = (product.flops + slow) / rate
+    if product.fused:
+        return seconds
+    moving = product.nbytes / (compute.memory * compute.memory_efficiency)
+    return max(seconds, moving) if compute.gpu else seconds + moving
+
+
+class Crossing(NamedTuple):
+    """What ranks of a line cross at one level. width: units of the level below that they are in. members: ranks of the
+    line in each such unit. users: all ranks of such a unit."""
+
+    level: Level
+    width: float
+    members: float
+    users: float
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second of one rank."""
+        return self.level.share(self.users)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where the ranks of each axis of a mesh are on a machine, when ranks are numbered host by host. faces: by dim of a
+    field that is cut, its share of what a rank exchanges with its neighbours."""
+
+    mesh: Mesh
+    machine: Machine
+    faces: tuple[float, ...] = ()
+
+    @cached_property
+    def strides(self) -> Mapping[str, int]:
+        """How far apart in rank order neighbours of each axis are."""
+        found, stride = {}, 1
+        for axis in reversed(self.mesh.order):
+            found[axis] = stride
+            stride *= self.mesh.width(axis)
+        return found
+
+    def reaches(self, axes: tuple[str, ...]) -> list[Crossing]:
+        """The levels that a line along these axes crosses, the closest first."""
+        found, before, unit, size = list[Crossing](), 1.0, 1.0, self.mesh.size
+        for level in self.machine.levels:
+            inside = 1.0
+            for axis in axes:
+                inside *= max(1.0, min(self.mesh.width(axis), level.ranks // self.strides[axis]))
+            if inside > before:
+                found.append(Crossing(level, inside / before, before, min(unit if unit > 1 else level.ranks, size)))
+            before, unit = inside, level.ranks
+        return found
+
+    def demand_ranks(self) -> None:
+        """ConfigError where the machine has no level that holds all ranks."""
+        last, size = self.machine.levels[-1], self.mesh.size
+        if size > last.ranks:
+            raise ConfigError(
+                f"machine {self.machine.name!r}: its last level, {last.name}, holds {last.ranks:g} ranks, and the mesh "
+                f"{self.mesh} has {size}: add a level, or leave out its ranks"
+            )
+
+    @cached_property
+    def known(self) -> dict[str, list[Crossing]]:
+        """By the name that the counters use."""
+        groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
+        groups |= {"peers": ("pipe",), "space": ("replica", "shard")}
+        return {name: self.reaches(axes) for name, axes in groups.items()}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of calls and actions. half: the 16-bit format of the step."""
+
+    lines: Lines
+    half: str
+
+    def call(self, axis: str, verb: str, nbytes: float) -> float:
+        """Seconds of a call in which this rank sends as many bytes: the quickest of a ring, a tree and a hierarchy.
+
+        ring          steps of the largest latency, bytes at the speed of the slowest link
+        tree          log2(ranks) steps, the whole array each way; or the pieces so far (Bruck et al. 1997), by MPI
+        hierarchy     level by level, each with what the levels inside of it have left
+
+        A message to a neighbour of the line takes one latency; it arrives meanwhile.
+        """
+        if axis == "disk":
+            disk = self.lines.machine.disk or Storage(inf, inf)
+            return nbytes / min(getattr(disk, verb), disk.total / self.ranks)
+        reaches = self.lines.known.get(axis, [])
+        if not reaches or verb == "recv":
+            return 0.0
+        if verb == "send":
+            return self._to_neighbour(axis, reaches, nbytes)
+        times = 2 if verb == "all_reduce" else 1  # a reduce-scatter and an all-gather, which send the bytes once each
+        ranks = prod(r.width for r in reaches)
+        whole = nbytes / times * ranks / (ranks - 1)
+        slowest = min(r.members * r.speed for r in reaches)
+        latest = max(r.level.latency for r in reaches)
+        ring = times * (ranks - 1) * latest + nbytes / slowest
+        levels = sum(
+            times * ((r.width - 1) * r.level.latency + whole / r.members * (r.width - 1) / r.width / r.speed)
+            for r in reaches
+        )
+        tree = inf
+        if verb == "all_reduce":
+            tree = 2 * sum(ceil(log2(r.width)) * r.level.latency for r in reaches) + 2 * whole / slowest
+        elif axis == "world":
+            tree = sum(ceil(log2(r.width)) * r.level.latency for r in reaches) + nbytes / slowest
+        return min(ring, tree, levels)
+
+    def _to_neighbour(self, axis: str, reaches: list[Crossing], nbytes: float) -> float:
+        """Seconds of a message to the neighbour that is furthest: all wait for it. In fields the mean over dims."""
+        if axis != "space":
+            return reaches[-1].level.latency + nbytes / reaches[-1].speed
+        seconds, stride = 0.0, self.lines.strides["shard"]
+        for width, face in zip(reversed(self.lines.mesh.space), reversed(self.lines.faces), strict=True):
+            unit = 1.0
+            for level in self.lines.machine.levels:
+                if stride * width <= level.ranks:
+                    users = min(stride, unit) if unit > 1 else min(level.ranks, self.ranks)
+                    seconds += face * (level.latency + nbytes / level.share(users))
+                    break
+                unit = level.ranks
+            stride *= width
+        return seconds
+
+    def message(self, sender: int, receiver: int, nbytes: float) -> float:
+        """Seconds of a message from one rank of the world to another."""
+        users = 1.0
+        for level in self.lines.machine.levels:
+            if sender // level.ranks == receiver // level.ranks:
+                return level.latency + nbytes / level.share(min(users if users > 1 else level.ranks, self.ranks))
+            users = level.ranks
+        return 0.0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the world."""
+        return self.lines.mesh.size
+
+    def price(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
+        """Seconds of computing, and of the calls by axis.
+
+        A GPU computes while the host launches what is next: the longer of the two counts. Elsewhere `launch` is what a
+        kernel and the Python around it take before it runs."""
+        moving: dict[str, float] = {}
+        launches = _kernels(cost.work)
+        for axis, verb, calls, nbytes in cost.calls:
+            moving[axis] = moving.get(axis, 0.0) + calls * self.call(axis, verb, nbytes / calls)
+            launches += calls
+        compute = self.lines.machine.compute
+        seconds, host = work_seconds(cost.work, compute, self.half), launches * compute.launch
+        if compute.gpu:
+            return max(seconds, host - sum(moving.values())), moving
+        return (seconds + host) * self.lines.machine.turns(self.ranks), moving

@@ -1,0 +1,106 @@
+"""What the core and each extension weigh, and what the core knows of extensions.
+
+    python tests/parts.py
+
+"imports" counts files of an extension that files of the core import: at run time, lazily or for types. "leaks" counts
+lines of the core that use an extension's words; a word that the core shares with it ("field" of a dataclass) is left
+out of its list.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from reading import folder_of
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fsdpx"
+CORE = "core", "nn", "optim", "errors"
+WORDS = {
+    "ext/fields": r"\b(grids?|halos?|ghosts?|ghost_cells|fields? of|rims?|overlaps?|place\.field|space)\b",
+    "ext/offload": r"\b(offload\w*|disk|FETCH|STORE|EVICT|records)\b",
+    "ext/compression": r"\b(codecs?|compress\w*|int8|Int8|TopK|topk|PowerSGD|error feedback)\b",
+    "ext/asynchronous": r"\b(pace\w*|own speed|Gossip|gossip|DiLoCo|diloco|local_sgd|asynchronous)\b",
+    "core/array/shapes": r"\b(imaginary|holds_no_data|imagined|shape-only|ShapeArray|note)\b",
+    "ext/observe": r"\b(record(er|ing)|trace[sd]?|tracer|chrome|clock)\b",
+    "ext/half": r"\b(halves|half|bf16|bfloat16|float16|16.bit|rounded|Rounded|wire)\b",
+    "ext/elastic": r"\b(elastic\w*|survivors?|survive\w*)\b",
+    "ext/gpu": r"\b(gpus?|GPUs?|cuda|CUDA|cupy|CuPy|nccl|NCCL|streams?|device_map|on_gpu)\b",
+}
+"""Words by which a line of the core is seen to be about an extension."""
+LOADED = """
+import sys
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+model = nn.Chain(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
+for _ in range({steps}):
+    trainer.step(np.zeros((4, 8), np.float32), np.zeros(4, np.int64))
+print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("fsdpx") and module.__file__))
+"""
+
+
+def part_of(file: Path) -> str:
+    """The part of the core or the extension of a file, "core/comm" or "data"."""
+    inner = file.relative_to(PACKAGE).as_posix()
+    return folder_of(inner) or inner.removesuffix(".py")
+
+
+def is_core(part: str) -> bool:
+    return part.split("/")[0] in CORE
+
+
+def imports(file: Path) -> set[str]:
+    """The modules of fsdpx that a file imports, as paths inside the package."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    names = (name.removeprefix("fsdpx.").replace(".", "/") for name in found if name.startswith("fsdpx."))
+    return {name for name in names if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()}
+
+
+def loaded(steps: int) -> list[Path]:
+    """The files that a process has loaded after this many steps of a small model."""
+    code = LOADED.format(steps=steps)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [Path(name) for name in done.stdout.split() if name.endswith(".py")]
+
+
+def main() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    count = {file: len(file.read_text().splitlines()) for file in files}
+    core = [file for file in files if is_core(part_of(file))]
+    lines, number, arrows = Counter[str](), Counter[str](), Counter[str]()
+    for file in files:
+        lines[part_of(file)] += count[file]
+        number[part_of(file)] += 1
+    for file in core:
+        for name in imports(file):
+            target = PACKAGE / f"{name}.py" if (PACKAGE / f"{name}.py").exists() else PACKAGE / name / "__init__.py"
+            if not is_core(part_of(target)) and part_of(target) not in ("ext", "__init__"):
+                arrows[part_of(target)] += 1
+    leaks = {
+        part: sum(bool(re.search(words, line)) for file in core for line in file.read_text().splitlines())
+        for part, words in WORDS.items()
+    }
+    print(f"{'part':24}{'lines':>8}{'files':>7}{'imports':>9}{'leaks':>7}")
+    for part in sorted(lines, key=lambda part: (not is_core(part), -lines[part])):
+        print(f"{part:24}{lines[part]:8,}{number[part]:7}{arrows[part] or '':>9}{leaks.get(part, ''):>7}")
+    total = sum(count[file] for file in core)
+    print(f"\ncore {total:,} lines in {len(core)} files; all {sum(count.values()):,} in {len(files)}")
+    for steps in (0, 10):
+        found = loaded(steps)
+        of_extensions = [file for file in found if not is_core(part_of(file)) and file.parent != PACKAGE]
+        size = f"{sum(count[file] for file in found):,} lines in {len(found)} files"
+        print(f"loaded by distribute and {steps} steps: {size}, {len(of_extensions)} of them extensions")
+
+
+if __name__ == "__main__":
+    main()
