@@ -46,7 +46,7 @@ help:
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
 	@echo "make bench-gpu    GPT-2 on a GPU beside PyTorch, products and kernels"
-	@echo "make lint type    ruff and the rules of imports; mypy"
+	@echo "make lint type    ruff, the rules of imports, and tests that read the sources and pages; mypy"
 	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, about a minute on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
 	@echo "make bench        the benchmarks: tables in bench/results and docs (ARGS=--quick to try)"
@@ -71,8 +71,11 @@ test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 	@$(PY) -c 'import importlib.util as i; print("layers were compared with PyTorch" if i.find_spec("torch") else \
 		"PyTorch is not installed: what compares layers with it was skipped (pip install torch, and it runs)")'
 
+# What reads the sources and pages instead of running them is for `make lint`.
+STRUCTURE := $(addprefix tests/,test_floors.py test_architecture.py test_words.py docs/test_terms.py docs/test_reference.py)
+BEHAVIOR := tests $(addprefix --ignore=,$(STRUCTURE))
 test-threads: $(VENV)/.ready
-	$(ONE_THREAD) $(PY) -m pytest tests -m "not world" -n $(JOBS) --dist worksteal
+	$(ONE_THREAD) $(PY) -m pytest $(BEHAVIOR) -m "not world" -n $(JOBS) --dist worksteal
 
 test-mpi-%: $(VENV)/.ready
 	$(ONE_THREAD) $(MPIEXEC) $(MPIFLAGS) -n $* $(PY) -m pytest tests -m world --with-mpi -p no:cacheprovider
@@ -146,6 +149,7 @@ test-gpu: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
+	$(PY) -m pytest $(STRUCTURE) -p no:cacheprovider
 	@lines=$$(find fsdpx -name '*.py' | xargs cat | wc -l); test $$lines -le $$(cat .ceiling) || \
 	{ echo "fsdpx/ has $$lines lines, more than .ceiling allows: make room, or write a decision (docs/decisions)"; exit 1; }
 
@@ -157,7 +161,7 @@ check: $(VENV)/.ready
 
 # Tests that wait leave a core to the others; all cores are busy, so products take one each. Asserts that show what they
 # compare take long to compile: tests that fail (status 1) run again with them.
-CHECK = OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check
+CHECK = OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest $(BEHAVIOR) -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check
 check-threads: $(VENV)/.ready
 	$(CHECK) --assert=plain -n $(JOBS) --dist worksteal || \
 		{ [[ $$? != 1 ]] || $(CHECK) --last-failed --last-failed-no-failures none; false; }

@@ -49,6 +49,7 @@ def test_every_check_runs_once_and_each_that_fails_is_named() -> None:
 
 def test_contracts_of_the_package_are_merged_as_a_whole() -> None:
     for kind in (LayerContract, CommunicatorContract):
+        assert is_contract(kind)
         merged = merge_checks(kind)
         tests = [name for name in dir(merged) if name.startswith("test") and getattr(merged, name) is not None]
         assert tests == ["test_contract", "test_contract_with"][: 1 + (kind is CommunicatorContract)]
