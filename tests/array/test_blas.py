@@ -154,12 +154,13 @@ def test_few_rows_have_the_bits_of_each_alone_in_every_library(shape: tuple[int,
     assert len(set(found.values())) == 1 or k == 1 or not libraries.compiles()
 
 
-def test_infinity_and_nan_pass_through(library: str) -> None:
-    a = np.array([[np.inf, 1.0], [np.nan, 2.0], [3.0, 4.0]], "f4")
-    out = np.empty((3, 2), "f4")
-    with np.errstate(invalid="ignore"):  # NumPy's own products may warn
-        blas.gemm(out, a, np.ones((2, 2), "f4"))
-    np.testing.assert_array_equal(out, [[np.inf] * 2, [np.nan] * 2, [7.0] * 2])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_infinity_and_nan_pass_through_without_a_warning(library: str, accumulate: bool) -> None:
+    a = np.array([[np.inf, 1.0], [np.nan, 2.0], [3.0, 4.0], [np.inf, -np.inf], [3e38, 3e38], [0.0, np.inf]] * 3, "f4")
+    out = np.zeros((18, 2), "f4")
+    blas.gemm(out, a, np.array([[1, 1], [1, 0]], "f4"), accumulate)
+    one = [[np.inf] * 2, [np.nan] * 2, [7.0, 3.0], [np.nan] * 2, [np.inf, np.float32(3e38)], [np.inf, np.nan]]
+    np.testing.assert_array_equal(out, one * 3)
 
 
 @pytest.mark.parametrize(

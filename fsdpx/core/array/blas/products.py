@@ -124,10 +124,11 @@ def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
     at = ADDRESSES[out.dtype.char]
     if _runs(at, a) and out.dtype is a.dtype is b.dtype and COMPILED["gemm"](at, out, a, b, accumulate):
         return
-    if accumulate:
-        out += np.matmul(a, b)
-    else:
-        np.matmul(a, b, out=out)
+    with np.errstate(over="ignore", invalid="ignore"):  # libraries that are called by address do not warn either
+        if accumulate:
+            out += np.matmul(a, b)
+        else:
+            np.matmul(a, b, out=out)
 
 
 def _runs(at: int, a: Array) -> bool:
