@@ -23,8 +23,8 @@ def missing(text: str, root: Path) -> list[str]:
 def unnamed(text: str, root: Path) -> list[str]:
     """Folders of the package that have no path on the page."""
     parts = [file.parent for pattern in ("*", "core/*", "ext/*") for file in root.glob(f"fsdpx/{pattern}/__init__.py")]
-    folders = sorted(part.name for part in parts)
-    return [name for name in folders if not re.search(rf"(?<![\w/])(?:fsdpx/)?{name}/|`{name}`", text)]
+    folders = sorted(f"{part.relative_to(root).as_posix()}/" for part in parts)
+    return [name for name in folders if name not in text]
 
 
 @needs_page
@@ -68,5 +68,5 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
     assert missing(text, tmp_path) == ["fsdpx/nn/gone.py", "tests/gone/", "tests/nn/test_b.py"]
     assert missing("docs/fsdpx/nn/gone.py, fsdpx/nn/*.py and https://x.org/tests/y.py", tmp_path) == []
     assert unnamed(text, tmp_path) == []
-    assert unnamed("only `nn` and communication", tmp_path) == ["comm"]
-    assert unnamed("| comm/ | fsdpx/core/comm/mesh.py", tmp_path) == ["nn"]
+    assert unnamed("only `nn` and communication", tmp_path) == ["fsdpx/core/comm/", "fsdpx/nn/"]
+    assert unnamed("| comm/ | fsdpx/core/comm/mesh.py", tmp_path) == ["fsdpx/nn/"]
