@@ -15,11 +15,8 @@ __all__ = ["LONG", "SHORT", "WEIGHTS", "KernelRates", "point_of", "rates_wanted"
 
 SHORT, LONG = 1 << 18, 1 << 26
 """Bytes that a call reads and writes in and beyond the caches: at these a pass is measured."""
-WEIGHTS = "weights of "
-"""Before the name of a kernel."""
-USUAL, COPY, CAST = "elements", "copy", "store"
-"""Array code, at whose rate passes go that were not measured; what only moves numbers, and what rounds or widens them.
-"""
+USUAL, COPY, CAST, WEIGHTS = "elements", "copy", "store", "weights of "
+"""Array code, at whose rate passes go that were not measured; what moves numbers, what rounds or widens them; weights."""
 
 
 @dataclass(frozen=True)

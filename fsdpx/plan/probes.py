@@ -143,14 +143,13 @@ def products(xp: Any, name: str) -> Iterator[Call]:
         yield from _convolutions(xp, kind, CHANNELS, CHANNELS, apart, field, CHANNELS)
 
 
-MANY, FEW = 256, 512
-"""Channels and cells of convolutions that take as long for their weights as for their products."""
+MANY = 256
+"""Channels of convolutions whose weights take as long as their products of a few cells."""
 
 
 def weights(xp: Any, name: str) -> Iterator[Call]:
     """Calls of convolutions of a few cells and many weights, behind calls of their kernels in `products`."""
-    for window, cells in ((CUBE, (2, 2, 2)), (IMAGE, (4, 4))):
-        few = FEW if window == IMAGE else prod(cells)
+    for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):
         yield from _convolutions(xp, dtype_of(name), MANY, MANY, window, cells, numbers=few * MANY)
 
 

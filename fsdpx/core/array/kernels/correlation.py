@@ -70,8 +70,6 @@ FILLED = 0.6
 """Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
 MANY = 8
 """Groups from which products of small matrices by array code are faster than a call for each."""
-BY_PLACE = "by place"
-"""The name of that way."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
@@ -103,7 +101,7 @@ def _way(
     """The way of the compiled convolutions of a field of shape `cells`, and how many windows a row has where that
     counts: at its ends less lies inside. Windows of a cell are one row. alone: nothing is added to the result."""
     if strides.groups >= MANY:
-        return BY_PLACE, 1.0
+        return "by place", 1.0
     if alone and is_dot(strides, cells[2:], sizes):
         return "of a cell", float(cells[0] * math.prod(sizes))
     winograd = alone and suits_winograd(cells, weight, strides, sizes)
@@ -118,7 +116,7 @@ def _way_forward(
 
 def _way_back(weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any = None) -> tuple[str, float]:
     if any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True)):
-        return BY_PLACE, 1.0
+        return "by place", 1.0
     return _way(strides, shape, weight.shape, dy.shape[2:], bias is None)
 
 

@@ -15,12 +15,9 @@ from fsdpx.core.array.shapes.shape_cache import known
 
 __all__ = ["kernel"]
 
-Way = Callable[..., tuple[str, float]]
-"""The way that a call goes, and `Product.windows`."""
-
 
 def kernel(
-    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True, way: Way | None = None
+    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True, way: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on NumPy arrays of
     float32, float64, or bfloat16 with some of float32, the compiled function of the same name may run instead; on
@@ -29,7 +26,8 @@ def kernel(
     narrow: how many of the results of the plain code are rounded back to the 16-bit dtype of the first array.
     into: names of arguments that are changed in place; they are passed on unchanged.
     bits: the compiled code takes bfloat16 arrays, as views of their bits; else they are widened for it. way: from the
-    shapes of the arguments behind xp, the name of the way that the compiled code goes, "" for the usual one."""
+    shapes of the arguments behind xp, the name of the way that the compiled code goes, "" for the usual one, and
+    `Product.windows`."""
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
