@@ -16,7 +16,7 @@ __all__ = ["LONG", "SHORT", "WEIGHTS", "KernelRates", "point_of", "rates_wanted"
 SHORT, LONG = 1 << 18, 1 << 26
 """Bytes that a call reads and writes in and beyond the caches: at these a pass is measured."""
 USUAL, COPY, CAST, WEIGHTS = "elements", "copy", "store", "weights of "
-"""Array code, at whose rate passes go that were not measured; what moves numbers, what rounds or widens them; weights."""
+"""Array code, at whose rate passes go that were not measured; what moves, rounds or widens numbers; weights."""
 
 
 @dataclass(frozen=True)
