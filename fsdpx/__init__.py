@@ -14,10 +14,10 @@ from fsdpx.core.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from fsdpx import data as data, errors as errors, models as models, nn as nn, optim as optim, testing as testing
     from fsdpx.core.checkpoint.load import WeightsReport as WeightsReport
-    from fsdpx.core.compression import (
-        Between as Between, Cast as Cast, Codec as Codec, Int8 as Int8, Plain as Plain, PowerSGD as PowerSGD,
-        TopK as TopK,
-    )  # fmt: skip
+    from fsdpx.core.compression import Between as Between, Cast as Cast, Codec as Codec, Plain as Plain
+    from fsdpx.ext.compression.int8 import Int8 as Int8
+    from fsdpx.ext.compression.powersgd import PowerSGD as PowerSGD
+    from fsdpx.ext.compression.topk import TopK as TopK
     from fsdpx.core.comm.backend import FakeCommunicator as FakeCommunicator
     from fsdpx.core.comm.communicator import Communicator as Communicator, Handle as Handle, ReduceOp as ReduceOp
     from fsdpx.core.comm.mesh import Mesh as Mesh

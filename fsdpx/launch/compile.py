@@ -19,10 +19,10 @@ from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision
+from fsdpx.core.base.extensions import name_extensions
 from fsdpx.core.base.messages import slow
 from fsdpx.core.comm.node.persistent import prepare_meetings
 from fsdpx.core.compression import codec
-from fsdpx.core.compression.routing import SIMPLE
 from fsdpx.core.engine.warmup import every, make_ready, warm_calls
 from fsdpx.errors import ConfigError
 from fsdpx.ext.half.rounded import Rounded
@@ -92,4 +92,5 @@ def _calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]
 
 def _all() -> list[Callable[[], Any]]:
     calls = [call for one in ("float32", "float64", "bf16") for call in _calls(every(), Precision(one))]
-    return calls + [partial(kind().warm, np.dtype(np.float32)) for kind in SIMPLE.values()]
+    codecs = [codec(name, "float32", "float32") for name in name_extensions("codec")]
+    return calls + [partial(codec.warm, np.dtype(np.float32)) for codec in codecs]

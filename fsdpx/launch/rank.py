@@ -18,8 +18,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.comm.default_communicator import have_met
+from fsdpx.core.comm.default_communicator import running_mpi
 from fsdpx.core.comm.mpi.start import together
+from fsdpx.ext.gloo import rendezvous
 from fsdpx.launch.rank_status import Note, asked, hold_lifeline, redirect
 
 __all__ = ["OwnNote", "end_with_parent", "handed_over"]
@@ -119,7 +120,7 @@ def _note_exits(note: OwnNote) -> None:
     leave = os._exit
 
     def noted(status: int) -> NoReturn:
-        if not have_met():
+        if running_mpi() is None and not rendezvous.opened:
             note.update(status=status)
         leave(status)
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdpx.core.base.extensions import load_extension
 from fsdpx.errors import ConfigError
-from fsdpx.ext.moe.moe import MoE
 from fsdpx.nn.activation import Dropout
 from fsdpx.nn.attention_layer import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.container import Chain, Container, chained
@@ -161,7 +161,8 @@ class Llama(Container):
         mlp: Layer = GatedMLP(d_model, inside, activation, bias, init=init, out_init=out_init)
         if experts is not None:
             _plain_experts(activation, bias)
-            mlp = MoE(d_model, inside, experts, active, balance, init=init, out_init=out_init)
+            mixture = load_extension("layer", "moe")
+            mlp = mixture(d_model, inside, experts, active, balance, init=init, out_init=out_init)
         layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
         layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}
         norm, shared = RMSNorm(d_model, eps, unit_offset=unit_offset), ("segments",) if segments else ()

@@ -118,6 +118,16 @@ class LayerAxes(Protocol):
     def counters(self) -> Any: ...
 
 
+class GivenValues(Protocol):
+    """First values of the parameters of a layer, until the ranks have taken their parts of them."""
+
+    def agree(self, comm: Any) -> None:
+        """Take those of rank 0. Collective."""
+
+    def release(self) -> None:
+        """Keep no copy: all ranks have taken their parts."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """One parameter of a layer.
@@ -269,6 +279,12 @@ class Layer(ABC):
     plan: Mapping[str, Any] = {}
     """The layer's own tensor plan: the name of a child, or "" for the layer itself -> its mark (`Column`, `Row`,
     `Vocab`, or `Own` for a layer that knows itself what to do)."""
+
+    routes: bool = False
+    """Whether it deals positions out to parts of it, and counts them in `env.mesh.counters` for reports."""
+
+    given_values: GivenValues | None = None
+    """First values of its parameters that another library has made, where these may differ from rank to rank."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from turns import arrived, steps
 
+from fsdpx import Int8, PowerSGD, TopK
 from fsdpx.core.array import kernels
 from fsdpx.core.comm import Communicator, spawn
-from fsdpx.core.compression import Cast, Codec, Int8, Plain, PowerSGD, TopK, codec
+from fsdpx.core.compression import Cast, Codec, Plain, codec
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.powersgd import outer
 from fsdpx.testing import CodecContract

@@ -10,10 +10,11 @@ import pytest
 from amount import in_full
 from turns import arrived, steps
 
+from fsdpx import Int8, TopK
 from fsdpx.core.array import kernels
 from fsdpx.core.array.random import Stretch
 from fsdpx.core.comm import Communicator, spawn
-from fsdpx.core.compression import Codec, Int8, TopK
+from fsdpx.core.compression import Codec
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.implementations import BLOCK
 from fsdpx.ext.compression.int8 import add_quantised, quantise

@@ -26,6 +26,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.environment import Store, alone, read
 from fsdpx.core.comm import Communicator, init
 from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
+from fsdpx.ext.gloo.open_gloo import open_gloo
 from fsdpx.launch.launchers import find
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.nn import models
@@ -306,11 +307,11 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
 def test_init_of_gloo_alone_is_a_world_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "FSDPX_EXPECT_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert init._gloo(init.Asked(read({}))).size == 1
+    assert open_gloo(init.Asked(read({}))).size == 1
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="RANK=1 and WORLD_SIZE=2 say that this process is one of 2"):
-        init._gloo(init.Asked(read({})))
+        open_gloo(init.Asked(read({})))
 
 
 @pytest.mark.jobs

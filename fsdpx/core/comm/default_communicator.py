@@ -26,10 +26,9 @@ from fsdpx.core.comm.desync_check import different
 from fsdpx.core.comm.message_backend import Carrier
 from fsdpx.core.comm.node.shared_windows import LETTER, Board
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
-from fsdpx.ext.gloo import rendezvous
 
 __all__ = [
-    "Agreement", "Default", "Place", "current", "demand_member", "gather_plain", "given_to_call", "have_met", "kind",
+    "Agreement", "Default", "Place", "current", "demand_member", "gather_plain", "given_to_call", "kind",
     "other", "place", "put", "running_mpi", "signature", "taken", "use", "uses", "with_arguments",
 ]  # fmt: skip
 
@@ -340,11 +339,6 @@ def running_mpi() -> Any:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()  # or it is being loaded
     return mpi if runs else None
-
-
-def have_met() -> bool:
-    """Whether this process is one of several ranks that have met, by MPI or without it."""
-    return running_mpi() is not None or bool(rendezvous.opened)
 
 
 _given: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", default={})  # noqa: B039

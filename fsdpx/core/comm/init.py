@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import demand_arguments
+from fsdpx.core.base.extensions import find_extension, load_extension, name_extensions
 from fsdpx.core.base.messages import last_words
 from fsdpx.core.base.name_hints import refusing
 from fsdpx.core.comm import default_communicator
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.node.node import NodeCommunicator
 
 __all__ = [
-    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "first_line", "node_of",
-    "resilient", "spawn", "world",
+    "BACKENDS", "Asked", "Opener", "adopt", "backend_name", "begin_world", "carrier_of", "first_line", "node_of",
+    "open_local", "open_mpi", "resilient", "spawn", "world",
 ]  # fmt: skip
 
 _SECONDS_TO_DELIVER = 0.1
@@ -170,8 +171,9 @@ def world(
     LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not come."""
     if comm is not None:
         return adopt(comm, backend, device_map)
-    if backend not in (None, *BACKENDS):
-        raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
+    if backend not in (None, *BACKENDS) and find_extension("backend", backend) is None:
+        names = ", ".join(dict.fromkeys((*BACKENDS, *name_extensions("backend"))))
+        raise ConfigError(f"unknown backend {backend!r}: use one of {names}, or None to find out")
     if backend != "fake" and (rank is not None or size is not None):
         started = f"backend={backend!r} has the ranks that were started"
         raise ConfigError(f"rank and size belong to backend='fake'; {started}")
@@ -257,7 +259,8 @@ def _open(backend: str | None, asked: Asked) -> Communicator:
         if warning:
             print(f"fsdpx: {warning}", file=sys.stderr, flush=True)
     suits = (name for name, opener in BACKENDS.items() if opener.suits(asked))
-    return BACKENDS[backend or next(suits)].open(asked)
+    name = backend or next(suits)
+    return BACKENDS[name].open(asked) if name in BACKENDS else _open_extension(name, asked)
 
 
 def _is_raw(comm: Any) -> bool:
@@ -274,48 +277,31 @@ def _is_gloo(asked: Asked) -> bool:
     return asked.comm is None and launcher is not None and not launcher.mpi
 
 
-def _local(asked: Asked) -> Communicator:
+def open_local(asked: Asked) -> Communicator:
     from fsdpx.core.array import cores
 
     cores.share_cores(1)
     return single()
 
 
-def _mpi(asked: Asked, shared: bool = False) -> Communicator:
+def open_mpi(asked: Asked, shared: bool = False) -> Communicator:
     """shared: memory inside machines, where there are several ranks."""
     with together() if asked.comm is None else nullcontext():
         _check_mpi(asked)
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
         hooks.hold(ranks := MpiWorld(), ranks)
-        opened = _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
+        opened = begin_world(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
         hooks.release(ranks)  # an exception goes on to hold them, in its traceback
         return opened
 
 
-def _gloo(asked: Asked) -> Communicator:
-    from fsdpx.ext.gloo.rendezvous import call
-
-    if asked.settings.launcher is None:
-        environment.check_alone()  # one that was started as one of several is told what is missing
-    if asked.settings.launcher is None or asked.settings.expected_size == 1:
-        return _local(asked)
-    called = call(asked.settings)
-    from fsdpx.ext.gloo.gloo import GlooCommunicator
-
-    return _begun(GlooCommunicator(called, asked.settings.timeout or TIMEOUT), asked.settings.shares_memory)
+def _open_extension(name: str, asked: Asked) -> Communicator:
+    opened: Communicator = load_extension("backend", name)(asked)
+    return opened
 
 
-def _nccl(asked: Asked) -> Communicator:
-    carrier = _mpi(asked)
-    from fsdpx.ext.gpu.nccl import NcclCommunicator, check_seats
-    from fsdpx.ext.gpu.visible_devices import take
-
-    check_seats(take(carrier, asked.device_map))
-    return NcclCommunicator(carrier, asked.settings.timeout or TIMEOUT)
-
-
-def _begun(carrier: Carrier, shared: bool) -> Communicator:
+def begin_world(carrier: Carrier, shared: bool) -> Communicator:
     """All ranks of the job have met. shared: memory inside machines, where there are several ranks."""
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
@@ -346,11 +332,11 @@ def first_line(text: str) -> str:
 
 
 BACKENDS = {
-    "node": Opener(partial(_mpi, shared=True), _is_raw, lambda a: _is_mpi(a) and a.settings.shares_memory),
-    "mpi": Opener(_mpi, _is_raw, _is_mpi),
-    "nccl": Opener(_nccl, _is_raw),
-    "gloo": Opener(_gloo, suits=_is_gloo),
-    "local": Opener(_local, suits=lambda asked: asked.comm is None),
+    "node": Opener(partial(open_mpi, shared=True), _is_raw, lambda a: _is_mpi(a) and a.settings.shares_memory),
+    "mpi": Opener(open_mpi, _is_raw, _is_mpi),
+    "nccl": Opener(partial(_open_extension, "nccl"), _is_raw),
+    "gloo": Opener(partial(_open_extension, "gloo"), suits=_is_gloo),
+    "local": Opener(open_local, suits=lambda asked: asked.comm is None),
     "fake": Opener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),
 }
 

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.base.config import half_name
+from fsdpx.core.base.extensions import find_extension, name_extensions
 from fsdpx.core.base.name_hints import knowing, meant
 from fsdpx.core.compression.codec import Cast, Codec, Plain
 from fsdpx.errors import ConfigError
-from fsdpx.ext.compression.int8 import Int8
-from fsdpx.ext.compression.powersgd import PowerSGD
-from fsdpx.ext.compression.topk import TopK
 
 __all__ = ["Between", "Choice", "Codecs", "Route", "codec"]
 
@@ -85,10 +83,6 @@ def _words(codec: Codec) -> str:
     return type(codec).__name__ + ("" if " at 0x" in options else f"({options})")
 
 
-SIMPLE: dict[str, type[Codec]] = {"int8": Int8, "topk": TopK, "powersgd": PowerSGD}
-NAMES = ", ".join(["plain, ring, bf16, fp16", *SIMPLE])
-
-
 def codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
     """The codec behind a name, or the one that a precision implies."""
     if choice is None:
@@ -98,9 +92,15 @@ def codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
             return Plain("ring" if choice == "ring" else "library")
         if half_name(choice) in ("bf16", "float16"):
             return Cast(choice)
-        if choice in SIMPLE:
-            return SIMPLE[choice]()
-        raise ConfigError(f"unknown codec {choice!r}: choose one of {NAMES}, or pass a Codec{meant(choice, SIMPLE)}")
+        if (make := find_extension("codec", choice)) is not None:
+            made: Codec = make()
+            return made
+        others = name_extensions("codec")
+        raise ConfigError(f"unknown codec {choice!r}: choose one of {_names()}, or pass a Codec{meant(choice, others)}")
     if not isinstance(choice, Codec):
-        raise ConfigError(f"codec={choice!r} is no Codec: pass {NAMES} or an object of a class of it")
+        raise ConfigError(f"codec={choice!r} is no Codec: pass {_names()} or an object of a class of it")
     return choice
+
+
+def _names() -> str:
+    return ", ".join(["plain, ring, bf16, fp16", *name_extensions("codec")])

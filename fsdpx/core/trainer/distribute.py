@@ -11,7 +11,8 @@ from typing import Any
 
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import check_arguments, demand_arguments
-from fsdpx.core.base.config import Elastic, Offload, Precision, Sharding
+from fsdpx.core.base.config import PRESETS, Elastic, Offload, Precision, Sharding
+from fsdpx.core.base.extensions import find_extension, load_extension
 from fsdpx.core.base.name_hints import demand_known
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
@@ -27,13 +28,13 @@ from fsdpx.core.trainer.batch import begin, share_errors
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.fit import made
 from fsdpx.core.trainer.functional import default
+from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.option_rules import ELASTIC, Beside, demand_together
 from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.gpu.devices import DeviceMap
-from fsdpx.ext.interop.initial_values import handed_on, same_values
 from fsdpx.ext.observe.record import Recorder
 from fsdpx.ext.observe.trace import Tracer
 from fsdpx.ext.watch.watchdog import note, unwatch, watch_axes
@@ -150,10 +151,10 @@ OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fi
 
 def _planned(recipe: Recipe, world: Communicator, asked: Mapping[str, Any]) -> Recipe:
     """The recipe, with what a plan chooses where that was asked for. Collective."""
-    if recipe.distribution.strategy == "auto":
-        from fsdpx.plan.auto import planned  # loaded only where it is asked for
-
-        return planned(recipe, world, **asked)
+    strategy = recipe.distribution.strategy
+    if isinstance(strategy, str) and strategy not in PRESETS and (plan := find_extension("planner", strategy)):
+        planned: Recipe = plan(recipe, world, **asked)
+        return planned
     for name, value in asked.items():
         raise ConfigError(f"{name}={value!r}: a plan needs it, and nothing is planned; say strategy='auto'")
     return recipe
@@ -162,7 +163,7 @@ def _planned(recipe: Recipe, world: Communicator, asked: Mapping[str, Any]) -> R
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     device = recipe.machinery.device
     if device != "shape":
-        same_values(recipe.training.model, world)
+        broadcast_given_values(recipe.training.model, world)
     session = made(recipe, world, watch=watch_axes)
     trace = recipe.machinery.traced()
     if trace is not None and not session.place.imaginary:
@@ -170,7 +171,7 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     if (wanted := environment.recorded()) is not None and not session.place.imaginary:
         Recorder(session.engine, wanted[1], wanted[0])
     if device != "shape":
-        handed_on(recipe.training.model, world)
+        release_given_values(recipe.training.model, world)
     return _hooked(Trainer(FixedRanks(session)), world)
 
 
@@ -182,10 +183,9 @@ def _hooked(trainer: Trainer, world: Any) -> Trainer:
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> Trainer:
-    from fsdpx.ext.elastic.call_runner import ElasticRanks  # loaded only where it is asked for
-
+    run_calls = load_extension("ranks", "elastic")
     demand_together(ELASTIC, Beside(recipe))
-    trainer = Trainer(ElasticRanks(recipe, world, choice))
+    trainer = Trainer(run_calls(recipe, world, choice))
     if (opened := defaults.current()) is not None:
         unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies
     return _hooked(trainer, world)

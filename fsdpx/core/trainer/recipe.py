@@ -5,7 +5,6 @@ Where no loss or no optimiser was given, a stand-in takes its place: a trainer o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import Offload, Precision, Sharding, byte_count, python_fields
+from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
@@ -195,15 +195,12 @@ OPTIONS = [one.name for kind in (Training, Distribution, Machinery) for one in f
 
 
 def native(model: Any, loss: Any) -> tuple[Any, Any]:
-    """A model and a loss of PyTorch as those of fsdpx; all else as it is."""
-    theirs = getattr(sys.modules.get("torch"), "nn", None)
-    if theirs is None or not (isinstance(model, theirs.Module) or isinstance(loss, theirs.Module)):
-        return model, loss
-    from fsdpx.ext.interop.torch import Criterion, from_torch
-
-    if isinstance(model, theirs.Module):
-        model = from_torch(model)
-    return model, Criterion(loss) if isinstance(loss, theirs.Module) else loss
+    """A model and a loss of another library as those of fsdpx; all else as it is."""
+    foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
+    for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
+        if (adapt := find_extension("library", library)) is not None:
+            model, loss = adapt(model, loss)
+    return model, loss
 
 
 @dataclass(frozen=True)

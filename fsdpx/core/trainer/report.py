@@ -20,7 +20,6 @@ from fsdpx.core.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.core.state.footprint import Footprint, peak_rss, reading
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import Spent, Tie
-from fsdpx.ext.moe.moe import CutMoE, MoE
 from fsdpx.ext.observe.recording import LayerTime
 from fsdpx.nn.tensor_plan import paths
 
@@ -80,7 +79,7 @@ class Routing:
 def routes(placement: Placement) -> bool:
     """Whether the model has layers with experts."""
     layers = (layer for node in placement.model.nodes for _, layer in paths(node.layer))
-    return any(isinstance(layer, MoE | CutMoE) for layer in layers)
+    return any(layer.routes for layer in layers)
 
 
 def routing_of(tallies: Mapping[str, Sequence[int]]) -> dict[str, Routing]:

@@ -15,6 +15,8 @@ from typing import Any
 from fsdpx.core.comm.backend import Backend
 from fsdpx.core.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay, spin
 from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.init import Asked, open_mpi
+from fsdpx.core.comm.message_backend import TIMEOUT
 from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import fold, is_half
@@ -22,9 +24,9 @@ from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.ext.gpu.devices import cupy, is_on_gpu
 from fsdpx.ext.gpu.streams import Side
-from fsdpx.ext.gpu.visible_devices import Seat, shared
+from fsdpx.ext.gpu.visible_devices import Seat, shared, take
 
-__all__ = ["NcclCommunicator", "check_seats", "missing"]
+__all__ = ["NcclCommunicator", "check_seats", "missing", "open_nccl"]
 
 TYPES = {
     "uint8": 1, "bool": 1, "int32": 2, "int64": 4, "uint64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
@@ -53,6 +55,13 @@ def check_seats(seats: Sequence[Seat]) -> None:
             f"backend 'nccl': {ranks_text(ranks)} are on one GPU ({seat.bus} of {seat.host}), and NCCL takes one rank "
             "per GPU: start as many ranks as there are GPUs, or use backend='mpi', which goes through the host"
         )
+
+
+def open_nccl(asked: Asked) -> Communicator:
+    """Meet by MPI, take a GPU for each rank, and connect these by NCCL."""
+    carrier = open_mpi(asked)
+    check_seats(take(carrier, asked.device_map))
+    return NcclCommunicator(carrier, asked.settings.timeout or TIMEOUT)
 
 
 class NcclCommunicator(Backend):

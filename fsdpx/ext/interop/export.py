@@ -31,6 +31,7 @@ from fsdpx.core.base.messages import TIMER, slow
 from fsdpx.core.base.name_hints import demand_match, patterns_of
 from fsdpx.errors import ConfigError
 from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse
+from fsdpx.ext.interop.initial_values import Values
 from fsdpx.ext.interop.module import Differentiated, Module, Run, chosen, is_norm, values_of
 from fsdpx.ext.interop.tensors import tensor_of
 from fsdpx.ext.interop.torch_context import REPLACED, draws
@@ -282,6 +283,8 @@ class UnitFunction(Differentiated):
     norms : names of parameters of norms
     """
 
+    given_values: Values
+
     def __init__(
         self, graph: fx.GraphModule, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
         name: str, shapes: Shapes | None = None, norms: Collection[str] = (),
@@ -289,7 +292,7 @@ class UnitFunction(Differentiated):
         self._norms = norms
         self.n_inputs, self.name, self._known = inputs, name, shapes
         self._kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in parameters.items()}
-        self.values = values_of(parameters)
+        self.given_values = values_of(parameters)
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         self._graph = graph
@@ -297,7 +300,7 @@ class UnitFunction(Differentiated):
         self.draws = draws(graph)
 
     def specs(self) -> dict[str, Spec]:
-        return self.values.specs(self._shapes, self.trained, norms=self._norms)
+        return self.given_values.specs(self._shapes, self.trained, norms=self._norms)
 
     def __repr__(self) -> str:
         return f"Part({self.name})"

@@ -23,6 +23,7 @@ class Differentiable(Layer):
     parameters, in the order of their first values. n_inputs: arrays that it takes beside the parameters."""
 
     takes = "given"
+    given_values: Values
 
     def __init__(self, function: Callable[..., Any], first: Mapping[str, Any], n_inputs: int) -> None:
         if not callable(function):
@@ -33,7 +34,7 @@ class Differentiable(Layer):
             if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
                 raise ConfigError(f"{self!r}: parameter {name!r} is {array.dtype}; parameters are floats")
         self.names = tuple(arrays)
-        self.values = Values(arrays)
+        self.given_values = Values(arrays)
         self._shapes = {name: array.shape for name, array in arrays.items()}
 
     @abstractmethod
@@ -47,7 +48,7 @@ class Differentiable(Layer):
         """Gradients of the inputs, None for those of integers, and of the parameters."""
 
     def specs(self) -> dict[str, Spec]:
-        return self.values.specs(self._shapes, self.names)
+        return self.given_values.specs(self._shapes, self.names)
 
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = x if isinstance(x, tuple) else (x,)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from fsdpx.core.array.arena import give_back
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Layer, Spec
+from fsdpx.nn.layer import Spec
 
-__all__ = ["Values", "handed_on", "same_values", "values_in"]
+__all__ = ["Values"]
 
 Remake = Callable[[], np.ndarray | None]
 
@@ -82,28 +80,3 @@ class _Given:
 
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
         return self.values.of(self.name).reshape(-1)[start:stop].astype(np.float64)
-
-
-def values_in(layer: Layer) -> list[Values]:
-    """The `Values` of a layer and of all layers inside it."""
-    own = getattr(layer, "values", None)
-    found = [own] if isinstance(own, Values) else []
-    return found + [one for child in layer.children().values() for one in values_in(child)]
-
-
-def same_values(model: Layer, comm: Communicator) -> None:
-    """First values as on rank 0, where they come from a library whose generator every process seeds by itself.
-    Collective."""
-    for values in values_in(model):
-        values.agree(comm)
-
-
-def handed_on(model: Layer, comm: Communicator) -> None:
-    """Every rank has taken its part of the first values: layers keep none that a module has. Collective."""
-    if not (found := values_in(model)):
-        return
-    comm.barrier(what="first values").wait()  # ranks that are threads may share the layers
-    for values in found:
-        values.release()
-    gc.collect()  # what PyTorch has made to cut a module holds its parameters, in circles
-    give_back()

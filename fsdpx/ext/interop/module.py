@@ -149,6 +149,8 @@ class Module(Differentiated):
         number; None: "logits" where there is such an attribute
     """
 
+    given_values: Values
+
     def __init__(
         self, module: torch.nn.Module, inputs: Sequence[str] | None = None, output: str | int | None = None
     ) -> None:
@@ -156,13 +158,13 @@ class Module(Differentiated):
         self.output = output
         self.n_inputs = _needed(module) if self.inputs is None else len(self.inputs)
         self._bare = _Bare(module)
-        self.values = self._bare.values
+        self.given_values = self._bare.values
         self.trained, self.constants = self._bare.trained, self._bare.constants
         self.collective = self._bare.norms
         self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
 
     def specs(self) -> dict[str, Spec]:
-        return self.values.specs(self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms)
+        return self.given_values.specs(self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms)
 
     def __repr__(self) -> str:
         return f"Module({self._bare.kind})"

@@ -20,7 +20,13 @@ from fsdpx.nn.container import Chain
 from fsdpx.nn.layer import Array, Env, Layer, dotted
 from fsdpx.nn.losses import Loss
 
-__all__ = ["Criterion", "Module", "array_of", "from_torch", "tensor_of"]
+__all__ = ["Criterion", "Module", "adapt", "array_of", "from_torch", "tensor_of"]
+
+
+def adapt(model: Any, loss: Any) -> tuple[Any, Any]:
+    """Return a module and a loss of PyTorch as those of fsdpx, and all else as it is."""
+    layer = from_torch(model) if isinstance(model, torch.nn.Module) else model
+    return layer, Criterion(loss) if isinstance(loss, torch.nn.Module) else loss
 
 
 def from_torch(

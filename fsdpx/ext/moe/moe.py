@@ -51,6 +51,8 @@ class MoE(Layer):
     part = False
     """The other ranks of the tensor axis have other positions."""
 
+    routes = True
+
     def __init__(
         self,
         d_model: int,
@@ -249,6 +251,8 @@ class CutMoE(Layer):
 
     acts_on = "position"
     runs = MoE.runs
+
+    routes = True
 
     def __init__(
         self,

@@ -1,0 +1,84 @@
+"""Extensions by name: the core imports one when its name is used, and knows nothing else of it.
+
+A package of a user adds to a kind by entry points: of the group `fsdpx.codec`, for example, a name and
+`module:attribute`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["TABLE", "find_extension", "load_extension", "name_extensions"]
+
+TABLE: dict[str, dict[str, str]] = {
+    "codec": {
+        "int8": "fsdpx.ext.compression.int8:Int8",
+        "topk": "fsdpx.ext.compression.topk:TopK",
+        "powersgd": "fsdpx.ext.compression.powersgd:PowerSGD",
+    },
+    "backend": {
+        "nccl": "fsdpx.ext.gpu.nccl:open_nccl",
+        "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
+    },
+    "planner": {"auto": "fsdpx.plan.auto:planned"},
+    "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRanks"},
+    "layer": {"moe": "fsdpx.ext.moe.moe:MoE"},
+    "library": {"torch": "fsdpx.ext.interop.torch:adapt"},
+}
+"""Kind -> name -> `module:attribute`. What the attribute is depends on the kind:
+
+codec : a function without arguments, or a class, that makes a `Codec`
+backend : a function of `core.comm.init.Asked` that opens a communicator
+planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name
+ranks : what runs the calls of a trainer where ranks may change
+layer : the class of a layer that a model of `fsdpx.nn` is made of where an option asks for it
+library : another library's name for import: a function of a model and a loss that makes layers of those that are its
+"""
+
+
+def find_extension(kind: str, name: str) -> Any:
+    """Return the extension of this name, imported; None if there is none.
+
+    Raises
+    ------
+    ConfigError : it is declared, and its files are not there
+    """
+    target = TABLE[kind].get(name) or _entry_points(kind).get(name)
+    if target is None:
+        return None
+    module, _, attribute = target.partition(":")
+    try:
+        home = import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # something that the extension needs
+            raise
+        raise ConfigError(
+            f"{kind} {name!r} is an extension whose files are missing: there is no {error.name}; install fsdpx again, "
+            "or leave it out"
+        ) from error
+    return getattr(home, attribute)
+
+
+def load_extension(kind: str, name: str) -> Any:
+    """Return the extension of this name, imported; ConfigError if there is none."""
+    found = find_extension(kind, name)
+    if found is None:
+        raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(name_extensions(kind))}")
+    return found
+
+
+def name_extensions(kind: str) -> list[str]:
+    """Return the names of a kind, those of installed packages of users last."""
+    return [*TABLE[kind], *_entry_points(kind)]
+
+
+@cache
+def _entry_points(kind: str) -> Mapping[str, str]:
+    """Return what installed packages declare."""
+    from importlib.metadata import entry_points  # reads the folders of all packages: for names that are not ours alone
+
+    return {point.name: point.value for point in entry_points(group=f"fsdpx.{kind}") if point.name not in TABLE[kind]}

@@ -1,0 +1,136 @@
+"""What the core imports by name: ours, those of installed packages, and those whose files are missing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.core.base import extensions
+from fsdpx.core.base.extensions import TABLE, find_extension, load_extension, name_extensions
+from fsdpx.core.comm import Communicator, spawn, world
+from fsdpx.errors import ConfigError
+
+PACKAGE = '''
+import numpy as np
+from fsdpx import Plain, nn
+from fsdpx.core.comm.local import single
+
+class Half(Plain):
+    """Carries half of each gradient."""
+    def reduce(self, comm, grad, out, counts, scratch, memory, *, what):
+        grad *= np.float32(0.5)
+        return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
+
+def open_alone(asked):
+    comm = single()
+    comm.opened_by = "theirs"
+    return comm
+
+class Matrix:
+    """A model of theirs."""
+    def __init__(self, n): self.n = n
+
+def adapt(model, loss):
+    return (nn.Linear(model.n, 1) if isinstance(model, Matrix) else model), loss
+'''
+POINTS = """
+[fsdpx.codec]
+half = theirs_of_fsdpx:Half
+int8 = theirs_of_fsdpx:Half
+[fsdpx.backend]
+theirs = theirs_of_fsdpx:open_alone
+[fsdpx.library]
+theirs_of_fsdpx = theirs_of_fsdpx:adapt
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of a user that adds a codec, a backend and a library."""
+    (tmp_path / "theirs_of_fsdpx.py").write_text(PACKAGE)
+    info = tmp_path / "theirs_of_fsdpx-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs-of-fsdpx\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    extensions._entry_points.cache_clear()
+    yield
+    extensions._entry_points.cache_clear()
+
+
+def _trained(codec: str) -> np.ndarray:
+    def train(comm: Communicator) -> np.ndarray:
+        model = nn.Linear(4, 3, bias=False)
+        trainer = fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), codec=codec, comm=comm)
+        before = trainer.parameters()["weight"]
+        x = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+        trainer.step(x, x[:, :3])
+        moved: np.ndarray = trainer.parameters()["weight"] - before
+        return moved
+
+    found: np.ndarray = spawn(train, 2)[0]
+    return found
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_codec_of_an_installed_package_is_found_by_its_name() -> None:
+    assert name_extensions("codec") == [*TABLE["codec"], "half"]
+    np.testing.assert_allclose(_trained("half"), 0.5 * _trained("plain"), rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"unknown codec 'hlaf': choose one of plain, .*powersgd, half, or pass"):
+        fsdpx.distribute(nn.Linear(2, 2), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), codec="hlaf")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_does_not_replace_what_is_ours() -> None:
+    assert load_extension("codec", "int8") is fsdpx.Int8
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_backend_of_an_installed_package_is_opened_by_its_name() -> None:
+    assert world("theirs").opened_by == "theirs"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"unknown backend 'others': use one of node, mpi, .*theirs, or None"):
+        world("others")
+
+
+@pytest.mark.usefixtures("installed")
+def test_models_of_a_library_are_adapted_by_what_is_installed_for_it() -> None:
+    from theirs_of_fsdpx import Matrix
+
+    assert fsdpx.distribute(Matrix(5)).predict(np.ones((2, 5), np.float32)).shape == (2, 1)
+
+
+def test_what_is_declared_is_there() -> None:
+    for target in (target for names in TABLE.values() for target in names.values()):
+        module, attribute = target.split(":")
+        tree = ast.parse((Path(fsdpx.__file__).parents[1] / module.replace(".", "/")).with_suffix(".py").read_text())
+        assert attribute in {getattr(node, "name", None) for node in tree.body}, target
+
+
+@pytest.mark.parametrize("module", ["fsdpx.ext.gone", "fsdpx.ext.gone.file", "fsdpx.ext.compression.gone"])
+def test_missing_files_are_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLE["codec"], "gone", f"{module}:Gone")
+    missing = "fsdpx.ext.gone" if ".ext.gone" in module else module
+    said = f"codec .gone. is an extension whose files are missing: there is no {missing};"
+    with pytest.raises(ConfigError, match=said):
+        find_extension("codec", "gone")
+
+
+def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(TABLE["codec"], "needing", "needs_more:Codec")
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        find_extension("codec", "needing")
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown ranks 'elastc': choose one of elastic"):
+        load_extension("ranks", "elastc")
