@@ -18,10 +18,11 @@ import fsdpx
 from fsdpx import Local, Machinery, Mesh, Offload, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import single
-from fsdpx.core.trainer.option_rules import ELASTIC, LOCAL, OWN, TABLE, Beside, Excluded, demand_together, table
+from fsdpx.core.trainer.option_rules import ELASTIC, TABLE, Beside, Excluded, demand_together, table
 from fsdpx.core.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.data import ArrayDataset, DataLoader
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError
+from fsdpx.ext.asynchronous.exclusions import LOCAL, OWN
 from fsdpx.ext.fields.grid import Grid
 
 X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])

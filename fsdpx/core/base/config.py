@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, Literal
 
+from fsdpx.core.base.extensions import name_extensions
 from fsdpx.core.base.name_hints import knowing, meant
 from fsdpx.errors import ConfigError
 
@@ -114,23 +115,18 @@ PRESETS: dict[str, Sharding] = {
 }
 
 
-OTHERS = ("async", "gossip", "local_sgd", "diloco")
-"""Strategies by which ranks do not make every step together, by name: see `fsdpx.ext.asynchronous`."""
-
-
 def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
 
     "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
-    names = ", ".join((*PRESETS, *OTHERS))
-    if isinstance(strategy, str):
-        if strategy not in PRESETS:
-            raise ConfigError(
-                f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
-                + meant(strategy, (*PRESETS, *OTHERS))
-            )
+    if isinstance(strategy, str) and strategy in PRESETS:
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
+        known = *PRESETS, *name_extensions("strategy")
+        names = ", ".join(known)
+        if isinstance(strategy, str):
+            unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
+            raise ConfigError(unknown + meant(strategy, known))
         hint = meant(getattr(strategy, "name", type(strategy).__name__), ())  # as an Enum of PyTorch has it
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard

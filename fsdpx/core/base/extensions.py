@@ -24,6 +24,12 @@ TABLE: dict[str, dict[str, str]] = {
         "nccl": "fsdpx.ext.gpu.nccl:open_nccl",
         "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
     },
+    "strategy": {
+        "async": "fsdpx.ext.asynchronous:Async",
+        "gossip": "fsdpx.ext.asynchronous:Gossip",
+        "local_sgd": "fsdpx.ext.asynchronous:local_sgd",
+        "diloco": "fsdpx.ext.asynchronous:Local",
+    },
     "planner": {"auto": "fsdpx.plan.auto:planned"},
     "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRanks"},
     "layer": {"moe": "fsdpx.ext.moe.moe:MoE"},
@@ -33,6 +39,7 @@ TABLE: dict[str, dict[str, str]] = {
 
 codec : a function without arguments, or a class, that makes a `Codec`
 backend : a function of `core.comm.init.Asked` that opens a communicator
+strategy : makes a `PaceChoice`, of ranks that do not make every step together
 planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name
 ranks : what runs the calls of a trainer where ranks may change
 layer : the class of a layer that a model of `fsdpx.nn` is made of where an option asks for it

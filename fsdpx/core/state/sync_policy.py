@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, Literal
 
-from fsdpx.core.base.config import Sharding
+from fsdpx.core.base.config import PRESETS, Sharding
+from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Codec
 from fsdpx.core.program import Slot, Sync
 from fsdpx.core.state.flat_parameters import ShardedPage
 
-__all__ = ["NAMED", "TOGETHER", "Pace", "PaceChoice", "pace_of", "put_for_now"]
+__all__ = ["TOGETHER", "Pace", "PaceChoice", "pace_of", "put_for_now"]
 
 MEAN, EVERY_STEP = Slot("mean"), Sync()
 
@@ -53,15 +55,19 @@ class PaceChoice:
 
 
 TOGETHER = PaceChoice()
-NAMED: dict[str, PaceChoice] = {}
-"""By the names of strategies: `fsdpx.ext.asynchronous` adds its own."""
 
 
 def pace_of(strategy: Any) -> PaceChoice:
     """What a strategy or its name says of the pace of ranks."""
     if isinstance(strategy, PaceChoice):
         return strategy
-    return NAMED.get(strategy, TOGETHER) if isinstance(strategy, str) else TOGETHER
+    return TOGETHER if not isinstance(strategy, str) or strategy in PRESETS else _make_pace(strategy)
+
+
+@cache
+def _make_pace(name: str) -> PaceChoice:
+    make = find_extension("strategy", name)
+    return TOGETHER if make is None else make()
 
 
 class Pace:

@@ -15,6 +15,7 @@ import numpy as np
 
 from fsdpx import optim
 from fsdpx.core.base.config import Offload, positive
+from fsdpx.core.base.extensions import load_extension, name_extensions
 from fsdpx.core.base.name_hints import patterns_of
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.mesh import Mesh
@@ -23,16 +24,15 @@ from fsdpx.core.state.accumulation import MOST_PIECES
 from fsdpx.core.state.placement import Options
 from fsdpx.core.state.units import Layout
 from fsdpx.errors import ConfigError, page_hint
-from fsdpx.ext.asynchronous import Async, Local
 from fsdpx.nn import losses
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linearize import Sorted
 from fsdpx.optim.optimizer import needs_whole
 
 __all__ = [
-    "CHUNKS", "ELASTIC", "LOCAL", "OWN", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
-    "check_offload", "check_options", "check_parts", "check_whole", "demand_together", "is_collective",
-    "table",
+    "CHUNKS", "ELASTIC", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
+    "check_offload", "check_options", "check_parts", "check_whole", "demand_together", "has_dynamic_scale",
+    "if_collective", "if_given", "if_true", "if_wide", "is_collective", "table",
 ]  # fmt: skip
 
 
@@ -93,47 +93,26 @@ class Excluded(NamedTuple):
     remedy: str
 
 
-def _given(name: str, end: str = ": ") -> Callable[[Beside], str]:
+def if_given(name: str, end: str = ": ") -> Callable[[Beside], str]:
     return lambda c: "" if c.option(name) is None else f"{name}={c.option(name)!r}{end}"
 
 
-def _width(axis: str, text: str) -> Callable[[Beside], str]:
+def if_wide(axis: str, text: str) -> Callable[[Beside], str]:
     def found(c: Beside) -> str:
         return text.format(width=c.mesh.width(axis), mesh=c.mesh) if c.mesh.width(axis) > 1 else ""
 
     return found
 
 
-def _other_axis(c: Beside) -> str:
-    axis = "replica" if isinstance(c.pace, Async) else "shard"
-    return f"there is no {axis} axis, the mesh says {c.mesh}" if c.mesh.width(axis) > 1 else ""
-
-
-def _norm_of_sum(c: Beside) -> str:
-    return _given("clip_norm")(c) if isinstance(c.pace, Async) and c.pace.staleness == 0 else ""
-
-
-def _format(name: str) -> Callable[[Beside], str]:
-    def found(c: Beside) -> str:
-        value = getattr(c.formats, name)
-        return "" if value is None else f"{name}={value!r} "
-
-    return found
-
-
-def _when(text: str, true: Callable[[Beside], bool]) -> Callable[[Beside], str]:
+def if_true(text: str, true: Callable[[Beside], bool]) -> Callable[[Beside], str]:
     return lambda c: text if true(c) else ""
 
 
-def _pace(excluded: str) -> Callable[[Beside], str]:
-    return lambda c: f"strategy={c.option('strategy')!r} " if c.pace.excluded == excluded else ""
-
-
-def _dynamic(c: Beside) -> bool:
+def has_dynamic_scale(c: Beside) -> bool:
     return c.formats is not None and c.formats.loss_scale == "dynamic"
 
 
-def _layer(text: str) -> Callable[[Beside], str]:
+def if_collective(text: str) -> Callable[[Beside], str]:
     return lambda c: "" if c.layer is None else text.format(path=c.layer.path, layer=c.layer.layer)
 
 
@@ -142,73 +121,31 @@ def _compressed(c: Beside) -> str:
     return "" if found is None else f"codec {type(found).__name__} "
 
 
-LOCAL, OWN, ELASTIC = Local.excluded, Async.excluded, "elastic ranks"
+ELASTIC = "elastic ranks"
 CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", "`space`"
-TABLE: tuple[Excluded, ...] = (
-    Excluded(LOCAL, "`chunks`", _given("chunks"), "its bits depend on the mesh", "leave chunks out"),
-    Excluded(LOCAL, "a dynamic loss scale", _when("a dynamic loss scale: ", _dynamic),
-        "replicas would skip different steps", "choose a fixed loss_scale, or precision='bf16'"),
-    Excluded(LOCAL, "16-bit masters", _when("16-bit masters: ", lambda c: c.formats.master == "bf16"),
-        "outer steps are smaller than their last bit", "precision='bf16'"),
-    Excluded(LOCAL, "`average`", _given("average"), "outer parameters are a mean already", "leave average out"),
-    Excluded(LOCAL, "`offload`", _when("offload: ", lambda c: c.option("offload") is not None),
-        "what replicas exchange must be in memory", "leave offload out"),
-    Excluded(LOCAL, "a layer that takes statistics over the global batch", _layer("layer {path!r}: "),
-        "it speaks with all ranks in every step", "take one that does not, such as GroupNorm"),
-    Excluded(OWN, "a `pipe` axis", _width("pipe", "the pipe axis of {width} ranks "), "keeps step", "leave it out"),
-    Excluded(OWN, "a `tensor` axis", _width("tensor", "the tensor axis of {width} ranks "), "keeps step",
-        "leave it out"),
-    Excluded(OWN, "another data axis than its own", _other_axis, "", "leave mesh out"),
-    Excluded(OWN, "`offload`", _when("offload: ", lambda c: c.option("offload") is not None),
-        "what several ranks change does not lie on one rank's disk", "leave offload out"),
-    Excluded(OWN, "`chunks`", _given("chunks", " "), "adds the gradients of all ranks along a tree",
-        "leave chunks out"),
-    Excluded(OWN, "`codec`", _given("codec", " "), "carries sums over ranks, and there are none", "leave codec out"),
-    Excluded(OWN, "`clip_norm` with a staleness of 0", _norm_of_sum,
-        "no rank knows the norm of the sum before it updates", "leave it out"),
-    Excluded(OWN, "a layer that takes statistics over the global batch", _layer("layer {layer!r} "),
-        "takes statistics over the global batch", "use LayerNorm or RMSNorm"),
-    Excluded(OWN, "running statistics", lambda c: next((f"running statistics ({name}) " for name in c.state), ""),
-        "would differ from rank to rank", "use LayerNorm or RMSNorm"),
-    Excluded(OWN, "`device`", lambda c: "" if c.xp is np else f"device={c.option('device')!r}: ",
-        "parameters lie in a window in host memory", "use device='cpu'"),
-    Excluded(OWN, "a dynamic loss scale", _when("loss_scale='dynamic' ", _dynamic),
-        "is found by all ranks together", "use a number, or precision='bf16'"),
-    Excluded(OWN, "16-bit masters", _when("parameters that several ranks update ", lambda c:
-        c.formats.updated == "bf16"), "are float32 or float64", "use precision='bf16'"),
-    *(Excluded(OWN, f"`Precision({name}=)`", _format(name), "is a format of messages, and there are none",
-        "leave it out") for name in ("param", "reduce")),
+TABLE: list[Excluded] = [
     Excluded(ELASTIC, "`backend`", lambda c:
         "" if c.option("backend") in (None, "mpi") else f"backend={c.option('backend')!r}: ",
         "elastic ranks exchange messages", "leave backend out"),
-    Excluded(ELASTIC, "`offload`", _when("offload: ", lambda c: c.option("offload") is not None),
+    Excluded(ELASTIC, "`offload`", if_true("offload: ", lambda c: c.option("offload") is not None),
         "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
-    Excluded(ELASTIC, "`trace`", _when("trace: ", lambda c: c.option("trace") is not None),
+    Excluded(ELASTIC, "`trace`", if_true("trace: ", lambda c: c.option("trace") is not None),
         "elastic ranks change, and a trace is of ranks that stay", "leave trace or elastic out"),
-    Excluded(ELASTIC, LOCAL, lambda c:
-        "" if c.pace.excluded != LOCAL else f"strategy={c.option('strategy')!r}: ",
-        "elastic ranks train together", "leave elastic out, or choose 'hybrid'"),
-    Excluded(ELASTIC, OWN, lambda c:
-        "" if c.pace.excluded != OWN else f"strategy {c.option('strategy')!r}: ",
-        "elastic ranks step together", "leave elastic out"),
-    Excluded(CHUNKS, "a layer that takes statistics over the global batch", _layer("layer {path!r} "),
+    Excluded(CHUNKS, "a layer that takes statistics over the global batch", if_collective("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave chunks out"),
     Excluded(CHUNKS, "compression (`codec`, or `Precision(reduce=)` of fewer bits)", _compressed,
         "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
-    Excluded(SPACE, "`chunks`", _given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
+    Excluded(SPACE, "`chunks`", if_given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
         "leave chunks out"),
-    Excluded(SPACE, LOCAL, _pace(LOCAL),
-        "lets replicas train by themselves, and the parts of a field make one", "choose 'fsdp'"),
-    Excluded(SPACE, OWN, _pace(OWN),
-        "lets ranks step at their own speed, and layers exchange cells in each step", "choose 'fsdp'"),
-    Excluded(SPACE, "a `tensor` axis", _width("tensor", "a tensor axis of {width} ranks "),
+    Excluded(SPACE, "a `tensor` axis", if_wide("tensor", "a tensor axis of {width} ranks "),
         "cuts matrices, and layers of fields share none", "use these ranks as further parts of the grid"),
-    Excluded(ELASTIC, "`space`", _when("space: ", lambda c: c.option("space") is not None),
+    Excluded(ELASTIC, "`space`", if_true("space: ", lambda c: c.option("space") is not None),
         "the parts of a field are dealt to ranks by the solver", "leave elastic out"),
-    Excluded(STAGES, "`costs`", _when("stages and costs: ", lambda c: c.option("costs") is not None),
+    Excluded(STAGES, "`costs`", if_true("stages and costs: ", lambda c: c.option("costs") is not None),
         "the first cuts by hand, the second automatically", "give only one of them"),
-)  # fmt: skip
+]  # fmt: skip
+"""Extensions add what excludes them, and what they exclude."""
 
 
 def demand_together(choice: str, chosen: Beside, prefix: str = "") -> None:
@@ -226,7 +163,9 @@ def is_collective(layer: Layer) -> bool:
 
 
 def table() -> str:
-    """The table as a page shows it."""
+    """The table as a page shows it, with the rows of all strategies."""
+    for name in name_extensions("strategy"):
+        load_extension("strategy", name)
     rows = [f"| {row.choice} | {row.other} | {row.why or 'it has none'} | {row.remedy} |" for row in TABLE]
     return "\n".join(["| with | there is no | because | what to do |", "|---|---|---|---|", *rows])
 

@@ -17,11 +17,10 @@ from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.state.accumulation import check_chunks
-from fsdpx.core.state.sync_policy import PaceChoice
+from fsdpx.core.state.sync_policy import PaceChoice, pace_of
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 from fsdpx.errors import ConfigError
-from fsdpx.ext.asynchronous import pace_of
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.gpu.devices import DeviceMap
 from fsdpx.ext.observe.trace import Trace
