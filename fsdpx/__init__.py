@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.init import spawn as spawn
     from fsdpx.core.base.config import (
         Elastic as Elastic,
-        Offload as Offload,
         Precision as Precision,
         Sharding as Sharding,
     )
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from fsdpx.launch.info import info as info
     from fsdpx.launch.options import LaunchConfig as LaunchConfig
     from fsdpx.ext.fields.grid import Grid as Grid
+    from fsdpx.ext.offload.choice import Offload as Offload
     from fsdpx.ext.observe.folder import RunFolder as RunFolder
     from fsdpx.ext.observe.trace import Trace as Trace
     from fsdpx.optim.average import EMA as EMA, SWA as SWA

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdpx.core.base import environment
+from fsdpx.core.base.extensions import load_extension, name_extensions
 from fsdpx.core.program import VERBS
 from fsdpx.errors import ConfigError, LaunchError, printable
 from fsdpx.ext.observe import chrome
@@ -215,8 +216,10 @@ def _run(text: str, folder: Path, steps: int) -> Path:
 
 def _traces(first: Path, second: Path) -> str | None:
     """The first action that ranks of two traced runs did not both do. Times are not compared."""
+    for name in name_extensions("verbs"):
+        load_extension("verbs", name)
+    lanes = {verb.lane for verb in VERBS.values()}
     for a, b in zip(chrome.read(first), chrome.read(second), strict=False):
-        lanes = {verb.lane for verb in VERBS.values()}
         one, other = ([event["name"] for event in rank.events if event.get("cat") in lanes] for rank in (a, b))
         for n in range(max(len(one), len(other))):
             pair = [names[n] if n < len(names) else "nothing" for names in (one, other)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import optim
-from fsdpx.core.base.config import Offload, byte_count
+from fsdpx.core.base.config import byte_count
 from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.base.safe_files import unreadable
 from fsdpx.core.comm.mesh import AXES, Mesh
@@ -28,6 +28,7 @@ from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, write_simulated
 from fsdpx.ext.observe.plots import StepLanes, check_drawable, figure, save
 from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn
+from fsdpx.ext.offload.choice import Offload
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
 from fsdpx.plan.dry_run import DryRun, dry_run
 from fsdpx.plan.machine import Machine

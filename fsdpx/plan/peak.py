@@ -12,7 +12,6 @@ import numpy as np
 
 from fsdpx.core.array.arena import Life
 from fsdpx.core.array.shapes.array import Meter
-from fsdpx.core.base.config import Offload
 from fsdpx.core.base.messages import bytes_text
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.mesh import AXES, Mesh
@@ -25,6 +24,7 @@ from fsdpx.core.trainer.fit import ENOUGH, cheaper, passing
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import FsdpxError
 from fsdpx.ext.fields.grid import Grid
+from fsdpx.ext.offload.choice import Offload
 from fsdpx.plan.printed import grid, prose
 
 __all__ = [

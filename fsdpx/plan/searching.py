@@ -11,12 +11,13 @@ from os import PathLike
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.core.base.config import Offload, byte_count
+from fsdpx.core.base.config import byte_count
 from fsdpx.core.base.messages import bytes_text
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Codecs, codec
 from fsdpx.core.trainer.recipe import Recipe, Training, native
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.ext.offload.choice import Offload
 from fsdpx.nn.linearize import keeping, once, sort
 from fsdpx.plan.lower_bound import least_seconds
 from fsdpx.plan.machine import Machine

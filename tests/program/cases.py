@@ -7,6 +7,7 @@ from itertools import product
 
 from fsdpx.core.program import Program, Request, Slot, Stage, compile, pipeline, schedule
 from fsdpx.ext.asynchronous.local import Outer, Rounds
+from fsdpx.ext.offload.choice import Offload as Offload  # its verbs and its pass
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""

@@ -7,9 +7,7 @@ et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
 from __future__ import annotations
 
 import operator
-import os
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from os import PathLike
@@ -20,7 +18,7 @@ from fsdpx.core.base.name_hints import knowing, meant
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS", "Elastic", "Lifetime", "Offload", "Precision", "Sharding", "byte_count", "half_name", "positive",
+    "PRESETS", "Elastic", "Lifetime", "Precision", "Sharding", "byte_count", "half_name", "positive",
     "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
@@ -140,45 +138,6 @@ def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         product = f"replica {replica} x shard {shard} = {replica * shard}"
         raise ConfigError(f"{product}, but {ranks} ranks are to share the data")
     return replace(strategy, replica=replica, shard=shard)
-
-
-OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
-"""Choices of what lies in a slower level."""
-
-
-@dataclass(frozen=True)
-class Offload:
-    """What lies in files of a folder between uses, not in memory, one file per rank; ConfigError for other values.
-
-    Parameters
-    ----------
-    folder : an existing folder on a fast local disk, which no other job and no other trainer uses meanwhile
-    what : one of "optimizer" (its state, averages included), "parameters" (the master shard), "activations" (what
-        forward keeps for backward) and "gradients" (until the update), or several of them
-    direct : past the system's page cache (O_DIRECT); None: where the file system can do so
-    """
-
-    folder: str | os.PathLike[str]
-    what: str | Sequence[str] = "optimizer"
-    direct: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
-            raise ConfigError(f"Offload(folder={self.folder!r}): the path of an existing folder is needed")
-        what = (self.what,) if isinstance(self.what, str) else self.what
-        if not isinstance(what, tuple | list) or not what or any(one not in OFFLOADED for one in what):
-            raise ConfigError(f"Offload(what={self.what!r}): choose from {', '.join(OFFLOADED)}")
-        object.__setattr__(self, "what", tuple(name for name in OFFLOADED if name in what))
-        object.__setattr__(self, "folder", os.path.expanduser(self.folder))
-        if self.direct not in (None, True, False):
-            raise ConfigError(f"Offload(direct={self.direct!r}): choose True, False or None")
-
-    @classmethod
-    def of(cls, choice: Offload | None) -> Offload | None:
-        """ConfigError for anything that says no folder."""
-        if choice is None or isinstance(choice, cls):
-            return choice
-        raise ConfigError(f"offload={choice!r}: say where, fsdpx.Offload('/local/disk', what='optimizer')")
 
 
 @dataclass(frozen=True, repr=False)
@@ -331,5 +290,5 @@ class Elastic:
         raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.Elastic(...)")
 
 
-for _kind in (Elastic, Offload, Precision, Sharding):
+for _kind in (Elastic, Precision, Sharding):
     knowing(_kind)

@@ -30,6 +30,10 @@ TABLE: dict[str, dict[str, str]] = {
         "local_sgd": "fsdpx.ext.asynchronous:local_sgd",
         "diloco": "fsdpx.ext.asynchronous:Local",
     },
+    "verbs": {
+        "asynchronous": "fsdpx.ext.asynchronous.local:VERBS",
+        "offload": "fsdpx.ext.offload.verbs:VERBS",
+    },
     "planner": {"auto": "fsdpx.plan.auto:planned"},
     "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRanks"},
     "layer": {"moe": "fsdpx.ext.moe.moe:MoE"},
@@ -40,6 +44,7 @@ TABLE: dict[str, dict[str, str]] = {
 codec : a function without arguments, or a class, that makes a `Codec`
 backend : a function of `core.comm.init.Asked` that opens a communicator
 strategy : makes a `PaceChoice`, of ranks that do not make every step together
+verbs : the table of verbs, to which the module adds its own when it is imported; for those who read other runs
 planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name
 ranks : what runs the calls of a trainer where ranks may change
 layer : the class of a layer that a model of `fsdpx.nn` is made of where an option asks for it

@@ -1,14 +1,14 @@
 """The operation of each verb on one rank. An operation gets the values of its slots in the order of the table and
 returns those that it gives and adds into, in the order of the table: first `gives`, then `adds`.
 
-SEND and RECV are messages between stages: values on their way to the next reader, gradients on their way back. FETCH,
-STORE and EVICT move records between memory and disk. UPDATE changes parameters by the optimiser.
+SEND and RECV are messages between stages: values on their way to the next reader, gradients on their way back. UPDATE
+changes parameters by the optimiser.
 An `Executable` is a program with its memory on one rank, ready to run any number of times."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -32,22 +32,20 @@ from fsdpx.core.engine.run import (
     find_not_finite,
     microbatch_of,
     number_of,
-    planned,
     words,
 )
-from fsdpx.core.program import SLOTS, VERBS, Action, Edge, Request, Slot, check, compile
+from fsdpx.core.program import VERBS, Action, Edge, Request, Slot, check, compile
 from fsdpx.core.state.flat_parameters import Range
 from fsdpx.core.state.gradients import Reduction
 from fsdpx.core.state.placement import Placement, tag
 from fsdpx.core.state.train_state import Tie, TrainState
 from fsdpx.errors import DataError, NumericsError, ShapeError
-from fsdpx.ext.offload.disk import root_of, spill
 from fsdpx.optim import Segments, rate
 from fsdpx.optim.optimizer import UNSCHEDULED, scheduled, update_parameters
 
 __all__ = [
-    "OPERATIONS", "Executable", "ExecutableAction", "alone", "demand_finite_loss", "fetch", "left_alone", "move",
-    "receive", "send", "store_record", "travelling", "update",
+    "ABOUT", "OPERATIONS", "Executable", "ExecutableAction", "alone", "demand_finite_loss", "left_alone", "move",
+    "receive", "release", "send", "travelling", "update",
 ]  # fmt: skip
 
 
@@ -136,37 +134,6 @@ def _tag(run: ProgramRun, action: Action) -> int:
 def _what(placement: Placement, edge: Edge, action: Action) -> str:
     node = placement.model.nodes[edge.value - len(placement.model.inputs)]
     return f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
-
-
-def fetch(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk = run.stage.record(action), run.disk
-    if slot.mb is not None:
-        (spilled,) = taken
-        handle, memory = disk.bring(slot, spilled)
-        made: list[Any] = []  # made once: later calls get the same arrays
-
-        def value() -> Any:
-            if not made:
-                made.append(spilled.value(memory))
-            return made[0]
-
-        run.place.axes.counters.add("disk", "read", sum(spilled.sizes))
-        return (Transfer(handle, value),)
-    handle, arrays = disk.fetch(slot, run.workspace.record(slot))
-    run.place.axes.counters.add("disk", "read", disk.size(slot))
-    return (Transfer(handle, lambda: arrays),)
-
-
-def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk, (value,) = run.stage.record(action), run.disk, taken
-    if slot.mb is not None:
-        batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
-        own = planned(run.workspace.state.arena) | {id(root_of(array)) for array in batch}  # is there anyway
-        spilled = spill(value, lambda root: id(root) in own)
-        run.place.axes.counters.add("disk", "write", sum(spilled.sizes))
-        return Transfer(disk.spill(slot, spilled), lambda: value), spilled
-    run.place.axes.counters.add("disk", "write", disk.size(slot))
-    return Transfer(disk.store(slot), lambda: value), True
 
 
 def mean(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -451,9 +418,6 @@ OPERATIONS: dict[str, Operation] = {
     "MEAN": mean,
     "GATHER": gather,
     "FREE": release,
-    "FETCH": fetch,
-    "STORE": store_record,
-    "EVICT": release,
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,
@@ -463,7 +427,7 @@ OPERATIONS: dict[str, Operation] = {
     "COMMIT": commit,
     "UPDATE": update,
 }
-"""By verb; a new verb is a row here and a row in `fsdpx.core.program.VERBS`. `fsdpx.ext.asynchronous` add theirs."""
+"""By verb; a new verb is a row here and a row in `fsdpx.core.program.VERBS`. Extensions add theirs."""
 
 
 class ExecutableAction(NamedTuple):
@@ -504,13 +468,17 @@ def about(placement: Placement, action: Action, kind: str) -> str:
     what, number = VERBS[action.op].about, action.unit
     if number is None or not what:
         return f"the {kind} program"
-    if what == "edge":
-        edge = placement.stage.edges[number]
-        return f"from rank {edge.sender} to rank {edge.receiver} of the pipe"
-    if what == "record":
-        record = placement.stage.records[number]
-        assert record.at is not None
-        if record.kind in ("saved", "held"):
-            return f"activations of unit {placement.layout.units[record.at].name!r}"
-        return f"{SLOTS[record.kind].memory} of page {placement.name(record.at)!r}"
-    return f"unit {placement.layout.units[number].name!r}" if what == "unit" else f"page {placement.name(number)!r}"
+    return ABOUT[what](placement, number)
+
+
+def _about_edge(placement: Placement, number: int) -> str:
+    edge = placement.stage.edges[number]
+    return f"from rank {edge.sender} to rank {edge.receiver} of the pipe"
+
+
+ABOUT: dict[str, Callable[[Placement, int], str]] = {
+    "edge": _about_edge,
+    "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
+    "page": lambda placement, number: f"page {placement.name(number)!r}",
+}
+"""What a verb is about -> the one of a number, as text; extensions add theirs."""

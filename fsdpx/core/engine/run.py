@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.arena import Arena, Life, SlabPlan, place
+from fsdpx.core.array.shapes.array import root_of
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import grouped
@@ -24,7 +25,6 @@ from fsdpx.core.state.step_inputs import Feed, Microbatch
 from fsdpx.core.state.train_state import Scaler, Tie, TrainState
 from fsdpx.core.state.units import Layout, Unit
 from fsdpx.errors import ConfigError, NumericsError
-from fsdpx.ext.offload.disk import Disk, root_of
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.gradient_accumulation import Entries, GradientEntry, Gradients
 from fsdpx.nn.layer import Env, Parameters, dotted, time_of
@@ -243,15 +243,6 @@ class Workspace:
             return kept
         return self.buffer("full", page, self.place.pages[page].size, self.place.formats.compute)
 
-    def record(self, slot: Slot) -> Any:
-        """Memory for a record that is fetched."""
-        assert self.state.disk is not None
-        assert slot.at is not None
-        nbytes = self.state.disk.buffer_nbytes(slot)
-        if not nbytes:  # this rank has nothing of it
-            return self.place.xp.empty((0,), dtype="uint8")
-        return self.buffer(slot.kind, slot.at, nbytes, "uint8")
-
     def part(self, page: int) -> Any:
         """Where the reduced gradient of a page is kept until its update."""
         kept = self._part.get(page)
@@ -416,12 +407,6 @@ class ProgramRun:
     def updates(self) -> bool:
         """Whether the program ends with an update of parameters."""
         return KINDS[self.workspace.program.kind].updates
-
-    @property
-    def disk(self) -> Disk:
-        """Where records lie, in a program that has some."""
-        assert self.workspace.state.disk is not None
-        return self.workspace.state.disk
 
     @property
     def together(self) -> Communicator:

@@ -1,7 +1,7 @@
 """What happens when: a training step as a flat list of actions. Standard library only."""
 
 from fsdpx.core.program.verifier import check, check_pipe, prove, validate
-from fsdpx.core.program.compiler import KINDS, Program, ProgramKind, Request, Sync, compile
+from fsdpx.core.program.compiler import KINDS, PASSES, Program, ProgramKind, Request, Sync, compile
 from fsdpx.core.program.traffic import Lifetime, Moves, Sizes, Traffic, lifetimes, traffic
 from fsdpx.core.program.simulator import (
     ActionTimes,
@@ -21,8 +21,8 @@ from fsdpx.core.program.schedules import SCHEDULES, ScheduleFunction, in_flight,
 from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Verb, buffer_of, parse
 
 __all__ = [
-    "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "ActionTimes", "Costs", "Edge", "Event", "Lifetime", "Move",
-    "Moves", "PipelineSchedule", "Program", "ProgramKind", "Request", "ScheduleFunction", "Scratch", "Sizes",
+    "KINDS", "PASSES", "SCHEDULES", "SLOTS", "VERBS", "Action", "ActionTimes", "Costs", "Edge", "Event", "Lifetime",
+    "Move", "Moves", "PipelineSchedule", "Program", "ProgramKind", "Request", "ScheduleFunction", "Scratch", "Sizes",
     "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "Sync", "Traffic", "Verb", "arrow", "bubble", "buffer_of",
     "check", "check_pipe", "compile", "constants", "expand", "grid", "idle", "in_flight", "lifetimes",
     "one_by_one", "parse", "pipeline", "placed", "prove", "schedule", "simulate", "simulate_programs",

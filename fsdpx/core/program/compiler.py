@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from fsdpx.core.program.passes import compute, offload, one_by_one, page, recompute, reduce, reduce_carried
+from fsdpx.core.program.passes import compute, one_by_one, page, recompute, reduce, reduce_carried
 from fsdpx.core.program.pipeline import Slots, Stage, expand
 from fsdpx.core.program.verbs import Action, Slot
 
-__all__ = ["KINDS", "Program", "ProgramKind", "Request", "Sync", "compile"]
+__all__ = ["KINDS", "PASSES", "Program", "ProgramKind", "Request", "Sync", "compile"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,10 @@ class Program:
         return tuple(expand(a, self.stage, self.microbatches) for a in self.actions)
 
 
+PASSES: list[Callable[[list[Action], Request], list[Action]]] = []
+"""What extensions make of the actions of a program, in this order: an extension adds its pass."""
+
+
 @lru_cache(maxsize=128)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
 def compile(request: Request) -> Program:
     stage, kind = request.stage, KINDS[request.kind]
@@ -126,7 +130,8 @@ def compile(request: Request) -> Program:
         joins = request.sync.joins if kind.updates else ""
         actions = reduce(actions, stage, request.reduce_each, request.ahead, joins)
     actions += _update(actions, request) if kind.updates else []
-    actions = offload(actions, stage, request.microbatches, request.ahead)
+    for change in PASSES:
+        actions = change(actions, request)
     return _program(request, actions)
 
 

@@ -213,20 +213,24 @@ def expand(action: Action, stage: Stage, microbatches: int) -> Slots:
 def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
     """The slots that a word of the table of verbs stands for."""
     kind, _, over = word.partition(":")
-    if kind == "edge":
-        return _of_edge(over, action, stage)
-    if kind == "record":
-        return [stage.record(action)]
-    if kind == "final":
-        pages = stage.trained if over == "all" else (_unit(action),)
-        return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
-    return [Slot(kind, at, mb) for at, mb in _OVER[over](action, stage, microbatches)]
+    if kind in STANDING:
+        return STANDING[kind](over, action, stage)
+    return [Slot(kind, at, mb) for at, mb in OVER[over](action, stage, microbatches)]
+
+
+def _final(over: str, action: Action, stage: Stage) -> list[Slot]:
+    pages = stage.trained if over == "all" else (_unit(action),)
+    return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
 
 
 def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
     edge = stage.edge(action)
     wanted = {"arrives": True, "last": stage.sends_last(edge), "kept": not stage.sends_last(edge)}[over]
     return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
+
+
+STANDING: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {"edge": _of_edge, "final": _final}
+"""Words of the table that stand for slots of other kinds, by what follows the colon; extensions add theirs."""
 
 
 def _unit(action: Action) -> int:
@@ -241,17 +245,14 @@ def _each(numbers: Iterable[int | None], mb: int | None = None) -> list[tuple[in
 PAGED = ("shard", "slots")
 """Kinds of records that an update changes."""
 
-# what a slot of the table ranges over, as (at, mb), for an action `a` in a stage `s` with `n` microbatches
-_OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
+OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
     "": lambda a, s, n: [(None, None)],
     "scored": lambda a, s, n: [(None, None)] if s.scores else [],
     "mb": lambda a, s, n: [(None, a.mb)],
     "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.scores else [],
     "page": lambda a, s, n: [(a.unit, None)],
     "here": lambda a, s, n: [(a.unit, a.mb)],
-    "once": lambda a, s, n: [] if a.mb is None else [(a.unit, a.mb)],
     "changed": lambda a, s, n: _each(n for n, r in enumerate(s.records) if r.at == a.unit and r.kind in PAGED),
-    "always": lambda a, s, n: [(a.unit, None)] if a.mb is None else [],
     "coded": lambda a, s, n: _each({a.unit} & s.coded),
     "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
@@ -269,6 +270,8 @@ _OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | Non
     "found": lambda a, s, n: _each((v for v in s.units[_unit(a)].gives if v not in s.constant), a.mb),
     "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.constant), a.mb),
 }
+"""What a slot of the table ranges over, as (at, mb), for an action `a` in a stage `s` with `n` microbatches; extensions
+add theirs."""
 
 
 def pipeline(

@@ -193,12 +193,6 @@ VERBS: dict[str, Verb] = {
     "GATHER": Verb(reads=("shard:page",), gives=("full:page",), about="page", scratch=(Scratch("wire", "full:page"),),
                    lane="shard", moves=(Move("shard", "all_gather", "full", "param"),)),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
-    # a slower level
-    "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
-                  moves=(Move("disk", "read", "record", "record"),)),
-    "STORE": Verb(takes=("record:here",), gives=("record:here", "stored:here"), about="record", lane="disk",
-                  moves=(Move("disk", "write", "record", "record"),)),
-    "EVICT": Verb(takes=("record:here",), lane="host", about="record"),
     # compute
     "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
               gives=("act:out", "saved:back")),
@@ -230,7 +224,7 @@ VERBS: dict[str, Verb] = {
                    within=(Move("shard", "all_to_all", "parts", "update"),)),
 }
 # fmt: on
-"""By name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+"""By name; extensions add theirs."""
 
 
 @cache

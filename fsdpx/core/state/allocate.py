@@ -17,9 +17,9 @@ from fsdpx.core.comm.mesh import Axes
 from fsdpx.core.state.flat_parameters import Run, near
 from fsdpx.core.state.ledger import Ledger, LedgerRow, rows_of
 from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.storage import Storage
 from fsdpx.core.state.train_state import Tie, TrainState
 from fsdpx.errors import warn
-from fsdpx.ext.offload.disk import Disk, open_disk
 from fsdpx.nn.layer import Spec
 
 __all__ = ["allocate", "fill", "initialise", "lay_out_in_windows", "memory_of", "sharers_of"]
@@ -97,7 +97,7 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     for key, array in common:
         arena.adopt(key, array)
     offload = placement.options.offload
-    disk = None if offload is None else open_disk(placement, rows, offload)
+    disk = None if offload is None else offload.open(placement, rows)
     ledger = Ledger(rows, None if disk is None else disk.mapped)
     for row in rows:
         if row.kept and not row.passing:
@@ -124,7 +124,7 @@ def _placed(placement: Placement, arena: Arena) -> list[LedgerRow]:
     return rows
 
 
-def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, disk: Disk | None) -> Any:
+def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, disk: Storage | None) -> Any:
     if row.inside is not None:
         return ledger.arrays[row.inside][row.at : row.at + row.elements]
     if row.level == "map":

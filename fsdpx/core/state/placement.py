@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.config import Offload, Precision, Sharding, byte_count
+from fsdpx.core.base.config import Precision, Sharding, byte_count
 from fsdpx.core.comm.backend import TAGS
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import DONE, Communicator, split_evenly
@@ -28,6 +28,7 @@ from fsdpx.core.program import (
 from fsdpx.core.state.accumulation import Accumulation, accumulation
 from fsdpx.core.state.flat_parameters import Page, Range, ShardedPage, cut
 from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
+from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import TOGETHER, Pace, PaceChoice
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Layout, Unit
@@ -152,7 +153,7 @@ class Options:
     check_finite: bool = False
     schedule: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
-    offload: Offload | None = None
+    offload: StorageChoice | None = None
     pace: PaceChoice = TOGETHER
     planned: str = ""
 

@@ -13,7 +13,7 @@ from fsdpx.core.array.arena import keep_pages
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.array.namespace import namespace
 from fsdpx.core.base import config, environment
-from fsdpx.core.base.config import Offload, Precision, Sharding
+from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.messages import say, slow
 from fsdpx.core.base.name_hints import demand_match
 from fsdpx.core.comm.backend import FakeCommunicator
@@ -25,11 +25,12 @@ from fsdpx.core.compression import Choice, Codec, Codecs
 from fsdpx.core.compression import codec as codec_of
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.warmup import make_ready, warm_calls
-from fsdpx.core.program import Slot, Stage, pipeline
+from fsdpx.core.program import Stage, pipeline
 from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.core.state.allocate import allocate
 from fsdpx.core.state.ledger import memories
 from fsdpx.core.state.placement import FieldParts, Formats, Options, Pipe, Placement, recompute, statistics_of
+from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import TOGETHER, PaceChoice
 from fsdpx.core.state.tuning import Tuning, kept, tune_for
 from fsdpx.core.state.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
@@ -39,7 +40,6 @@ from fsdpx.core.trainer.option_rules import (
     SPACE,
     Beside,
     agree,
-    check_offload,
     check_whole,
     demand_together,
 )  # fmt: skip
@@ -246,7 +246,8 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
     every, count = recomputing.every, len(pages.layout.units)
     if every > count:
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
-    check_offload(distribution.offload, training.optimizer, training.average)
+    if distribution.offload is not None:
+        distribution.offload.check(training.optimizer, training.average)
     chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
     return Options(
@@ -461,15 +462,12 @@ def _field_ranks(distribution: Distribution, mesh: Mesh, world: Communicator) ->
 
 
 def _stages(
-    layout: Layout, reducing: Reducing, axes: Axes, optimizer: Any, offload: Offload | None
+    layout: Layout, reducing: Reducing, axes: Axes, optimizer: Any, offload: StorageChoice | None
 ) -> tuple[Stage, ...]:
     """The view of each rank of the pipe."""
     rules = reducing.codecs.rules
-    what = () if offload is None else offload.what
-    state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
-    shards = [page.index for page in layout.pages if "parameters" in what]
     coded = [p.index for p in layout.pages if p.trainable and any(memories(rules[p.codec][1], axes, 1, 1))]
-    spilled = range(len(layout.units) if "activations" in what else 0)
+    pages = {page.index: page.trainable for page in layout.pages}
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
         layout.trainable(),
@@ -482,9 +480,5 @@ def _stages(
         moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
         coded=coded,
         constant=layout.constant(),
-        records=(
-            *(Slot("slots", p) for p in state),
-            *(Slot("shard", p) for p in shards),
-            *(Slot(kind, unit) for kind in ("saved", "held") for unit in spilled),
-        ),
+        records=() if offload is None else offload.records(pages, len(layout.units), bool(optimizer.slots)),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import check_arguments, demand_arguments
-from fsdpx.core.base.config import PRESETS, Elastic, Offload, Precision, Sharding
+from fsdpx.core.base.config import PRESETS, Elastic, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
 from fsdpx.core.base.name_hints import demand_known
 from fsdpx.core.comm import default_communicator as defaults
@@ -22,6 +22,7 @@ from fsdpx.core.comm.init import adopt, carrier_of, resilient
 from fsdpx.core.comm.init import world as open_world
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
+from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.batch import begin, share_errors
@@ -66,7 +67,7 @@ def distribute(
     sequence: str | None = None,
     elastic: bool | Elastic = False,
     average: Any = None,
-    offload: Offload | None = None,
+    offload: StorageChoice | None = None,
     space: Grid | None = None,
     machinery: Machinery | None = None,
     **rarely: Any,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.core.base.config import Offload, positive
+from fsdpx.core.base.config import positive
 from fsdpx.core.base.extensions import load_extension, name_extensions
 from fsdpx.core.base.name_hints import patterns_of
 from fsdpx.core.comm.communicator import Communicator
@@ -31,7 +31,7 @@ from fsdpx.optim.optimizer import needs_whole
 
 __all__ = [
     "CHUNKS", "ELASTIC", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
-    "check_offload", "check_options", "check_parts", "check_whole", "demand_together", "has_dynamic_scale",
+    "check_options", "check_parts", "check_whole", "demand_together", "has_dynamic_scale",
     "if_collective", "if_given", "if_true", "if_wide", "is_collective", "table",
 ]  # fmt: skip
 
@@ -323,8 +323,3 @@ def check_whole(optimizer: Any, tensor: int) -> None:
     if tensor > 1 and needs_whole(optimizer):
         what = f"{type(optimizer).__name__} needs whole parameters"
         raise ConfigError(f"{what}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
-
-
-def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None:
-    if offload is not None and offload.what == ("optimizer",) and not optimizer.slots and average is None:
-        raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")

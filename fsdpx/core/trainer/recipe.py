@@ -11,12 +11,13 @@ from os import PathLike
 from typing import Any, NoReturn
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.config import Offload, Precision, Sharding, byte_count, python_fields
+from fsdpx.core.base.config import Precision, Sharding, byte_count, python_fields
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.state.accumulation import check_chunks
+from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice, pace_of
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
@@ -121,7 +122,7 @@ class Distribution:
     stages: Stages | None = None
     tensor_plan: Mapping[str, Any] | None = None
     sequence: str | None = None
-    offload: Offload | None = None
+    offload: StorageChoice | None = None
     space: Grid | None = None
     planned: str = ""
 
@@ -129,7 +130,9 @@ class Distribution:
         python_fields(self)
         if not (isinstance(self.schedule, str) or callable(self.schedule)):
             raise ConfigError(f"schedule={self.schedule!r}: a name, a function or the path of a text file is needed")
-        Offload.of(self.offload)
+        if not isinstance(self.offload, StorageChoice | None):
+            where = "say where, fsdpx.Offload('/local/disk', what='optimizer')"
+            raise ConfigError(f"offload={self.offload!r}: {where}")
         if self.space is not None and not isinstance(self.space, Grid):
             raise ConfigError(f"space={self.space!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")
 

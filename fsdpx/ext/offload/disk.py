@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.arena import address
-from fsdpx.core.array.shapes.array import Root, ShapeArray
+from fsdpx.core.array.shapes.array import Root, ShapeArray, root_of
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.config import Offload
 from fsdpx.core.base.safe_files import typed
 from fsdpx.core.comm.communicator import DONE, Communicator, Handle
 from fsdpx.core.program import Slot
@@ -323,17 +322,6 @@ def spill(value: Any, stays: Callable[[Any], bool]) -> Spilled:
     return made
 
 
-def root_of(array: Any) -> Any:
-    """The array in whose memory this one lies, None if it is no array; of arrays without data their `Root`."""
-    if isinstance(array, ShapeArray):
-        return array.root
-    if not isinstance(array, np.ndarray):
-        return None
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
 def _worth(array: Any, root: Any) -> bool:
     own = array.size * array.dtype.itemsize
     whole = isinstance(root, Root) or root.flags.c_contiguous or root.flags.f_contiguous
@@ -364,8 +352,8 @@ class Disk:
 
     file: None in a dry run, which moves nothing."""
 
-    def __init__(self, rows: Sequence[LedgerRow], xp: Any, offload: Offload) -> None:
-        self.xp, self.offload = xp, offload
+    def __init__(self, rows: Sequence[LedgerRow], xp: Any) -> None:
+        self.xp = xp
         self.file: File | None = None
         self._unlock: Callable[[], object] | None = None
         self._records: dict[Slot, list[LedgerRow]] = {}
@@ -382,12 +370,11 @@ class Disk:
             self._places[row.key] = self.nbytes
             self.nbytes += _whole(row.nbytes)
 
-    def open(self, owner: str) -> None:
+    def open(self, folder: Path, direct: bool | None, owner: str) -> None:
         """Take the folder and as much of the disk as is needed; OffloadError if that cannot be."""
-        folder = Path(self.offload.folder)
         self._unlock = unlock = weakref.finalize(self, os.close, taken(folder, owner))
         unlock.atexit = False
-        self.file = File(folder, self.nbytes, self.offload.direct)
+        self.file = File(folder, self.nbytes, direct)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -469,21 +456,25 @@ class Disk:
         self.file = None
 
 
-def open_disk(placement: Placement, rows: Sequence[LedgerRow], offload: Offload) -> Disk:
-    """The disk of `Offload`. Collective: OffloadError on all ranks if one of them cannot have it."""
-    disk = Disk(rows, placement.xp, offload)
+def open_disk(
+    placement: Placement, rows: Sequence[LedgerRow], folder: str | os.PathLike[str], direct: bool | None, option: str
+) -> Disk:
+    """A file in `folder` with room for these rows. Collective: OffloadError on all ranks if one of them cannot have it.
+
+    option: what was asked for, as text"""
+    disk = Disk(rows, placement.xp)
     if not placement.imaginary:
-        _open(disk, offload, placement.axes.world)
+        if not hasattr(os, "posix_fallocate"):
+            raise ConfigError(f"{option}: this system cannot set a part of a disk aside; Linux can")
+        _open(disk, Path(folder), direct, placement.axes.world)
     return disk
 
 
-def _open(disk: Disk, offload: Offload, world: Communicator) -> None:
-    if not hasattr(os, "posix_fallocate"):
-        raise ConfigError(f"offload={offload!r}: this system cannot set a part of a disk aside; Linux can")
+def _open(disk: Disk, folder: Path, direct: bool | None, world: Communicator) -> None:
     owner = f"process {os.getpid()} on {platform.node()}, {time.time_ns()}"
     problem, cause = None, None
     try:
-        disk.open(world.all_gather_plain(owner)[0])
+        disk.open(folder, direct, world.all_gather_plain(owner)[0])
     except OffloadError as error:
         problem, cause = str(error), error
     for rank, text in enumerate(world.all_gather_plain(problem)):

@@ -403,3 +403,14 @@ def _is_mask(index: Any) -> bool:
 
 for _name in "sum mean max min prod any all argmax argmin var std".split():
     setattr(ShapeArray, _name, reduced(_name))
+
+
+def root_of(array: Any) -> Any:
+    """The array in whose memory this one lies, None if it is no array; of arrays without data their `Root`."""
+    if isinstance(array, ShapeArray):
+        return array.root
+    if not isinstance(array, np.ndarray):
+        return None
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array

@@ -1,0 +1,68 @@
+"""The option `offload`: what lies on disk between uses, and which slots of programs these are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.program import Slot
+from fsdpx.core.state.ledger import LedgerRow
+from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.storage import StorageChoice
+from fsdpx.errors import ConfigError
+from fsdpx.ext.offload import verbs as verbs
+from fsdpx.ext.offload.disk import Disk, open_disk
+
+__all__ = ["Offload"]
+
+OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
+"""Choices of what lies in a slower level."""
+
+
+@knowing
+@dataclass(frozen=True)
+class Offload(StorageChoice):
+    """What lies in files of a folder between uses, not in memory, one file per rank; ConfigError for other values.
+
+    Parameters
+    ----------
+    folder : an existing folder on a fast local disk, which no other job and no other trainer uses meanwhile
+    what : one of "optimizer" (its state, averages included), "parameters" (the master shard), "activations" (what
+        forward keeps for backward) and "gradients" (until the update), or several of them
+    direct : past the system's page cache (O_DIRECT); None: where the file system can do so
+    """
+
+    folder: str | os.PathLike[str]
+    what: str | Sequence[str] = "optimizer"
+    direct: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+            raise ConfigError(f"Offload(folder={self.folder!r}): the path of an existing folder is needed")
+        what = (self.what,) if isinstance(self.what, str) else self.what
+        if not isinstance(what, tuple | list) or not what or any(one not in OFFLOADED for one in what):
+            raise ConfigError(f"Offload(what={self.what!r}): choose from {', '.join(OFFLOADED)}")
+        object.__setattr__(self, "what", tuple(name for name in OFFLOADED if name in what))
+        object.__setattr__(self, "folder", os.path.expanduser(self.folder))
+        if self.direct not in (None, True, False):
+            raise ConfigError(f"Offload(direct={self.direct!r}): choose True, False or None")
+
+    def check(self, optimizer: Any, average: Any) -> None:
+        if self.what == ("optimizer",) and not optimizer.slots and average is None:
+            raise ConfigError(f"offload={self!r}: {type(optimizer).__name__} keeps no state; leave it out")
+
+    def records(self, pages: Mapping[int, bool], units: int, slots: bool) -> tuple[Slot, ...]:
+        state = [page for page, trained in pages.items() if trained and slots and "optimizer" in self.what]
+        shards = [page for page in pages if "parameters" in self.what]
+        spilled = range(units if "activations" in self.what else 0)
+        return (
+            *(Slot("slots", p) for p in state),
+            *(Slot("shard", p) for p in shards),
+            *(Slot(kind, unit) for kind in ("saved", "held") for unit in spilled),
+        )
+
+    def open(self, placement: Placement, rows: Sequence[LedgerRow]) -> Disk:
+        return open_disk(placement, rows, self.folder, self.direct, f"offload={self!r}")
