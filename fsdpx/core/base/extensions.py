@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["TABLE", "find_extension", "load_extension", "name_extensions"]
+__all__ = ["TABLE", "find_extension", "import_extension", "load_extension", "name_extensions"]
 
 TABLE: dict[str, dict[str, str]] = {
     "codec": {
@@ -63,16 +63,20 @@ def find_extension(kind: str, name: str) -> Any:
     if target is None:
         return None
     module, _, attribute = target.partition(":")
+    return getattr(import_extension(module, f"{kind} {name!r}"), attribute)
+
+
+def import_extension(module: str, what: str) -> Any:
+    """Return a module of an extension; ConfigError, which begins with `what`, if its files are not there."""
     try:
-        home = import_module(module)
+        return import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # something that the extension needs
             raise
         raise ConfigError(
-            f"{kind} {name!r} is an extension whose files are missing: there is no {error.name}; install fsdpx again, "
-            "or leave it out"
+            f"{what} is an extension whose files are missing: there is no {error.name}; install it again, or leave it "
+            "out"
         ) from error
-    return getattr(home, attribute)
 
 
 def load_extension(kind: str, name: str) -> Any:

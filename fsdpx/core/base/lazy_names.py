@@ -31,7 +31,9 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             raise absent(package, name, names)
         if homes[name] == package:
             return import_module(f"{package}.{name}")
-        home = __import__(homes[name], fromlist=[name])
+        from fsdpx.core.base.extensions import import_extension
+
+        home = import_extension(homes[name], f"{package}.{name}")
         return vars(module).setdefault(name, getattr(home, name))
 
     return import_name, names.copy, names

@@ -171,7 +171,7 @@ def world(
     LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not come."""
     if comm is not None:
         return adopt(comm, backend, device_map)
-    if backend not in (None, *BACKENDS) and find_extension("backend", backend) is None:
+    if backend is not None and backend not in BACKENDS and find_extension("backend", backend) is None:
         names = ", ".join(dict.fromkeys((*BACKENDS, *name_extensions("backend"))))
         raise ConfigError(f"unknown backend {backend!r}: use one of {names}, or None to find out")
     if backend != "fake" and (rank is not None or size is not None):

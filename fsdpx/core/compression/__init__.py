@@ -1,7 +1,6 @@
 """Codecs: how the gradients of one page are carried when they are reduced."""
 
 from fsdpx.core.compression.codec import Cast, Codec, Moves, Plain, Recut
-from fsdpx.core.compression.compressed import Compressed
 from fsdpx.core.compression.routing import Between, Choice, Codecs, Route, codec
 
 __all__ = [
@@ -10,7 +9,6 @@ __all__ = [
     "Choice",
     "Codec",
     "Codecs",
-    "Compressed",
     "Moves",
     "Plain",
     "Recut",

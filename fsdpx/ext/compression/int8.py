@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.core.array.random import Stretch
 from fsdpx.core.comm.calls import Array
-from fsdpx.core.compression.compressed import GRAIN, TURNS, Compressed
+from fsdpx.ext.compression.compressed import GRAIN, TURNS, Compressed
 from fsdpx.ext.compression.implementations import BLOCK, LARGEST, LEVELS, TINY, compiles
 
 __all__ = ["Int8", "add_quantised", "quantise"]

@@ -14,8 +14,8 @@ from fsdpx.core.array.random import normal
 from fsdpx.core.comm.calls import Array, Finish, Handle, ReduceOp, split_evenly
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.compression.codec import Codec, Memory, Moves, Recut
-from fsdpx.core.compression.compressed import check_floats, keep_numbers
 from fsdpx.errors import ConfigError
+from fsdpx.ext.compression.compressed import check_floats, keep_numbers
 from fsdpx.ext.compression.implementations import compiles
 
 __all__ = ["PowerSGD"]

@@ -11,8 +11,8 @@ import numpy as np
 from fsdpx.core.array.random import Stretch
 from fsdpx.core.base.name_hints import refusing
 from fsdpx.core.comm.calls import Array
-from fsdpx.core.compression.compressed import GRAIN, TURNS, Compressed
 from fsdpx.errors import ConfigError
+from fsdpx.ext.compression.compressed import GRAIN, TURNS, Compressed
 from fsdpx.ext.compression.implementations import compiles
 
 __all__ = ["TopK", "add_largest", "chosen", "in_whole", "take_largest"]
