@@ -25,7 +25,9 @@ from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError
 from fsdpx.ext import asynchronous
+from fsdpx.ext.compression import int8, powersgd, topk
 from fsdpx.ext.observe import trace
+from fsdpx.ext.offload import choice
 from fsdpx.nn import models
 from fsdpx.optim import schedules
 
@@ -36,7 +38,7 @@ NEEDED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
 """What a section cannot be, beside a table: an object in its place is none of these."""
 HOMES: tuple[Any, ...] = (
-    nn, models, optim, schedules, data, codecs, config, mesh, asynchronous, trace,
+    nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip
 
 
