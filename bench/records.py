@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fsdpx.ext.native.code_cache import cpuinfo
+from fsdpx.core.array.cores import cpuinfo
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = Path(__file__).parents[1] / "build" / "bench"

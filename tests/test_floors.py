@@ -20,7 +20,7 @@ OPENED_ELSEWHERE = {
         "ext/gpu/visible_devices.py library_path read_text", "core/comm/mpi/start_watchdog.py began open",
         "core/comm/node/shared_windows.py memory_here read_text",
         "core/comm/mpi/start.py _job read_bytes", "core/comm/mpi/start.py _job read_text",
-        "core/comm/mpi/start.py _mapped read_text", "ext/native/code_cache.py cpuinfo read_text",
+        "core/comm/mpi/start.py _mapped read_text", "core/base/processor.py cpuinfo read_text",
         "core/state/footprint.py _control_groups read_text", "core/state/footprint.py _kilobytes read_text",
         "core/state/footprint.py memory_limits read_text", "ext/watch/rank_exits.py state_of read_text",
         "__main__.py main open",

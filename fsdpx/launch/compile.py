@@ -21,6 +21,7 @@ from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision
 from fsdpx.core.base.extensions import name_extensions
 from fsdpx.core.base.messages import slow
+from fsdpx.core.base.processor import cpuinfo
 from fsdpx.core.comm.node.persistent import prepare_meetings
 from fsdpx.core.compression import codec
 from fsdpx.core.engine.warmup import every, make_ready, warm_calls
@@ -60,7 +61,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
     new = set(folder.glob("*.code")) - before
     if not code_cache.able():
         return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
-    processor = code_cache.cpuinfo("model name") or platform.machine()
+    processor = cpuinfo("model name") or platform.machine()
     versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {version('numba')}"
     return (
         f"kernels of {what} are in {folder}\n"

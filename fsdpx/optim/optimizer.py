@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.parallel import over
 from fsdpx.core.base.config import python_fields, python_number
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.gpu.kernels import update as on_gpu
-from fsdpx.ext.native.compiled import jit
 from fsdpx.optim.segments import NORMS, Groups, Segments
 
 __all__ = [

@@ -10,9 +10,9 @@ from amount import in_full
 from references import KERNELS
 
 from fsdpx.core.array import dtype, from_host, kernels, namespace, namespace_of, shapes, to_host
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.errors import ConfigError
-from fsdpx.ext.native.compiled import jit
 
 
 def test_compiled_code_has_the_name_of_a_kernel():
@@ -79,9 +79,9 @@ from fsdpx.core.array import kernels, random
 kernels.gelu(shapes, shapes.zeros((2, 2)))
 with kernels.use("plain"):
     kernels.gelu(np, np.ones(2))
-assert not {"numba", "cupy", "mpi4py", "ml_dtypes", "fsdpx.ext.native.compiled"} & set(sys.modules)
+assert not {"numba", "cupy", "mpi4py", "ml_dtypes", "fsdpx.core.array.jit"} & set(sys.modules)
 kernels.gelu(np, np.ones(2))
-assert "fsdpx.ext.native.compiled" in sys.modules
+assert "fsdpx.core.array.jit" in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 

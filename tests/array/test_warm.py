@@ -19,7 +19,7 @@ from fsdpx.core.array import kernels
 from fsdpx.core.engine.warmup import warm_kernels
 
 def ready():
-    from fsdpx.ext.native.compiled import Compiled
+    from fsdpx.core.array.jit import Compiled
     made = [f for f in gc.get_objects() if isinstance(f, Compiled)]
     return {(f.function.__module__, f.function.__qualname__, kinds) for f in made for kinds in f.ready}
 """

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from amount import few, in_full
 
+from fsdpx.core.array import lazy_numba
+from fsdpx.core.array.jit import REORDER, fixed, jit
+from fsdpx.core.array.lazy_numba import intrinsic, ir, overload, register_jitable, types
 from fsdpx.core.base import safe_files
-from fsdpx.ext.native import code_cache, lazy_numba
+from fsdpx.ext.native import code_cache
 from fsdpx.ext.native.compile import KernelCache, _KeptObject
-from fsdpx.ext.native.compiled import REORDER, fixed, jit
-from fsdpx.ext.native.lazy_numba import intrinsic, ir, overload, register_jitable, types
 
 pytestmark = pytest.mark.skipif(not code_cache.able(), reason="machine code is not kept here")
 
@@ -203,16 +204,16 @@ def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
 TOGETHER = """
 import sys, time
 import numpy as np
-from fsdpx.ext.native import compiled, code_cache
+from fsdpx.ext.native import compile
 
-built = compiled.Compiled._built
+build = compile.build
 
-def slowly(self, wanted):
+def slowly(dispatcher, wanted):
     print("built", flush=True)
     time.sleep(1.0)
-    return built(self, wanted)
+    return build(dispatcher, wanted)
 
-compiled.Compiled._built = slowly
+compile.build = slowly
 sys.stdin.readline()
 from fsdpx.core.array import kernels
 print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))

@@ -24,6 +24,7 @@ TABLE: dict[str, dict[str, str]] = {
         "nccl": "fsdpx.ext.gpu.nccl:open_nccl",
         "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
     },
+    "code": {"disk": "fsdpx.ext.native.code_cache:STORE"},
     "strategy": {
         "async": "fsdpx.ext.asynchronous:Async",
         "gossip": "fsdpx.ext.asynchronous:Gossip",
@@ -43,6 +44,7 @@ TABLE: dict[str, dict[str, str]] = {
 
 codec : a function without arguments, or a class, that makes a `Codec`
 backend : a function of `core.comm.init.Asked` that opens a communicator
+code : what keeps machine code, see `core.array.jit.CodeStore`
 strategy : makes a `PaceChoice`, of ranks that do not make every step together
 verbs : the table of verbs, to which the module adds its own when it is imported; for those who read other runs
 planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name
@@ -52,8 +54,8 @@ library : another library's name for import: a function of a model and a loss th
 """
 
 
-def find_extension(kind: str, name: str) -> Any:
-    """Return the extension of this name, imported; None if there is none.
+def find_extension(kind: str, name: str, optional: bool = False) -> Any:
+    """Return the extension of this name, imported; None if there is none. optional: also where its files are missing.
 
     Raises
     ------
@@ -73,6 +75,8 @@ def import_extension(module: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # something that the extension needs
             raise
+        if optional:
+            return None
         raise ConfigError(
             f"{what} is an extension whose files are missing: there is no {error.name}; install it again, or leave it "
             "out"

@@ -17,6 +17,7 @@ import numpy as np
 from fsdpx.core.array import blas, cores, parallel
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.messages import Count
+from fsdpx.core.base.processor import cpuinfo
 from fsdpx.core.base.safe_files import typed
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
@@ -24,7 +25,6 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import carrier_of
 from fsdpx.core.state.units import GROUP_BYTES
 from fsdpx.errors import warn
-from fsdpx.ext.native.code_cache import cpuinfo
 
 __all__ = ["Measurement", "Tuning", "kept", "read", "stored", "tune_for", "write"]
 

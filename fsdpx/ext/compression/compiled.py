@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.half import WORD, mixed
 from fsdpx.core.array.kernels.compiled.scalar import order, unorder, widest
+from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import GRAIN, cuts, run
 from fsdpx.core.array.random import Stretch
 from fsdpx.ext.compression.implementations import BLOCK, LARGEST, LEVELS, TINY
-from fsdpx.ext.native.compiled import jit
-from fsdpx.ext.native.lazy_numba import intrinsic, ir, types
 
 __all__ = ["add_largest", "add_quantised", "outer", "quantise", "take_largest"]
 

@@ -11,9 +11,9 @@ from fsdpx.core.array.blas import libraries
 from fsdpx.core.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.core.array.kernels.half import widened
 from fsdpx.core.array.namespace import dtype
+from fsdpx.core.base.processor import cpuinfo
 from fsdpx.errors import ConfigError, warn
 from fsdpx.ext.half import onednn
-from fsdpx.ext.native.code_cache import cpuinfo
 
 __all__ = ["available", "choose", "chosen", "instructions", "product"]
 

@@ -14,19 +14,21 @@ import platform
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.array import jit, lazy_numba
+from fsdpx.core.array.jit import freedom
 from fsdpx.core.base import environment, safe_files
-from fsdpx.ext.native import lazy_numba
+from fsdpx.core.base.processor import cpuinfo
 
 __all__ = [
-    "ARRAY", "FLAGS", "NUMBER", "SCALARS", "Code", "able", "as_expected", "cpuinfo", "digest_of", "fingerprint",
-    "freedom", "keep", "kinds_declared", "kinds_of", "load", "one_at_a_time", "seal", "unsealed",
+    "ARRAY", "FLAGS", "NUMBER", "STORE", "Code", "able", "as_expected", "digest_of", "fingerprint", "keep", "load",
+    "one_at_a_time", "seal", "unsealed",
 ]  # fmt: skip
 
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
@@ -188,11 +190,6 @@ def _libraries() -> tuple[ctypes.CDLL, ...]:
     return ctypes.CDLL(None), ctypes.pythonapi, ctypes.CDLL("libm.so.6")
 
 
-def freedom(fastmath: Any) -> str:
-    """What the compiler may do with sums, as a part of a file's name: code without it has other bits."""
-    return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
-
-
 def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
     code = function.__qualname__, freedom(fastmath), wanted, fingerprint(function)
     key = repr((*code, _entries(), _machine(), SEAL))
@@ -210,7 +207,8 @@ def fingerprint(function: Callable[..., Any]) -> str:
 @functools.cache
 def _entries() -> str:
     """The hash of the files that make the entries of functions."""
-    return digest_of(Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache", "lazy_numba"))
+    ours = (Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache"))
+    return digest_of([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
 
 
 def digest_of(sources: Iterable[Path]) -> str:
@@ -232,54 +230,6 @@ def _machine() -> tuple[str, ...]:
         version = _folder(library) / "_version.py"
         versions.append(digest_of([version]) if version.exists() else str(version))
     return (*versions, sys.version, np.__version__, cpuinfo("model name"), cpuinfo("flags"), environment.compiler())
-
-
-@functools.cache
-def cpuinfo(field: str) -> str:
-    """What /proc/cpuinfo says in `field` of the first core, such as "flags" or "model name"; "" where it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    fields = (line.partition(":") for line in lines)
-    return next((value.strip() for name, _, value in fields if name.strip() == field), "")
-
-
-SCALARS: dict[Any, str] = {
-    int: "int", float: "float", bool: "bool",
-    **{kind: f"numpy.{np.dtype(kind).name}" for kind in (
-        np.float32, np.float64, np.int32, np.int64, np.uint32, np.uint64, np.uint16, np.int8, np.uint8,
-    )},
-}  # fmt: skip
-
-
-def kinds_of(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """The kinds of the arguments of a call; None if no machine code is kept for one of them."""
-    words = [_array(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
-    return None if None in words else tuple(word for word in words if word is not None)
-
-
-def kinds_declared(words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """The kinds that a declaration (see `fixed`) means in the format of the first array whose format is free; None if
-    that is none of `formats`."""
-    free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
-    real = next((a.dtype.name for a in free), formats[0])
-    return tuple(_word(word, real) for word in words) if real in formats else None
-
-
-def _word(word: str, real: str) -> str:
-    if len(word) == 1:
-        return {"i": "int", "b": "bool"}[word]
-    dtype = {"h": "uint16", "s": "float32"}.get(word[2:3], real)
-    return f"{dtype} {word[1]} {'any' if word[0] == 'A' else word[0]}{' r' if word.endswith('r') else ' w'}"
-
-
-def _array(a: np.ndarray) -> str | None:
-    flags = a.flags
-    layout = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
-    if not (flags.aligned and flags.writeable) or a.dtype.kind not in "biuf" or not a.dtype.isnative:
-        return None
-    return f"{a.dtype.name} {a.ndim} {layout}"
 
 
 ARRAY = {"data": 16, "nd": 24, "dims": 32, "strides": 40, "descr": 56, "flags": 64}
@@ -322,3 +272,37 @@ def as_expected() -> bool:
 
 def _text(at: int) -> int:
     return ctypes.c_uint64.from_address(at).value
+
+
+class CodeStore:
+    """What keeps the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
+
+    def entry(self, function: jit.Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+        if not able():
+            return None
+        known = load(function.function, function.fastmath, wanted)
+        return known or self._build(function, wanted)
+
+    def _build(self, function: jit.Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+        """Built, or what another process has built meanwhile."""
+        name = function.function, function.fastmath, wanted
+        with one_at_a_time(*name):
+            if known := load(*name):
+                return known
+            from fsdpx.ext.native import compile
+
+            made = compile.build(function.bare(), wanted)
+            return None if made is None else keep(*name, made)
+
+    def enable(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+        from fsdpx.ext.native import compile
+
+        compile.enable(dispatcher, function, fastmath, bare)
+
+    def prepare(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+        from fsdpx.ext.native import compile
+
+        return compile.prepared(dispatcher, wanted)
+
+
+STORE = CodeStore()

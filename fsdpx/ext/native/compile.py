@@ -23,9 +23,10 @@ from numba.core.caching import FunctionCache
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
+from fsdpx.core.array.jit import freedom
 from fsdpx.core.base import environment
 from fsdpx.errors import warn
-from fsdpx.ext.native.code_cache import ARRAY, FLAGS, NUMBER, Code, fingerprint, freedom, seal, unsealed
+from fsdpx.ext.native.code_cache import ARRAY, FLAGS, NUMBER, Code, fingerprint, seal, unsealed
 
 __all__ = ["build", "enable", "link", "prepared"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdpx.core.base.processor import cpuinfo
 from fsdpx.errors import ConfigError
-from fsdpx.ext.native.code_cache import cpuinfo
 
 __all__ = [
     "ADDRESSES", "FEW", "NAMES", "Library", "available", "choose", "chosen", "compiles", "files", "intel", "library",

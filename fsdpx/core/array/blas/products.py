@@ -157,8 +157,8 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
     """Name -> compiled function, compiled when it is first looked up."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
+        from fsdpx.core.array.jit import fixed
         from fsdpx.core.array.kernels.compiled import product
-        from fsdpx.ext.native.compiled import fixed
 
         if name.startswith("small"):
             self[name] = _compiled_small(name)
@@ -168,8 +168,8 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
 
 
 def _compiled_small(name: str) -> Callable[..., Any]:
+    from fsdpx.core.array.jit import fixed
     from fsdpx.core.array.kernels.compiled.product import small_product
-    from fsdpx.ext.native.compiled import fixed
 
     results = ("float32", "uint16") if name == "small_product" else ("float32",)
     return fixed(small_product, ARGUMENTS[name], results)

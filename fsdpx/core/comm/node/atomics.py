@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.half import through_bfloat16, through_float16
 from fsdpx.core.array.kernels.compiled.scalar import X86
-from fsdpx.ext.native.compiled import jit
-from fsdpx.ext.native.lazy_numba import cgutils, intrinsic, ir, types
+from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 
 __all__ = [
     "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "PLACE", "RANKS", "STREAM", "WRITTEN",

@@ -10,11 +10,11 @@ from weakref import ref
 
 import numpy as np
 
+from fsdpx.core.array.jit import Compiled
 from fsdpx.core.comm.calls import Array, Call, Pieces, ReduceOp, address, named, spin
 from fsdpx.core.comm.node import atomics
 from fsdpx.core.comm.node.rendezvous import Neighbours, late
 from fsdpx.core.comm.node.shared_windows import SLOTS, WindowAddress
-from fsdpx.ext.native.compiled import Compiled
 
 __all__ = ["STREAM", "Persistent", "Started", "added", "gathered", "prepare_meetings"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import blas, parallel
+from fsdpx.core.array.jit import REORDER, fixed, jit
 from fsdpx.core.array.kernels.attention import attention as plain_attention
 from fsdpx.core.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.core.array.kernels.attention import rotate as plain_rotate
@@ -36,7 +37,6 @@ from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.core.array.kernels.compiled.scalar import exp, widest
 from fsdpx.core.array.parallel import over
 from fsdpx.ext.gpu.head_layout import merged, time_first
-from fsdpx.ext.native.compiled import REORDER, fixed, jit
 
 
 @jit

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.jit import REORDER, fixed, jit
 from fsdpx.core.array.kernels.compiled.half import dot, largest, put
 from fsdpx.core.array.kernels.compiled.scalar import exp, widest
+from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 from fsdpx.core.base import environment
-from fsdpx.ext.native.code_cache import cpuinfo
-from fsdpx.ext.native.compiled import REORDER, fixed, jit
-from fsdpx.ext.native.lazy_numba import cgutils, intrinsic, ir, types
+from fsdpx.core.base.processor import cpuinfo
 
 __all__ = ["GRAIN", "available", "backward", "copy", "forward", "multiply", "padded", "turned", "woven"]
 

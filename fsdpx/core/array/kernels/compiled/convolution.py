@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import blas, parallel
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation
 from fsdpx.core.array.kernels import correlation as places
 from fsdpx.core.array.kernels.choice import form
@@ -37,8 +38,7 @@ from fsdpx.core.array.kernels.correlation import (
     suits_winograd,
     tiles_of,
 )  # fmt: skip
-from fsdpx.ext.native.compiled import jit
-from fsdpx.ext.native.lazy_numba import intrinsic, ir, types
+from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 
 __all__ = ["LANES", "gathering", "scattering", "suits_winograd", "winograd", "winograd_backward_weight"]
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array import parallel
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.half import owned
 from fsdpx.core.array.kernels.compiled.scalar import widest
 from fsdpx.core.array.kernels.correlation import Strides
-from fsdpx.ext.native.compiled import jit
-from fsdpx.ext.native.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
+from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 
 __all__ = [
     "WIDE", "pointer", "read", "row_of_strips", "sums", "sums_backward_input", "sums_backward_weight", "times",

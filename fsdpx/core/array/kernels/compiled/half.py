@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.choice import form
 from fsdpx.core.array.kernels.compiled.scalar import exp, order, unorder, widest
+from fsdpx.core.array.lazy_numba import intrinsic, ir, overload, register_jitable, types
 from fsdpx.core.array.namespace import dtype as bfloat16
 from fsdpx.core.array.parallel import over
 from fsdpx.core.array.random import MIX, Stretch
-from fsdpx.ext.native.compiled import REORDER, jit
-from fsdpx.ext.native.lazy_numba import intrinsic, ir, overload, register_jitable, types
 
 __all__ = [
     "dot", "exponentials", "fallback", "in_line", "largest", "number", "numbers", "owned", "prefetch", "put", "real",

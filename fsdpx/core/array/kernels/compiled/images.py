@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import form
 from fsdpx.core.array.kernels.compiled.half import owned
 from fsdpx.core.array.kernels.correlation import Strides, put
+from fsdpx.core.array.lazy_numba import register_jitable
 from fsdpx.core.array.parallel import over
-from fsdpx.ext.native.compiled import jit
-from fsdpx.ext.native.lazy_numba import register_jitable
 
 __all__ = ["alike", "as_first", "as_last", "cells_last", "put_first", "rows_first", "rows_of"]
 

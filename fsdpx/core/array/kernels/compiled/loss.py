@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.choice import form
 from fsdpx.core.array.kernels.compiled.half import exponentials, largest, number, numbers, owned, put, real, wide
 from fsdpx.core.array.kernels.compiled.scalar import exp, widest
 from fsdpx.core.array.kernels.norm import BLOCK
 from fsdpx.core.array.parallel import over, over_columns
-from fsdpx.ext.native.compiled import REORDER, jit
 
 FIRST = np.zeros(2, np.int64)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.choice import form
 from fsdpx.core.array.kernels.compiled.half import number, owned, put, real, square_distance, total, wide, zero
 from fsdpx.core.array.kernels.compiled.images import rows_first, rows_of
 from fsdpx.core.array.kernels.norm import BLOCK as SQUARES
 from fsdpx.core.array.kernels.norm import LANES, add_in_lanes
 from fsdpx.core.array.parallel import GRAIN, cuts, over, over_columns, run
-from fsdpx.ext.native.compiled import REORDER, jit
 
 
 @jit

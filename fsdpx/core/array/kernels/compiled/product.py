@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.blas.libraries import FEW
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.activation import column_sums
 from fsdpx.core.array.kernels.compiled.half import dot, in_line, prefetch, put, real
 from fsdpx.core.array.kernels.compiled.scalar import widest
-from fsdpx.ext.native.compiled import jit
-from fsdpx.ext.native.lazy_numba import intrinsic, ir, register_jitable, types
+from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
 
 __all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply", "small_product"]
 

@@ -10,9 +10,9 @@ import math
 import platform
 from typing import Any
 
+from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.activation import SHIFT, TAIL32, TAIL64
-from fsdpx.ext.native.compiled import jit
-from fsdpx.ext.native.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
+from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 
 __all__ = [
     "density", "exp", "flush", "fma", "like", "order", "product_high", "read_control", "restore", "tail", "unorder",
