@@ -24,7 +24,7 @@ TABLE: dict[str, dict[str, str]] = {
         "nccl": "fsdpx.ext.gpu.nccl:open_nccl",
         "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
     },
-    "code": {"disk": "fsdpx.ext.native.code_cache:STORE"},
+    "code": {"disk": "fsdpx.ext.native.store:STORE"},
     "strategy": {
         "async": "fsdpx.ext.asynchronous:Async",
         "gossip": "fsdpx.ext.asynchronous:Gossip",

@@ -27,7 +27,7 @@ from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.processor import cpuinfo
 
 __all__ = [
-    "ARRAY", "FLAGS", "NUMBER", "STORE", "Code", "able", "as_expected", "digest_of", "fingerprint", "keep", "load",
+    "ARRAY", "FLAGS", "NUMBER", "Code", "able", "as_expected", "digest_of", "fingerprint", "keep", "load",
     "one_at_a_time", "seal", "unsealed",
 ]  # fmt: skip
 
@@ -272,37 +272,3 @@ def as_expected() -> bool:
 
 def _text(at: int) -> int:
     return ctypes.c_uint64.from_address(at).value
-
-
-class CodeStore:
-    """What keeps the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
-
-    def entry(self, function: jit.Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        if not able():
-            return None
-        known = load(function.function, function.fastmath, wanted)
-        return known or self._build(function, wanted)
-
-    def _build(self, function: jit.Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Built, or what another process has built meanwhile."""
-        name = function.function, function.fastmath, wanted
-        with one_at_a_time(*name):
-            if known := load(*name):
-                return known
-            from fsdpx.ext.native import compile
-
-            made = compile.build(function.bare(), wanted)
-            return None if made is None else keep(*name, made)
-
-    def enable(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        from fsdpx.ext.native import compile
-
-        compile.enable(dispatcher, function, fastmath, bare)
-
-    def prepare(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
-        from fsdpx.ext.native import compile
-
-        return compile.prepared(dispatcher, wanted)
-
-
-STORE = CodeStore()
