@@ -121,27 +121,25 @@ def distribute(
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
+    options = dict(locals())
     if comm is None and isinstance(space, Grid):
         comm = space.comm
     defaults.demand_member(comm)
     before = _before(comm)
     with nullcontext() if before is None else share_errors(before, "distribute"):
-        choice, chosen = Elastic.of(elastic), _machinery(machinery, rarely)
+        choice, chosen, plan = Elastic.of(elastic), _machinery(machinery, rarely), _planner(strategy)
     asked = {name: value for name in PLANNED if (value := rarely.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
-    given |= {"strategy='auto'": True} if isinstance(strategy, str) and strategy == "auto" else {}
+    given |= {} if plan is None else {f"strategy={strategy!r}": True}
     with with_arguments(comm=defaults.kind(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _met(comm, before, *where, choice is not None, words)
     with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
         demand_known("distribute", rarely, OPTIONS)
-        ours = native(model, loss)
-        training = Training(
-            *ours, optimizer, frozen, microbatches, seed, clip_norm, chunks, recompute, average, precision
-        )
-        lies = Distribution(strategy, mesh, codec, schedule, stages, tensor_plan, sequence, offload, space)
+        options["model"], options["loss"] = native(model, loss)
+        training, lies = Training(**_choose(Training, options)), Distribution(**_choose(Distribution, options))
         recipe = Recipe(training, lies, Machinery(**chosen))
-    recipe = _planned(recipe, world, asked)
+    recipe = _planned(recipe, world, plan, asked)
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
 
@@ -150,12 +148,24 @@ OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fi
 """All that `distribute` takes by name. The first three are of strategy="auto" alone."""
 
 
-def _planned(recipe: Recipe, world: Communicator, asked: Mapping[str, Any]) -> Recipe:
+def _choose(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are fields of a part of the recipe."""
+    return {field.name: options[field.name] for field in fields(kind) if field.name in options}
+
+
+def _planner(strategy: Any) -> Callable[..., Recipe] | None:
+    """What chooses all other options, where the strategy is the name of such a function."""
+    by_name = isinstance(strategy, str) and strategy not in PRESETS
+    planner: Callable[..., Recipe] | None = find_extension("planner", strategy) if by_name else None
+    return planner
+
+
+def _planned(
+    recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, asked: Mapping[str, Any]
+) -> Recipe:
     """The recipe, with what a plan chooses where that was asked for. Collective."""
-    strategy = recipe.distribution.strategy
-    if isinstance(strategy, str) and strategy not in PRESETS and (plan := find_extension("planner", strategy)):
-        planned: Recipe = plan(recipe, world, **asked)
-        return planned
+    if plan is not None:
+        return plan(recipe, world, **asked)
     for name, value in asked.items():
         raise ConfigError(f"{name}={value!r}: a plan needs it, and nothing is planned; say strategy='auto'")
     return recipe
