@@ -17,7 +17,7 @@ from fsdpx.core.comm.mesh import Axes
 from fsdpx.core.state.flat_parameters import Run, near
 from fsdpx.core.state.ledger import Ledger, LedgerRow, rows_of
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.storage import Storage
+from fsdpx.core.state.storage import StateStorage
 from fsdpx.core.state.train_state import Tie, TrainState
 from fsdpx.errors import warn
 from fsdpx.nn.layer import Spec
@@ -124,7 +124,7 @@ def _placed(placement: Placement, arena: Arena) -> list[LedgerRow]:
     return rows
 
 
-def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, disk: Storage | None) -> Any:
+def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, disk: StateStorage | None) -> Any:
     if row.inside is not None:
         return ledger.arrays[row.inside][row.at : row.at + row.elements]
     if row.level == "map":

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from fsdpx.core.program import Slot
 
-__all__ = ["Storage", "StorageChoice"]
+__all__ = ["StateStorage", "StorageChoice"]
 
 
-class Storage(Protocol):
+class StateStorage(Protocol):
     """Where a rank's rows of a slower level lie.
 
     seconds: for which it has moved something since the last `reset`. spilled: bytes of the activations of the last
@@ -56,6 +56,6 @@ class StorageChoice:
         """
         raise NotImplementedError
 
-    def open(self, placement: Any, rows: Sequence[Any]) -> Storage:
+    def open(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
         """The storage of this rank, with room for these rows. Collective."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.program import Slot
 from fsdpx.core.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.storage import Storage
+from fsdpx.core.state.storage import StateStorage
 from fsdpx.errors import NumericsError
 
 __all__ = ["BATCHES", "PROGRESS", "Clock", "Freezing", "Scaler", "Spent", "Tie", "TrainState", "restore_copies"]
@@ -189,7 +189,7 @@ class TrainState:
     gradient. disk: where rows of that level lie."""
 
     def __init__(
-        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: Storage | None = None
+        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: StateStorage | None = None
     ) -> None:
         self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
         self.disk = disk
