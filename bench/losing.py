@@ -120,7 +120,7 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
                 (folder / "unseen").rename(folder / "died")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer.inspect.engine.observers.append(observe)
+    trainer.inspect.engine.observe(observe)
     x = np.ones((2 * comm.size, width), np.float32)
     for _ in range(BEFORE + AFTER):
         trainer.step(x, x)

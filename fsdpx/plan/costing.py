@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, cast
 from fsdpx.core.array.shapes.array import Meter, Root, ShapeArray
 from fsdpx.core.array.shapes.flop_counter import Work, counting, repeat
 from fsdpx.core.array.shapes.shape_cache import made_of, plan_of
+from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import Counters
 from fsdpx.core.program import Action, Program
+from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.state.units import Unit
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.ext.observe.recording import Recording
@@ -71,9 +73,9 @@ class Costing(Recording):
         """From now on note what this trainer does. meter: of its arrays."""
         place = trainer.inspect.placement
         self.meter, self.counters, self._here = meter, place.axes.counters, frozenset(place.stage.here)
-        trainer.inspect.engine.recording = self
+        trainer.inspect.engine.observe(self)
 
-    def begin(self, program: Program, steps: int, arena: Any) -> None:
+    def begin_program(self, program: Program, state: TrainState) -> None:
         """The program begins: what came before it counts nothing."""
         self.costs.clear()
         self.alive.clear()
@@ -96,7 +98,7 @@ class Costing(Recording):
         self.alive.append((self.meter.peak, self.meter.live))
         self.meter.peak = self.meter.live
 
-    def landed(self, action: Action, issued: float, landed: float) -> None:
+    def landed(self, action: Action, transfer: Transfer) -> None:
         """Nothing is under way in a dry run."""
 
     def outside(self, what: str, begin: float, end: float) -> None:
@@ -113,7 +115,7 @@ class Costing(Recording):
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
-    def call(
+    def follow(
         self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
         """`run()`, or what it gave when it had the same key, of the arrays in `given`. constants: see `Env`; a call
@@ -185,7 +187,7 @@ class _KnownLayer:
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.space)]
         key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
         parameters = tuple(own["p"].values()) if "p" in own else ()
-        return self._costing.call(
+        return self._costing.follow(
             key, lambda: run(env, *arguments), (given, parameters), _Flags(own.get("g")), env.constants
         )
 

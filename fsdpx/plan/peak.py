@@ -144,7 +144,7 @@ class PeakWatch:
         self._next = self._at = self._most = self._parts = 0
         self._then: dict[Slot, dict[int, int]] = {}
         self._batch: dict[int, int] = {}
-        trainer.inspect.engine.observers.append(self._look)
+        trainer.inspect.engine.observe(self._look)
 
     def _look(self, _: Action) -> None:
         """After an action."""

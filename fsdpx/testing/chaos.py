@@ -91,7 +91,7 @@ def strike(trainer: Any, planned: Iterable[Blow], start: int = 0, *, threads: bo
         for blow in mine.get(done, ()):
             _hit(blow, action, threads)
 
-    trainer.inspect.engine.observers.append(observe)
+    trainer.inspect.engine.observe(observe)
 
 
 def _hit(blow: Blow, action: object, threads: bool) -> None:

@@ -29,7 +29,7 @@ def train(comm: Communicator, folder: Path | None, steps: int, pause: float = 0.
             (folder / "unseen").rename(folder / READY)
 
     if pause:
-        trainer.inspect.engine.observers.append(observe)
+        trainer.inspect.engine.observe(observe)
     dataset = data.ArrayDataset(X, Y)
     loader = data.DataLoader(dataset, ROWS, comm=trainer.data, shuffle=True, seed=1, chunks=12)
     kept = None if folder is None else Checkpoints(folder / "run", every=10**6)

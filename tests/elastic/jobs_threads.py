@@ -67,7 +67,7 @@ def train(ranks: int, kills: Sequence[Kill] = (), strategy: str = "fsdp", **opti
     def body(comm: Any) -> Result:
         trainer = make(comm, strategy, **options)
         killer = Killer(comm.rank, kills)
-        trainer.inspect.engine.observers.append(killer)
+        trainer.inspect.engine.observe(killer)
         losses, idle = [], []
         for x, y in BATCHES:
             losses.append(trainer.step(x, y))

@@ -63,7 +63,7 @@ def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
 
     def body(comm: Any, kills: list[Kill], leave: int) -> Any:
         trainer = make(comm, strategy, elastic=Elastic(every=1), **OPTIONS)
-        trainer.inspect.engine.observers.append(Killer(comm.rank, kills))
+        trainer.inspect.engine.observe(Killer(comm.rank, kills))
         for number, (x, y) in enumerate(BATCHES):
             if number == leave:
                 for key, array in trainer.host._coordinator._at.before.items():

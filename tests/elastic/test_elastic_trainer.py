@@ -192,7 +192,7 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
         values = {n: np.full_like(a, 0.25) for n, a in trainer.parameters().items()}
         assert trainer.load_weights(values, strict=False).taken == tuple(values)
         trainer.save(tmp_path / "saved")
-        trainer.inspect.engine.observers.append(Killer(comm.rank, [Kill(1, "NORM")]))
+        trainer.inspect.engine.observe(Killer(comm.rank, [Kill(1, "NORM")]))
         trainer.step(*BATCHES[1])
         after = bits(trainer)
         trainer.load(tmp_path / "saved")
@@ -221,7 +221,7 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     def body(comm: Any, folder: str, kills: list[Kill], ranks: int | None = None) -> Any:
         trainer = make(comm, elastic=Elastic(every=2, ranks=ranks))
         killer = Killer(comm.rank, kills)
-        trainer.inspect.engine.observers.append(killer)
+        trainer.inspect.engine.observe(killer)
         loader = data.DataLoader(source, ROWS, comm=trainer.data, shuffle=True, chunks=8)
         history = trainer.fit(
             loader, epochs=2, validation=[BATCHES[0]], every=4, progress=False,
@@ -260,7 +260,7 @@ def test_a_rank_dies_in_the_last_step() -> None:
 
     def body(comm: Any, kill: Kill) -> float:
         trainer = make(comm, elastic=Elastic(every=1))
-        trainer.inspect.engine.observers.append(Killer(comm.rank, [kill]))
+        trainer.inspect.engine.observe(Killer(comm.rank, [kill]))
         return [trainer.step(x, y) for x, y in BATCHES][-1]
 
     for rank in range(3):
@@ -323,7 +323,7 @@ def test_counts_of_updates_outlive_a_death(tmp_path: Path) -> None:
     def after(comm: Any) -> Bits:
         trainer = make(comm, elastic=Elastic(every=1))
         trainer.load(tmp_path / "a")
-        trainer.inspect.engine.observers.append(Killer(comm.rank, [Kill(1, "NORM", before=2)]))
+        trainer.inspect.engine.observe(Killer(comm.rank, [Kill(1, "NORM", before=2)]))
         for x, y in BATCHES:
             trainer.step(x, y)
         return bits(trainer)

@@ -151,7 +151,7 @@ def train(comm: Any, plan: Plan, folder: Path) -> dict[str, Any]:
     born = comm.rank
     trainer = make(comm, plan.strategy, elastic=Elastic(every=plan.every, copies=plan.ranks - 1))
     doom = Doom(born, plan.deaths)
-    trainer.inspect.engine.observers.append(doom)
+    trainer.inspect.engine.observe(doom)
     ledger, before = StepLog(folder / "ledger"), 0
     for step, (x, y) in enumerate(BATCHES):
         if step == plan.save:

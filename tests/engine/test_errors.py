@@ -493,7 +493,7 @@ def _break_at(trainer: Any, kind: str, x: Any, y: Any, at: int, error: type[Exce
             raise error(str(action))
 
     before = trainer.parameters()
-    trainer.inspect.engine.observers.append(fail)
+    trainer.inspect.engine.observe(fail)
     try:
         call(trainer, kind, x, y)
     except error:
@@ -501,7 +501,7 @@ def _break_at(trainer: Any, kind: str, x: Any, y: Any, at: int, error: type[Exce
         assert not {slot.kind for slot in trainer.inspect.engine.state.store} - {"shard", "slots", "stats"}
         return not updates
     finally:
-        trainer.inspect.engine.observers.clear()
+        trainer.inspect.engine.ignore(*trainer.inspect.engine.added)
     return False
 
 

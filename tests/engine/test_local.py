@@ -174,7 +174,7 @@ def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
     def run(comm: Communicator, looks: bool) -> tuple[list[str], list[float], dict[str, np.ndarray]]:
         trainer, seen, losses = make(comm, "mlp", local, group_bytes=0), list[str](), list[float]()
         flying: list[set[str]] = []
-        trainer.inspect.engine.observers.append(lambda action: seen.append(f"{trainer.steps + 1}{action}"))
+        trainer.inspect.engine.observe(lambda action: seen.append(f"{trainer.steps + 1}{action}"))
         rng = np.random.default_rng(5)
         for _ in range(14):
             x, y = (a[part(trainer.data, 8)] for a in KNOWN["mlp"].batch(rng, 8))

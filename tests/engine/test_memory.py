@@ -367,7 +367,7 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
             loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp", comm=comm, device="shape", group_bytes=0,
             mesh=Mesh(shard=1, pipe=RANKS), microbatches=8, schedule=schedule, recompute=f"{budget}B",
         )  # fmt: skip
-        trainer.inspect.engine.observers.append(lambda action: look(trainer))
+        trainer.inspect.engine.observe(lambda action: look(trainer))
         trainer.step(*[ShapeArray((8 * ROWS, WIDTH), np.dtype("float32"))] * 2)
 
     try:

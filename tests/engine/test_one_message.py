@@ -63,7 +63,7 @@ def test_the_message_is_on_its_way_during_backward() -> None:
                 mean = trainer.inspect.engine.state.store[Slot("mean")]
                 waited.append(not (hasattr(mean, "handle") and mean.handle is not DONE))
 
-        trainer.inspect.engine.observers.append(look)
+        trainer.inspect.engine.observe(look)
         trainer.step(x[part(comm, 12)], y[part(comm, 12)])
         return waited
 

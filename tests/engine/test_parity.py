@@ -245,7 +245,7 @@ def all_it_does(comm: Communicator, strategy: Any, **options: Any) -> tuple[Any,
     x, y = CASES["gpt"].batch(np.random.default_rng(0), 7)
     mine = part(trainer.data, 7)
     actions: list[str] = []
-    trainer.inspect.engine.observers.append(lambda action: actions.append(str(action)))
+    trainer.inspect.engine.observe(lambda action: actions.append(str(action)))
     before = trainer.report().memory
     trainer.step(x[mine], y[mine])
     trainer.accumulate(x[mine], y[mine])

@@ -108,7 +108,7 @@ def slowly(action):  # until the others come
     if os.environ.get("FSDPX_RESTART") == "0" and str(action) in ("SCALE", "NORM") and trainer.steps > 4:
         open("slow", "w").close()
         time.sleep(0.2)
-trainer.inspect.engine.observers.append(slowly)
+trainer.inspect.engine.observe(slowly)
 rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((400, 6)).astype(np.float32), rng.integers(0, 3, 400))
 loader = data.DataLoader(source, 4, comm=trainer.data, shuffle=True, chunks=4)

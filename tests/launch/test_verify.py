@@ -168,7 +168,7 @@ def record(size, strategy="fsdp", *, model=mlp, spoil=None, folder=None, seed=3,
         given = {"precision": "float64", "group_bytes": 512, "optimizer": optim.AdamW(lr=1e-2), **options}
         trainer = model().as_distributed(loss=nn.MSE(), strategy=strategy, comm=comm, seed=seed, **given)
         if spoil is not None:
-            trainer.inspect.engine.observers.append(lambda action: spoil(comm.rank, trainer.inspect.engine, action))
+            trainer.inspect.engine.observe(lambda action: spoil(comm.rank, trainer.inspect.engine, action))
         recorder = Recorder(trainer.inspect.engine, STEPS, folder)
         rng = np.random.default_rng(1)
         for _ in range(STEPS):

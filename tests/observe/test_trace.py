@@ -41,7 +41,7 @@ from fsdpx.ext.observe.chrome import (
     waits_of,
 )  # fmt: skip
 from fsdpx.ext.observe.measure import Reading, offset_at, synchronise
-from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn
+from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn, recording_of
 from fsdpx.nn import models
 from fsdpx.plan import predict
 
@@ -221,7 +221,7 @@ def counted(imported: Imported) -> int:
 @on_ranks(3)
 def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicator, tmp_path: Path) -> None:
     trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
-    turns = list(trainer.inspect.engine.recording.turns)
+    turns = list(recording_of(trainer.inspect.engine).turns)
     assert [turn.number for turn in turns] == [0, 1]
     assert all(turn.complete for turn in turns)
     place = TracePlace.of(trainer.inspect.placement.axes)
@@ -253,7 +253,7 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
         trainer = trained(comm, Trace(tmp_path, steps=2), steps=3, case="mlp")
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         trainer.evaluate(x, y)
-        assert [turn.number for turn in trainer.inspect.engine.recording.turns] == [1, 2]
+        assert [turn.number for turn in recording_of(trainer.inspect.engine).turns] == [1, 2]
         trainer.inspect.save_trace()
 
     spawn(run, 2)
@@ -264,7 +264,7 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
 
 
 def test_without_a_trace_nothing_is_kept() -> None:
-    assert spawn(lambda comm: make(comm, "mlp").inspect.engine.recording, 1) == [None]
+    assert spawn(lambda comm: recording_of(make(comm, "mlp").inspect.engine), 1) == [None]
 
 
 def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +369,7 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
         x = np.ones((2, 8), np.float32)
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
-        turn = trainer.inspect.engine.recording.turns[-1]
+        turn = recording_of(trainer.inspect.engine).turns[-1]
         events = events_of(turn, TracePlace.of(trainer.inspect.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.3]
         waits = [wait for wait in waits_of(turn, events) if wait.end - wait.start > 0.3]

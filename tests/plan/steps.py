@@ -16,7 +16,7 @@ def observed(made: Any, x: Any, y: Any) -> Any:
     made.inspect.reset()
     parts, ledger = dict[str, int](), made.inspect.engine.state.ledger
     absent = lambda: sum(row.nbytes for row in ledger if row.passing and row.key not in ledger.arrays)  # noqa: E731
-    made.inspect.engine.observers.append(lambda action: parts.setdefault(str(action), absent()))
+    made.inspect.engine.observe(lambda action: parts.setdefault(str(action), absent()))
     made.step(x, y)
     report = made.report()
     traffic = {k: (v.calls, v.bytes) for k, v in report.traffic.items() if k[0] != "world"}

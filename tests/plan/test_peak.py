@@ -73,7 +73,7 @@ def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None
         )
         from fsdpx.ext.observe.recording import Recording
 
-        recording = trainer.inspect.engine.recording = Recording(1)
+        recording = trainer.inspect.engine.observe(Recording(1))
         trainer.step(x, x)
         acted = recording.turns[-1].acted
         return acted[peak.number - 2].alive if str(acted[peak.number - 1].action) == peak.action else -1

@@ -75,7 +75,7 @@ def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update(comm: Com
     def held() -> int:
         return sum(key in ledger.arrays for key in parts)
 
-    trainer.inspect.engine.observers.append(lambda action: seen.update({str(action): held()}))
+    trainer.inspect.engine.observe(lambda action: seen.update({str(action): held()}))
     before = trainer.report().memory
     step(trainer, 0)
     first = len(parts) - 1
@@ -183,7 +183,7 @@ def test_averages_survive_the_death_of_a_rank() -> None:
             if dies and comm.rank == 1 and trainer.steps == 3 and getattr(action, "op", "") == "NORM":
                 raise Died
 
-        trainer.inspect.engine.observers.append(die)
+        trainer.inspect.engine.observe(die)
         for seed in range(5):
             step(trainer, seed)
         loss = trainer.evaluate(np.ones((4, 6), "f4"), np.ones((4, 3), "f4"), with_="average")

@@ -331,10 +331,10 @@ def test_an_error_puts_the_parameters_back(comm: Communicator) -> None:
     def fail(action: Any) -> None:
         raise RuntimeError("on purpose")
 
-    trainer.inspect.engine.observers.append(fail)
+    trainer.inspect.engine.observe(fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer.evaluate(*part(trainer), with_="average")
-    trainer.inspect.engine.observers.clear()
+    trainer.inspect.engine.ignore(*trainer.inspect.engine.added)
     assert bits(trainer) == before
 
 

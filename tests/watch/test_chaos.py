@@ -37,7 +37,7 @@ def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "
         if (folder / "last").exists():
             trainer.load(folder / "last")
         comm.barrier().wait()
-        trainer.inspect.engine.observers.append(actions.append)
+        trainer.inspect.engine.observe(actions.append)
         strike(trainer, planned, start, threads=True)
         mine = slice(6 * comm.rank // comm.size, 6 * (comm.rank + 1) // comm.size)
         for step in range(trainer.steps, STEPS):

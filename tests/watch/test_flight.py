@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from amount import examples
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ def test_the_last_actions_are_there_in_order(actions: int, open_: bool) -> None:
 
 def test_a_record_says_who_where_and_what_for(tmp_path: Path) -> None:
     written = recorder(tmp_path)
-    written.program(7, "step", 1)
+    written.begin_program(SimpleNamespace(kind="step"), SimpleNamespace(steps=7))
     wall, now = time.time() + 0.01, time.perf_counter()
     written.begin("GATHER1 (page 'ä.weight')", now - 3)
     written.waits("GATHER0 (page 'b')")

@@ -99,7 +99,7 @@ def observe(action):
     global count
     count += str(action) == "B0.0"
     if comm.rank == 1 and str(action) == "B0.0" and count == 2: {what}
-if os.environ["FSDPX_RESTART"] in {starts!r}: trainer.inspect.engine.observers.append(observe)
+if os.environ["FSDPX_RESTART"] in {starts!r}: trainer.inspect.engine.observe(observe)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 KILLED = "9|137"  # as MPICH and Open MPI say it
@@ -344,7 +344,7 @@ trainer = nn.Chain(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3)).as_distributed
 def observe(action):
     if comm.size == 2 and comm.rank == 1 - start and str(action) == "SCALE" and trainer.steps == (6, 8)[start]:
         os.kill(os.getpid(), signal.SIGKILL)
-trainer.inspect.engine.observers.append(observe)
+trainer.inspect.engine.observe(observe)
 rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((40, 6)).astype(np.float32), rng.integers(0, 3, 40))
 loader = data.DataLoader(source, 4, comm=trainer.data, shuffle=True, chunks=4)

@@ -24,7 +24,7 @@ AT = (
     "    global count\n"
     "    count += str(action) == 'B0.0'\n"
     "    if comm.rank == {rank} and str(action) == 'B0.0' and count == 2: {what}\n"
-    "trainer.inspect.engine.observers.append(observe)\n"
+    "trainer.inspect.engine.observe(observe)\n"
 )
 WAITS = "SETTLE1 (page '2.weight..2.bias') for reduce_scatter of REDUCE1 2.weight..2.bias, for "
 

@@ -6,7 +6,6 @@ left, one after the other, without slots and records between them."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
@@ -19,14 +18,14 @@ from fsdpx.core.array.parallel import flushed
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import DONE, Handle
 from fsdpx.core.engine import compute_verbs
+from fsdpx.core.engine.clock import PROGRESS, Clock
+from fsdpx.core.engine.observer import Hooks, Looking, Observer, hooks_of
 from fsdpx.core.engine.operations import Executable, ExecutableAction, demand_finite_loss
 from fsdpx.core.engine.run import ProgramRun, Views, Worlds, number_of
-from fsdpx.core.program import KINDS, VERBS, Action, Program, Request, Slot
+from fsdpx.core.program import KINDS, Action, Program, Request, Slot
 from fsdpx.core.state.step_inputs import Feed, Microbatch
-from fsdpx.core.state.train_state import PROGRESS, Clock, TrainState, restore_copies
+from fsdpx.core.state.train_state import TrainState, restore_copies
 from fsdpx.core.state.units import Unit
-from fsdpx.errors import CommTimeout
-from fsdpx.ext.observe.recording import Recording
 from fsdpx.nn.layer import Env, Parameters
 
 __all__ = ["Direct", "Engine"]
@@ -35,25 +34,41 @@ __all__ = ["Direct", "Engine"]
 class Engine:
     """Runs programs on the state of one rank.
 
-    recorder: the flight record of this rank (`fsdpx.ext.watch`), if it keeps one. observers: called after every action,
-    which they may break off by an exception. recording: keeps what happens when, if the trainer has one. ran, batch:
-    the last program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of small
-    batches that were predicted (`Direct`)."""
+    observers: of what it does; the clock is the first one. added: those that came later than the engine. hooks: what
+    is called of them. ran, batch: the last program, and the last batch that it ran on. direct: how the layers run
+    alone, by shape and dtype of small batches that were predicted (`Direct`)."""
 
-    def __init__(self, state: TrainState, recorder: Any) -> None:
+    hooks: Hooks
+
+    def __init__(self, state: TrainState, observers: Sequence[Observer] = ()) -> None:
         self.state, self.placement = state, state.placement
         self.clock = Clock()
-        self.observers: list[Callable[[Action], None]] = []
-        self.recording: Recording | None = None
+        self.observers: tuple[Observer, ...] = ()
+        self.added: tuple[Observer, ...] = ()
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
         self.direct: dict[tuple[Any, ...], Callable[[Any], tuple[Any, ...] | None] | None] = {}
-        self.recorder = recorder
         self._views: Views | None = None
         self._worlds = Worlds(state)
         self._flying: list[tuple[Action, Transfer]] = []  # to move on, and what began it
         self._sends: list[Transfer] = []  # of this run, which no slot holds
         self._givers: dict[Slot, str] = {}
+        self._own = (self.clock, *observers)
+        self._tell(())
+
+    def observe(self, observer: Observer | Callable[[Action], None]) -> Observer:
+        """From now on tell an observer what happens, or call a function after each action; what `ignore` takes."""
+        added = observer if isinstance(observer, Observer) else Looking(observer)
+        self._tell((*self.added, added))
+        return added
+
+    def ignore(self, *observers: Observer) -> None:
+        """Tell these no more."""
+        self._tell(tuple(one for one in self.added if one not in observers))
+
+    def _tell(self, added: tuple[Observer, ...]) -> None:
+        self.added, self.observers = added, (*self._own, *added)
+        self.hooks = hooks_of(self.observers)
 
     def prepare(self, request: Request) -> Executable:
         """Compile, prove and plan a program. Collective where ranks share memory."""
@@ -93,10 +108,8 @@ class Engine:
             self._let_fly()
         self._sends.clear()
         self.ran, self.batch, self._givers = program, feed.batch or self.batch, executable.givers
-        if self.recorder is not None:
-            self.recorder.program(state.steps, program.kind, threading.get_ident())
-        if self.recording is not None:
-            self.recording.begin(program, state.steps, state.arena)
+        for begin_program in self.hooks.begin_program:
+            begin_program(program, state)
         executable.workspace.enter()
         self.drop_stale_views()
         if self._views is None:
@@ -107,8 +120,8 @@ class Engine:
             self._worlds = Worlds(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
         units: Sequence[Unit] = self.placement.layout.units
-        if self.recording is not None:
-            units = self.recording.timed(units)
+        for timed in self.hooks.timed:
+            units = timed(units)
         fixed = self.placement, feed, work, views, worlds, units
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._issue)
 
@@ -123,10 +136,10 @@ class Engine:
 
     def _act(self, run: ProgramRun, planned: ExecutableAction) -> None:
         operation, action, words, takes, reads, adds, gives, lane = planned
-        store, recorder, counters = self.state.store, self.recorder, self.placement.axes.counters
+        store, hooks, counters = self.state.store, self.hooks, self.placement.axes.counters
         before, begin = counters.total, perf_counter()
-        if recorder is not None:
-            recorder.begin(words, begin)
+        for begun in hooks.begin:
+            begun(words, begin)
         try:
             taken = tuple(map(self._ready, map(store.pop, takes), takes)) if takes else ()
             read = tuple(map(self._read, reads)) if reads else ()
@@ -137,26 +150,23 @@ class Engine:
                 store[slot] = value
                 if value.__class__ is Transfer and value.handle is not DONE:
                     self._flying.append((action, value))
-            for observe in self.observers:
-                observe(action)
+            for look in hooks.look:
+                look(action)
         except Exception as error:
             self.failed(error, words)
             raise
         end = perf_counter()
-        if recorder is not None:
-            recorder.end(end)
         moved = counters.total - before
-        self.clock.ran(action.op, begin, ready, end, moved)
-        if self.recording is not None:
-            self.recording.acted(planned, begin, ready, end, moved, values)
+        for acted in hooks.acted:
+            acted(planned, begin, ready, end, moved, values)
         if lane == "compute" and self._flying:
             self._poke()
-            self.clock.ran(PROGRESS, end, end, perf_counter())
+            self.clock.outside(PROGRESS, end, perf_counter())
 
     def failed(self, error: Exception, words: str) -> None:
         """An action has raised this error: it becomes a part of it where that was."""
-        if self.recorder is not None and isinstance(error, CommTimeout):
-            self.recorder.timed_out()
+        for failed in self.hooks.failed:
+            failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _issue(self, action: Action, transfer: Transfer) -> None:
@@ -171,10 +181,8 @@ class Engine:
         for action, transfer in self._flying:
             if transfer.test():
                 landed.add(id(transfer))
-                lane = VERBS[action.op].lane
-                self.clock.landed(action.op, lane, transfer.landed - transfer.issued, transfer.busy)
-                if self.recording is not None:
-                    self.recording.landed(action, transfer.issued, transfer.landed)
+                for tell_landed in self.hooks.landed:
+                    tell_landed(action, transfer)
             else:
                 flying.append((action, transfer))
         self._flying = flying
@@ -197,8 +205,9 @@ class Engine:
     def _ready(self, value: Any, slot: Slot) -> Any:
         if value.__class__ is not Transfer:
             return value
-        if self.recorder is not None and value.handle is not DONE:
-            self.recorder.waits(self._givers.get(slot, "an earlier program"))
+        if value.handle is not DONE:
+            for waits in self.hooks.waits:
+                waits(self._givers.get(slot, "an earlier program"))
         return value.wait()
 
     # -- without a program ---------------------------------------------------------------------------------------------
@@ -206,7 +215,7 @@ class Engine:
     @property
     def observed(self) -> bool:
         """Whether anything looks at actions, or is under way between them."""
-        return bool(self.observers or self._flying) or self.recording is not None or self.recorder is not None
+        return len(self.observers) > 1 or bool(self._flying)
 
     def layers(self, unit: int, held: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Env], list[Parameters]]:
         """What the layers of a unit see when samples are only looked at, after a program that did so. held: the values
@@ -219,16 +228,14 @@ class Engine:
     def outside(self, what: str, begin: float) -> None:
         """Something beside programs began at that time, and has ended now."""
         end = perf_counter()
-        self.clock.ran(what, begin, begin, end)
-        if self.recording is not None:
-            self.recording.outside(what, begin, end)
+        for outside in self.hooks.outside:
+            outside(what, begin, end)
 
     def reset(self) -> None:
         """Restart counting traffic and time."""
         self.placement.axes.counters.clear()
-        self.clock = Clock()
-        if self.recording is not None:
-            self.recording.layers.clear()
+        for reset in self.hooks.reset:
+            reset()
         if self.state.disk is not None:
             self.state.disk.reset()
 
@@ -310,5 +317,5 @@ class Direct:
                 except Exception as error:
                     engine.failed(error, words)
                     raise
-        engine.clock.ran("E", begin, begin, perf_counter())
+        engine.clock.outside("E", begin, perf_counter())
         return tuple([values[v] for v in self.outputs])

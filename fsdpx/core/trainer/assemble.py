@@ -24,6 +24,7 @@ from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.compression import Choice, Codec, Codecs
 from fsdpx.core.compression import codec as codec_of
 from fsdpx.core.engine.engine import Engine
+from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.warmup import make_ready, warm_calls
 from fsdpx.core.program import Stage, pipeline
 from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatches_of
@@ -58,8 +59,8 @@ from fsdpx.optim.optimizer import scheduled
 
 __all__ = ["placement_of", "session_of"]
 
-Watch = Callable[[Axes], Any]
-"""Begins to look after this rank on its axes. Collective."""
+Watch = Callable[[Axes], Observer | None]
+"""Begins to look after this rank on its axes; what its engine tells what it does. Collective."""
 
 
 def session_of(
@@ -87,9 +88,10 @@ def session_of(
         with slow(_speaks(world), "compiling kernels") as count:
             make_ready(warm_calls(runs, optimizers, place.codecs, dtypes, norm), _share(world), count)
     state = allocate(place, initial)
-    recorder = None if watch is None else watch(place.axes)
+    observer = None if watch is None else watch(place.axes)
     _remark(place)
-    session = Session(Engine(state, recorder), _of_one_process(recipe, place), training.loss, microbatches, commit)
+    engine = Engine(state, [] if observer is None else [observer])
+    session = Session(engine, _of_one_process(recipe, place), training.loss, microbatches, commit)
     session.placed()
     return session
 

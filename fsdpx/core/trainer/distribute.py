@@ -178,7 +178,7 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     session = made(recipe, world, watch=watch_axes)
     trace = recipe.machinery.traced()
     if trace is not None and not session.place.imaginary:
-        session.tracer = Tracer(session.engine, trace)
+        Tracer(session.engine, trace)
     if (wanted := environment.recorded()) is not None and not session.place.imaginary:
         Recorder(session.engine, wanted[1], wanted[0])
     if device != "shape":
@@ -256,5 +256,3 @@ def _world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -
         uses(adopted)
         return adopted
     return default() if backend is None else open_world(backend, device_map=device_map)
-
-

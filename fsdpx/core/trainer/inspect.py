@@ -109,7 +109,7 @@ class Inspection:
         """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; `fit` and `close` do so,
         too. Nothing where no trace is kept. Collective."""
         self._host.demand_open("save_trace")
-        if self._host.session.tracer is not None:
+        if self.engine.hooks.write:
             self._host.begin("save_trace")
             self._host.session.save_trace()
 

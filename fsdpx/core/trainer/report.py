@@ -14,13 +14,14 @@ import numpy as np
 from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.comm.communicator import split_evenly
 from fsdpx.core.compression import Plain, Route
+from fsdpx.core.engine.clock import Spent
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.operations import travelling
 from fsdpx.core.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.core.state.footprint import Footprint, peak_rss, reading
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.train_state import Spent, Tie
-from fsdpx.ext.observe.recording import LayerTime
+from fsdpx.core.state.train_state import Tie
+from fsdpx.ext.observe.recording import LayerTime, recording_of
 from fsdpx.nn.tensor_plan import paths
 
 __all__ = [
@@ -401,7 +402,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
     """programs: of a step, or of the steps of a round, with how often each runs."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
-    predicted, traced = _predicted(engine, programs), engine.recording
+    predicted, traced = _predicted(engine, programs), recording_of(engine)
     return Report(
         rank=place.axes.world.rank,
         ranks=place.axes.world.size,

@@ -16,13 +16,14 @@ from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.base.name_hints import patterns_of
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.mesh import alone
+from fsdpx.core.engine.clock import BATCHES
 from fsdpx.core.engine.engine import Direct, Engine
 from fsdpx.core.engine.operations import Executable
 from fsdpx.core.engine.run import GradientScale, Mean, demand_finite
 from fsdpx.core.program import KINDS, Program, Request, Slot, Stage, Sync, compile, one_by_one
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Feed, Microbatch
-from fsdpx.core.state.train_state import BATCHES, TrainState
+from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer.batch import Twins
 from fsdpx.core.trainer.gather_full import whole_outputs
@@ -31,7 +32,6 @@ from fsdpx.core.trainer.settled import Settled
 from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.fields.overlaps import describe_ends, find_overlaps, overlap_warning
-from fsdpx.ext.observe.trace import Tracer
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.gradient_accumulation import is_index
 from fsdpx.nn.linearize import Sorted, infer
@@ -69,7 +69,6 @@ class Session:
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._noticed: set[str] = set()
-        self.tracer: Tracer | None = None
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by what is frozen, and inputs wanted
@@ -90,8 +89,8 @@ class Session:
     def note(self, call: str) -> None:
         """This rank has come to `call`: others can read it in its flight record. Raises what a rank that met an error
         in `predict` has told this one."""
-        if self.engine.recorder is not None:
-            self.engine.recorder.call(call)
+        for tell in self.engine.hooks.call:
+            tell(call)
         if self._settled is not None and call != "predict" and (error := self._settled.leave()) and call != "close":
             raise error
 
@@ -455,9 +454,9 @@ class Session:
         return whole_outputs(self.place, values, self._fits[_shapes(batch.inputs)], batch)
 
     def save_trace(self) -> None:
-        """Write the trace that was kept, if there is one. Collective."""
-        if self.tracer is not None:
-            self.tracer.write()
+        """Write what observers have kept for it, such as a trace. Collective."""
+        for write in self.engine.hooks.write:
+            write()
 
     def close(self) -> None:
         """Free what the engine holds. Collective."""

@@ -333,7 +333,8 @@ class Coordinator:
 
     def _go_on(self, assembly: Assembly, begin: float, before: int, members: list[int]) -> Recovery:
         old = self.assembly
-        assembly.session.engine.observers.extend(old.session.engine.observers)
+        for observer in old.session.engine.added:
+            assembly.session.engine.observe(observer)
         self._adopt(assembly)
         if assembly.control is old.control:
             old.close()
@@ -360,5 +361,5 @@ class Coordinator:
 
     def report(self, what: str) -> None:
         """To observers of actions."""
-        for observe in self.assembly.session.engine.observers:
-            observe(what)  # type: ignore[arg-type]
+        for look in self.assembly.session.engine.hooks.look:
+            look(what)  # type: ignore[arg-type]

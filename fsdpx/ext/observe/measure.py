@@ -14,7 +14,7 @@ import numpy as np
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import VERBS, Action, ActionTimes, Costs, Event, Program, idle, simulate_programs
-from fsdpx.ext.observe.recording import Recording
+from fsdpx.ext.observe.recording import Recording, recording_of
 
 __all__ = ["Measured", "Reading", "machine_of", "measure", "offset_at", "synchronise"]
 
@@ -65,8 +65,10 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
     The parameters move as in any step."""
     step()
     axes = engine.placement.axes
-    before, timelines = engine.recording, list[Timeline]()
-    engine.recording = recording = Recording(keep=1)
+    before, timelines = recording_of(engine), list[Timeline]()
+    if before is not None:  # these steps are in no trace
+        engine.ignore(before)
+    engine.observe(recording := Recording(keep=1))
     try:
         for _ in range(steps):
             axes.world.barrier(what="measure").wait()
@@ -75,7 +77,9 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
             acted = recording.turns[-1].acted
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
     finally:
-        engine.recording = before
+        engine.ignore(recording)
+        if before is not None:
+            engine.observe(before)
     rows = axes.pipe.all_gather_plain((timelines, engine.ran))
     quickest = min(range(steps), key=lambda i: max(row[0][i][-1][2] - row[0][i][0][1] for row in rows))
     lines = [found[quickest] for found, _ in rows]

@@ -1,7 +1,7 @@
 """A record of values: what each action of the first steps has written, tensor by tensor, for `fsdpx diff`.
 
 A value is kept with the place of its elements in the whole tensor, so that runs on other numbers of ranks compare. The
-record hangs on the engine's list of observers: without one, no step does anything for it."""
+record is an observer of the engine: without one, no step does anything for it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.core.checkpoint.local_shards import Held
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.engine.engine import Engine
+from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import about
 from fsdpx.core.engine.run import GradientScale, Mean
 from fsdpx.core.program import VERBS, Action, Program, Slot
@@ -89,7 +90,7 @@ class RankRecord:
         safe_files.write(folder / name, json.dumps(head).encode() + b"\n" + body)
 
 
-class Recorder:
+class Recorder(Observer):
     """Keeps what the programs that train write in the first `steps` runs of them, from now on; in a folder, if there is
     one. All ranks of a trainer have one, or none."""
 
@@ -105,9 +106,9 @@ class Recorder:
             folder.mkdir(parents=True, exist_ok=True)
             for before in folder.glob(f"values-{self.kept.rank:05}-*"):
                 before.unlink()
-        engine.observers.append(self._acted)
+        engine.observe(self)
 
-    def _acted(self, action: Action) -> None:
+    def look(self, action: Action) -> None:
         program = self.engine.ran
         assert program is not None
         if program is not self._program or self._at == len(program.actions) or action != program.actions[self._at]:

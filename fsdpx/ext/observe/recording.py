@@ -8,16 +8,18 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
-from fsdpx.core.array.arena import Arena
 from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.engine.engine import Engine
+from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import ExecutableAction
 from fsdpx.core.engine.run import Activations, is_activation
 from fsdpx.core.program import Action, Program
+from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.state.units import Unit
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linearize import Node
 
-__all__ = ["Acted", "LayerSpan", "LayerTime", "Outside", "Recording", "TransferSpan", "Turn"]
+__all__ = ["Acted", "LayerSpan", "LayerTime", "Outside", "Recording", "TransferSpan", "Turn", "recording_of"]
 
 
 class Acted(NamedTuple):
@@ -85,7 +87,7 @@ class Turn:
         return len(self.acted) == len(self.program.actions)
 
 
-class Recording:
+class Recording(Observer):
     """The last `keep` programs that train; evaluating and predicting leave no turn. layers: path -> time since the
     beginning, or the last `reset`. written: whether all turns were written to files."""
 
@@ -99,15 +101,15 @@ class Recording:
         self._now: Turn | None = None
         self._before: list[Outside] = []
 
-    def begin(self, program: Program, steps: int, arena: Arena) -> None:
+    def begin_program(self, program: Program, state: TrainState) -> None:
         """A program is about to run."""
         self._now = None
         if program.kind not in ("evaluate", "predict"):
-            self._now = Turn(self._count, steps, program, self._before)
+            self._now = Turn(self._count, state.steps, program, self._before)
             self._count += 1
             self.turns.append(self._now)
             self.written = False
-            self.activations.within(arena)
+            self.activations.within(state.arena)
         self._before = []
 
     def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
@@ -149,10 +151,19 @@ class Recording:
                 activations.give(slot, value)
         self._now.acted.append(Acted(planned.action, begin, ready, end, nbytes, activations.alive))
 
-    def landed(self, action: Action, issued: float, landed: float) -> None:
+    def landed(self, action: Action, transfer: Transfer) -> None:
         """A transfer that this action began is complete."""
         if self._now is not None:
-            self._now.flights.append(TransferSpan(action, issued, landed))
+            self._now.flights.append(TransferSpan(action, transfer.issued, transfer.landed))
+
+    def reset(self) -> None:
+        """Restart adding up the time of layers."""
+        self.layers.clear()
+
+
+def recording_of(engine: Engine) -> Recording | None:
+    """Return the timeline that an engine's rank keeps, if it keeps one."""
+    return next((one for one in engine.observers if isinstance(one, Recording)), None)
 
 
 PARTS = ("forward", "backward", "backward_leaf", "backward_input", "backward_params")

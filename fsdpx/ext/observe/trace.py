@@ -16,6 +16,7 @@ from fsdpx.core.base.safe_files import home
 from fsdpx.core.base.safe_files import write as write_file
 from fsdpx.core.checkpoint.atomic_commit import together
 from fsdpx.core.engine.engine import Engine
+from fsdpx.core.engine.observer import Observer
 from fsdpx.core.program import simulate_programs
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, name_of, write
@@ -53,15 +54,16 @@ class Trace:
         return given
 
 
-class Tracer:
+class Tracer(Observer):
     """Keeps a trace of an engine from now on. Collective: the clocks of all ranks are read, and the folder is made."""
 
     def __init__(self, engine: Engine, trace: Trace) -> None:
-        self.engine, self.folder = engine, home(trace.folder)
-        self._axes = engine.placement.axes
+        self.folder, self._state, self._axes = home(trace.folder), engine.state, engine.placement.axes
         self._together(self._make)
         self._begun = synchronise(self._axes.uncounted)
-        engine.recording = self._recording = Recording(trace.steps)
+        self._recording = Recording(trace.steps)
+        engine.observe(self._recording)
+        engine.observe(self)
         if self._axes.world.rank == 0:
             weakref.finalize(self, _tell_if_lost, self._recording, self.folder)
 
@@ -88,7 +90,7 @@ class Tracer:
     def _header(self, turns: list[Turn]) -> TraceHeader:
         axes = self._axes
         clock = [self._begun, synchronise(axes.uncounted)]
-        place, memory = axes.coordinates._asdict(), self.engine.state.nbytes()
+        place, memory = axes.coordinates._asdict(), self._state.nbytes()
         header = TraceHeader(
             axes.world.rank,
             axes.world.size,
@@ -115,7 +117,7 @@ class Tracer:
         own = {turn.number: turn.acted[-1].end - turn.acted[0].begin for turn in turns if turn.complete}
         everyone = self._axes.world.all_gather_plain(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
-        if not common or self.engine.placement.pace.own_speed:
+        if not common or self._state.placement.pace.own_speed:
             return None
         return next(turn for turn in turns if turn.number == common[len(common) // 2])
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base import safe_files
+from fsdpx.core.engine.observer import Observer
+from fsdpx.errors import CommTimeout
+
+if TYPE_CHECKING:  # the launcher reads records, and needs no engine for it
+    from fsdpx.core.engine.operations import ExecutableAction
+    from fsdpx.core.program import Program
+    from fsdpx.core.state.train_state import TrainState
 
 __all__ = ["LENGTH", "ActionRecord", "FlightRecord", "FlightRecorder", "label", "log", "read", "read_all"]
 
@@ -45,7 +54,7 @@ def _cut(text: str, width: int) -> bytes:
     return text.encode(errors="replace")[:width].decode(errors="ignore").encode()
 
 
-class FlightRecorder:
+class FlightRecorder(Observer):
     """Writes one rank's record: half a microsecond per action, no system call.
 
     thread: the one that runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so
@@ -81,10 +90,10 @@ class FlightRecorder:
         """The script has come to its end; as far as is known, the process will end with `status`."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
-    def program(self, step: int, kind: str, thread: int) -> None:
+    def begin_program(self, program: Program, state: TrainState) -> None:
         """A program begins."""
-        self.thread = thread
-        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, step, label(kind, 24))
+        self.thread = threading.get_ident()
+        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, label(program.kind, 24))
 
     def begin(self, action: str, now: float) -> None:
         """An action begins, at perf_counter() = now."""
@@ -96,9 +105,21 @@ class FlightRecorder:
         """The action now needs what another one issued."""
         _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, label(what))
 
+    def acted(
+        self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
+    ) -> None:
+        """The action has ended."""
+        self.end(end)
+
     def end(self, now: float) -> None:
+        """The action has ended at perf_counter() = now."""
         self.ended = self.serial
         _END.pack_into(self._buffer, self._at + _END_AT, now)
+
+    def failed(self, words: str, error: Exception) -> None:
+        """The action has raised an error."""
+        if isinstance(error, CommTimeout):
+            self.timed_out()
 
     def beat(self, now: float) -> None:
         """The watchdog of this rank lives, at perf_counter() = now."""

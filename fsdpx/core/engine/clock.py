@@ -1,0 +1,74 @@
+"""The clock of an engine: an observer that adds up what the actions of each verb took and moved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.engine.observer import Observer
+from fsdpx.core.engine.operations import ExecutableAction
+from fsdpx.core.program import VERBS, Action
+
+__all__ = ["BATCHES", "PROGRESS", "Clock", "Spent"]
+
+PROGRESS = "(moving transfers on)"
+"""A row of the clock beside those of the verbs."""
+BATCHES = "(batches: checked, and agreed on by all ranks)"
+"""Another one: the first ranks to get there wait for the others."""
+
+
+class Spent(NamedTuple):
+    """What went into the actions of one verb.
+
+    seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
+    sent or received in them. flown: seconds that transfers which they began were under way. busy: the part of
+    these seconds in which this rank moved the transfer on or waited for it; in the rest it computed."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    calls: int = 0
+    nbytes: int = 0
+    flown: float = 0.0
+    busy: float = 0.0
+
+
+class Clock(Observer):
+    """rows: by verb, the numbers of a `Spent`. Moving transfers on between actions is a row of its own. in_flight: by
+    mesh axis, the seconds that transfers were under way, and the seconds in which this rank did nothing else
+    meanwhile."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.rows: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0, 0, 0.0, 0.0])
+        self.in_flight: dict[str, tuple[float, float]] = {}
+        self.start = perf_counter()
+
+    def acted(
+        self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
+    ) -> None:
+        row = self.rows[planned.action.op]
+        row[0] += end - ready
+        row[1] += ready - begin
+        row[2] += 1
+        row[3] += nbytes
+
+    def outside(self, what: str, begin: float, end: float) -> None:
+        row = self.rows[what]
+        row[0] += end - begin
+        row[2] += 1
+
+    def landed(self, action: Action, transfer: Transfer) -> None:
+        axis, flown = VERBS[action.op].lane, transfer.landed - transfer.issued
+        before, row = self.in_flight.get(axis, (0.0, 0.0)), self.rows[action.op]
+        self.in_flight[axis] = (before[0] + flown, before[1] + transfer.busy)
+        row[4] += flown
+        row[5] += transfer.busy
+
+    def spent(self) -> dict[str, Spent]:
+        """By verb, as it is now."""
+        return {op: Spent(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()}

@@ -1,0 +1,121 @@
+"""Observers of the engine: each is told what it has a method for, in the order in which things happen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.core.engine.observer import Hooks, Observer, hooks_of
+
+X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+
+
+class Everything(Observer):
+    """Keeps the name of each method that is called, with what tells calls apart."""
+
+    def __init__(self):
+        self.told = []
+
+    def call(self, name):
+        self.told.append(("call", name))
+
+    def begin_program(self, program, state):
+        self.told.append(("begin_program", program.kind, state.steps))
+
+    def timed(self, units):
+        self.told.append(("timed", len(units)))
+        return units
+
+    def begin(self, words, now):
+        self.told.append(("begin", words.split()[0]))
+
+    def look(self, action):
+        self.told.append(("look", str(action)))
+
+    def acted(self, planned, begin, ready, end, nbytes, values):
+        assert begin <= ready <= end
+        self.told.append(("acted", str(planned.action)))
+
+    def outside(self, what, begin, end):
+        self.told.append(("outside", what))
+
+    def failed(self, words, error):
+        self.told.append(("failed", words.split()[0], str(error)))
+
+    def reset(self):
+        self.told.append(("reset",))
+
+    def write(self):
+        self.told.append(("write",))
+
+
+def make(**options):
+    model = nn.Chain(nn.Linear(3, 2))
+    return fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), tune=False, **options)
+
+
+def test_an_observer_is_told_everything_in_order():
+    trainer = make()
+    seen = trainer.inspect.engine.observe(Everything())
+    trainer.step(X, Y)
+    actions = [str(action) for action in trainer.program.actions]
+    each = [(what, action) for action in actions for what in ("begin", "look", "acted")]
+    names = [row for row in seen.told if row[0] in ("begin", "look", "acted")]
+    assert names == each
+    assert seen.told[0] == ("call", "step")
+    assert [row[0] for row in seen.told[:4]] == ["call", "outside", "begin_program", "timed"]
+    trainer.inspect.reset()
+    assert seen.told[-1] == ("reset",)
+    trainer.close()
+    assert ("write",) in seen.told
+
+
+def test_what_breaks_an_action_off_is_told_and_the_action_counts_as_not_done():
+    trainer = make()
+    engine = trainer.inspect.engine
+    seen = engine.observe(Everything())
+
+    def fail(action):
+        if action.op == "UPDATE":
+            raise RuntimeError("stopped here")
+
+    engine.observe(fail)
+    with pytest.raises(RuntimeError, match="stopped here"):
+        trainer.step(X, Y)
+    (at,) = (str(action) for action in trainer.program.actions if action.op == "UPDATE")
+    assert seen.told[-2:] == [("look", at), ("failed", at, "stopped here")]
+    assert ("acted", at) not in seen.told
+
+
+def test_who_is_ignored_hears_nothing_and_the_clock_goes_on():
+    trainer = make()
+    engine = trainer.inspect.engine
+    seen = engine.observe(Everything())
+    engine.ignore(seen)
+    trainer.step(X, Y)
+    assert seen.told == []
+    assert engine.observers == (engine.clock,)
+    assert engine.clock.spent()["UPDATE"].calls == 1
+
+
+def test_methods_that_an_observer_does_not_have_are_not_called():
+    class Looks(Observer):
+        def look(self, action):
+            """Look at nothing."""
+
+    looks = Looks()
+    hooks = hooks_of([Observer(), looks])
+    assert hooks.look == (looks.look,)
+    assert all(not found for name, found in zip(Hooks._fields, hooks, strict=True) if name != "look")
+
+
+def test_predictions_take_no_short_cut_past_an_observer():
+    trainer = make()
+    for _ in range(2):
+        trainer.predict(X)  # from now on the layers alone would run
+    seen = []
+    trainer.inspect.engine.observe(lambda action: seen.append(action.op))
+    trainer.predict(X)
+    assert "E" in seen
