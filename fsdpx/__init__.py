@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Elastic as Elastic,
         Precision as Precision,
         Sharding as Sharding,
+        Trace as Trace,
     )
     from fsdpx.ext.lora.adapters import (
         load_adapter as load_adapter, merged_parameters as merged_parameters, save_adapter as save_adapter,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from fsdpx.ext.fields.grid import Grid as Grid
     from fsdpx.ext.offload.choice import Offload as Offload
     from fsdpx.ext.observe.folder import RunFolder as RunFolder
-    from fsdpx.ext.observe.trace import Trace as Trace
     from fsdpx.optim.average import EMA as EMA, SWA as SWA
     from fsdpx.ext.asynchronous import Async as Async, Gossip as Gossip, Local as Local
     from fsdpx.core.trainer.recipe import Machinery as Machinery

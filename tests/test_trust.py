@@ -27,12 +27,12 @@ from fsdpx.core.base.messages import table
 from fsdpx.core.checkpoint.atomic_commit import _lock
 from fsdpx.core.checkpoint.read import weights
 from fsdpx.core.comm.mpi import start, start_watchdog
-from fsdpx.core.trainer.callbacks import Log
 from fsdpx.core.trainer.fit_checkpoints import History
 from fsdpx.errors import CheckpointError, ConfigError, LaunchError, OffloadError
 from fsdpx.ext.observe import chrome
 from fsdpx.ext.observe.chrome import TraceHeader, merge
 from fsdpx.ext.observe.folder import RunFolder
+from fsdpx.ext.observe.log import Log
 from fsdpx.ext.observe.measure import Reading
 from fsdpx.ext.observe.page import write_page
 from fsdpx.ext.offload.disk import taken

@@ -16,7 +16,7 @@ import numpy as np
 from fsdpx.core.array.random import permutation
 from fsdpx.core.base.name_hints import refusing
 from fsdpx.core.comm.default_communicator import demand_member, place, taken
-from fsdpx.data.dataset import Dataset, collate, emptied
+from fsdpx.data.dataset import Dataset, collate, digest_of_first, emptied
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["DataLoader", "DistributedSampler", "EpochPass", "Prefetch", "Share"]
@@ -413,6 +413,10 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(self.sampler.begin())
+
+    def digest_first(self) -> int | None:
+        """Return a number that tells the first sample from others; None if it cannot be told."""
+        return digest_of_first(self.dataset)
 
     def aside(self) -> Iterator[Any]:
         """The batches of the current epoch from its start on, without moving the place in the data."""

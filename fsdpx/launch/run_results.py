@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fsdpx.core.trainer.fit_checkpoints import History
-from fsdpx.core.trainer.report import Summary
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import install_hint
 from fsdpx.ext.observe.folder import RunFolder
 from fsdpx.ext.observe.page import write_page
+from fsdpx.ext.observe.report import Summary
 
 __all__ = ["keep", "result"]
 

@@ -20,14 +20,14 @@ from fsdpx.core.base.safe_files import unreadable
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.core.state.gradients import rows_of
-from fsdpx.core.trainer.fit import remedies
+from fsdpx.core.trainer.out_of_memory import remedies
 from fsdpx.core.trainer.recipe import Distribution
-from fsdpx.core.trainer.report import call_text
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, write_simulated
 from fsdpx.ext.observe.plots import StepLanes, check_drawable, figure, save
 from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn
+from fsdpx.ext.observe.report import call_text
 from fsdpx.ext.offload.choice import Offload
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
 from fsdpx.plan.dry_run import DryRun, dry_run

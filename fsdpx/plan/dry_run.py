@@ -24,11 +24,11 @@ from fsdpx.core.program import Program
 from fsdpx.core.state import tuning
 from fsdpx.core.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.core.trainer.distribute import distribute
-from fsdpx.core.trainer.fit import passing
-from fsdpx.core.trainer.report import Report
+from fsdpx.core.trainer.out_of_memory import passing
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.native import code_cache
+from fsdpx.ext.observe.report import Report
 from fsdpx.nn.layer import Layer
 from fsdpx.plan.peak import PIECES, Peak, PeakWatch
 

@@ -20,7 +20,7 @@ from fsdpx.core.engine.run import Activations, is_activation, lives, roots
 from fsdpx.core.program import SLOTS, Action, Program, Slot
 from fsdpx.core.state.ledger import KINDS, LedgerRow
 from fsdpx.core.state.train_state import TrainState
-from fsdpx.core.trainer.fit import ENOUGH, cheaper, passing
+from fsdpx.core.trainer.out_of_memory import ENOUGH, cheaper, passing
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import FsdpxError
 from fsdpx.ext.fields.grid import Grid

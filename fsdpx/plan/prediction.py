@@ -33,7 +33,7 @@ from fsdpx.core.program.verbs import partner
 from fsdpx.core.state.accumulation import microbatches_of
 from fsdpx.core.state.gradients import rows_of
 from fsdpx.core.trainer.call_runner import FixedRanks
-from fsdpx.core.trainer.fit import made, passing
+from fsdpx.core.trainer.out_of_memory import make_session, passing
 from fsdpx.core.trainer.recipe import OPTIONS, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, warn
@@ -472,7 +472,7 @@ class WorldStep:
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= {} if self.grid is None else {"space": self.grid.seen_by(self.grid.busiest[at])}
         comm = FakeCommunicator(rank, self.mesh.size)
-        return Trainer(FixedRanks(made(Recipe(Training(self.model)).changed(options), comm)))
+        return Trainer(FixedRanks(make_session(Recipe(Training(self.model)).changed(options), comm)))
 
     def _run(self, place: Coordinates, rows: int, microbatches: int, at: int) -> _Run:
         costing = Costing()

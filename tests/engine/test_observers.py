@@ -18,8 +18,8 @@ class Everything(Observer):
     def __init__(self):
         self.told = []
 
-    def call(self, name):
-        self.told.append(("call", name))
+    def enter(self, call):
+        self.told.append(("enter", call))
 
     def begin_program(self, program, state):
         self.told.append(("begin_program", program.kind, state.steps))
@@ -64,8 +64,8 @@ def test_an_observer_is_told_everything_in_order():
     each = [(what, action) for action in actions for what in ("begin", "look", "acted")]
     names = [row for row in seen.told if row[0] in ("begin", "look", "acted")]
     assert names == each
-    assert seen.told[0] == ("call", "step")
-    assert [row[0] for row in seen.told[:4]] == ["call", "outside", "begin_program", "timed"]
+    assert seen.told[0] == ("enter", "step")
+    assert [row[0] for row in seen.told[:4]] == ["enter", "outside", "begin_program", "timed"]
     trainer.inspect.reset()
     assert seen.told[-1] == ("reset",)
     trainer.close()

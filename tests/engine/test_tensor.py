@@ -15,8 +15,9 @@ from models import alike, make
 import fsdpx
 from fsdpx import Mesh, dry_run, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.trainer.report import Routing, Summary
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.observe.report import Summary
+from fsdpx.ext.observe.routing import Routing
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 

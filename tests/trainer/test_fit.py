@@ -26,9 +26,9 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.engine.warmup import make_ready
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer import assemble
-from fsdpx.core.trainer import callbacks as logs
 from fsdpx.core.trainer.fit_checkpoints import History
 from fsdpx.errors import CheckpointError, ConfigError, DataError, install_hint
+from fsdpx.ext.observe import log as logs
 
 
 def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
@@ -235,7 +235,7 @@ def test_callbacks_that_would_never_be_called() -> None:
 
 
 def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpx.core.trainer.callbacks.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.ext.observe.progress.SECONDS", 0.0)
 
     def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp", clip_norm=1.0)
@@ -261,7 +261,7 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
             writes.append(text)
             return len(text)
 
-    monkeypatch.setattr("fsdpx.core.trainer.callbacks.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.ext.observe.progress.SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr", Unbuffered())
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
@@ -300,7 +300,7 @@ def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys:
     """A clock that only validation moves: then steps take no time, and the rate is not of this world."""
     clock = [0.0]
     monkeypatch.setattr("fsdpx.core.trainer.fit.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("fsdpx.core.trainer.callbacks.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.ext.observe.progress.SECONDS", 0.0)
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
 
     def batches(steps: int = 3) -> Any:

@@ -10,7 +10,7 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.array import arena
 from fsdpx.core.state import footprint
-from fsdpx.core.trainer import fit
+from fsdpx.core.trainer import out_of_memory
 
 ROWS = 8
 
@@ -37,7 +37,7 @@ def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError(f"unable to allocate {nbytes} bytes")
 
     monkeypatch.setattr(arena, "_untouched", none)
-    monkeypatch.setattr(fit, "memory_limits", lambda held, here: (f"little for {here}", 1 << 20))
+    monkeypatch.setattr(out_of_memory, "memory_limits", lambda held, here: (f"little for {here}", 1 << 20))
 
     def rank(comm: Any) -> str:
         with pytest.raises(fsdpx.errors.OutOfMemory) as raised:
@@ -55,7 +55,7 @@ def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_names_action_unit_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "memory_limits", lambda held, here: ("little", 9000))
+    monkeypatch.setattr(out_of_memory, "memory_limits", lambda held, here: ("little", 9000))
     made = trainer()
     with pytest.raises(fsdpx.errors.OutOfMemory) as raised:
         made.step(np.zeros((ROWS, 4), "float32"), np.zeros((ROWS, 2), "float32"))
@@ -71,7 +71,7 @@ def test_a_step_names_action_unit_and_layer(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_fits() -> None:
-    text = fit.remedies({"strategy": "zero2", "recompute": "all", "precision": "bf16"}, lambda changes: 9, 8)
+    text = out_of_memory.remedies({"strategy": "zero2", "recompute": "all", "precision": "bf16"}, lambda changes: 9, 8)
     assert text == (
         "none of the choices that fsdpx knows fits: take more ranks, a smaller model or batch, or "
         "offload=fsdpx.Offload(...)"

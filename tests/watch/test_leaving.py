@@ -166,10 +166,10 @@ def records(tmp_path):
 def test_who_ends_before_a_call_is_missed_in_it(records):
     made, paths = records
     for record in made:
-        record.call("step")
+        record.enter("step")
     made[2].leave(3)
     assert missed(made[0], 60.0, paths[1:], everyone=False) is None  # it may have done its part of the first call
-    made[0].call("save")
+    made[0].enter("save")
     assert missed(made[0], 0.5, paths[1:], everyone=False) is None
     found = missed(made[0], 2.0, paths[1:], everyone=False)
     assert found is not None
@@ -179,13 +179,13 @@ def test_who_ends_before_a_call_is_missed_in_it(records):
 def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     made, paths = records
     for record in made:
-        record.call("step")
+        record.enter("step")
         record.begin("F0.0", 1.0)
     assert missed(made[0], 2.0, paths[1:], everyone=False) is None
     gone = dead()
     monkeypatch.setattr(os, "getpid", lambda: gone)
     again = FlightRecorder(paths[1], 1, 3, "here")
-    again.call("step")
+    again.enter("step")
     again.begin("F0.0", 1.0)
     found = missed(made[0], 2.0, paths[1:], everyone=False)
     assert found is not None
@@ -225,20 +225,20 @@ def test_ranks_that_wait_in_different_calls_are_named(records):
     made, paths = records
     long_ago = time.perf_counter() - 60
     for record in made:
-        record.call("step")
+        record.enter("step")
         record.note(long_ago, "all_gather")
     assert parted(paths) == {}
     for record, name in zip(made, ("step", "barrier", "step"), strict=True):
-        record.call(name)
+        record.enter(name)
     assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}
     made[2].note(time.perf_counter(), "all_gather")
     assert parted(paths) == {}  # it has just begun to wait
     made[2].note(0.0, "")
     assert parted(paths) == {}  # it does something, and may help the others
     made[2].note(long_ago, "all_gather")
-    made[1].call("step")
+    made[1].enter("step")
     assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
-    made[1].call("step")
+    made[1].enter("step")
     assert parted(paths) == {}
 
 

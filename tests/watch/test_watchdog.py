@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
+from fsdpx.core.comm.watched import unwatch, watch
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
-from fsdpx.ext.watch.watchdog import unwatch, watch
 
 pytestmark = pytest.mark.jobs
 
@@ -173,7 +173,7 @@ def test_a_trainer_waits_for_ranks_of_an_axis(tmp_path):
 class Pair:
     """A communicator of two ranks, of which the other one only leaves a record."""
 
-    rank, size, timeout = 0, 2, 60.0
+    rank, size, timeout, watched_by = 0, 2, 60.0, None
 
     def __init__(self) -> None:
         self.dead: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from fsdpx.core.base.name_hints import knowing, meant
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS", "Elastic", "Lifetime", "Precision", "Sharding", "byte_count", "half_name", "positive",
+    "PRESETS", "Elastic", "Lifetime", "Precision", "Sharding", "Trace", "byte_count", "half_name", "positive",
     "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
@@ -138,6 +138,34 @@ def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         product = f"replica {replica} x shard {shard} = {replica * shard}"
         raise ConfigError(f"{product}, but {ranks} ranks are to share the data")
     return replace(strategy, replica=replica, shard=shard)
+
+
+@knowing
+@dataclass(frozen=True)
+class Trace:
+    """For `distribute(trace=Trace("runs/x/trace", steps=20))`.
+
+    Parameters
+    ----------
+    folder : for one file per rank, rank-00000.json.gz and so on
+    steps : how many of the last programs that train are kept and written; a step is one, so is an accumulation
+    """
+
+    folder: str | PathLike[str]
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        if type(self.steps) is not int or self.steps < 1:
+            raise ConfigError(f"Trace(steps={self.steps!r}): a whole number, 1 or more")
+
+    @classmethod
+    def of(cls, given: Any) -> Trace:
+        """From the folder alone: the rest by default."""
+        if isinstance(given, str | PathLike):
+            return cls(given)
+        if not isinstance(given, cls):
+            raise ConfigError(f"trace={given!r}: a folder, or fsdpx.Trace(folder, steps=...)")
+        return given
 
 
 @dataclass(frozen=True, repr=False)

@@ -39,6 +39,24 @@ TABLE: dict[str, dict[str, str]] = {
     "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRanks"},
     "layer": {"moe": "fsdpx.ext.moe.moe:MoE"},
     "library": {"torch": "fsdpx.ext.interop.torch:adapt"},
+    "observer": {
+        "watchdog": "fsdpx.ext.watch.watchdog:watch",
+        "trace": "fsdpx.ext.observe.trace:Tracer",
+        "values": "fsdpx.ext.observe.record:Recorder",
+    },
+    "fit": {
+        "log": "fsdpx.ext.observe.log:Log",
+        "progress": "fsdpx.ext.observe.progress:ProgressBar",
+        "preemption": "fsdpx.ext.watch.preempt:Preemption",
+        "routing": "fsdpx.ext.observe.routing:Watched",
+    },
+    "trainer": {
+        "report": "fsdpx.ext.observe.report:report",
+        "summary": "fsdpx.ext.observe.report:summary",
+        "routing": "fsdpx.ext.observe.routing:routing",
+        "measure": "fsdpx.ext.observe.measure:measure",
+        "generate": "fsdpx.models.generation.generate:generate",
+    },
 }
 """Kind -> name -> `module:attribute`. What the attribute is depends on the kind:
 
@@ -51,6 +69,10 @@ planner : a strategy that chooses all others: a function of a recipe, a communic
 ranks : what runs the calls of a trainer where ranks may change
 layer : the class of a layer that a model of `fsdpx.nn` is made of where an option asks for it
 library : another library's name for import: a function of a model and a loss that makes layers of those that are its
+observer : what looks on where that is asked for: "watchdog" at the ranks of a communicator, unless FSDPX_WATCH=0;
+    "trace" and "values" at an engine, with `trace=` and FSDPX_RECORD. Others are given to `Engine.observe`
+fit : what `fit` makes where it is not given: callbacks, the reaction to signals, and what layers with experts tell
+trainer : what a method of a trainer, or of `trainer.inspect`, calls
 """
 
 

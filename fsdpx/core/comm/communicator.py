@@ -155,6 +155,8 @@ class Communicator(ABC):
     """The steps that waits on this communicator and its groups poke."""
     leave: Callable[[], None] | None = None
     """Called at the end of a `with` instead of `close`."""
+    watched_by: Any = None
+    """What looks after ranks that wait for each other here (`fsdpx.core.comm.watched`)."""
 
     def __enter__(self) -> Self:
         return self

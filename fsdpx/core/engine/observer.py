@@ -22,8 +22,8 @@ class Observer:
 
     __slots__ = ()
 
-    def call(self, name: str) -> None:
-        """A call that all ranks make begins."""
+    def enter(self, call: str) -> None:
+        """This rank has come to a call that all ranks make."""
 
     def begin_program(self, program: Program, state: TrainState) -> None:
         """A program is about to run."""
@@ -65,7 +65,7 @@ class Observer:
 class Hooks(NamedTuple):
     """By method of `Observer`: those of all observers that have one of their own."""
 
-    call: tuple[Callable[[str], None], ...]
+    enter: tuple[Callable[[str], None], ...]
     begin_program: tuple[Callable[[Program, TrainState], None], ...]
     timed: tuple[Callable[[Sequence[Unit]], Sequence[Unit]], ...]
     begin: tuple[Callable[[str, float], None], ...]

@@ -1,152 +1,27 @@
-"""What `fit` calls and asks: metrics, callbacks of the user, progress lines, the log (metrics.csv, metrics.jsonl,
-TensorBoard's events and the messages, in one folder, by rank 0), and what ends a run early."""
+"""What `fit` calls and asks: metrics, callbacks, and what ends a run early."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import logging
-import math
-import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
-from importlib.util import find_spec
-from os import PathLike
-from time import perf_counter
 from types import SimpleNamespace, TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.random import Random
-from fsdpx.core.base import safe_files
-from fsdpx.core.base.messages import LOGGER, line, on_terminal, say
-from fsdpx.core.checkpoint.atomic_commit import hold
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.batch import array_of
 from fsdpx.core.trainer.call_runner import TrainerHost
 from fsdpx.core.trainer.fit_checkpoints import History
-from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, install_hint
-from fsdpx.ext.observe.folder import rows_of
+from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.nn.layer import Env
 from fsdpx.nn.losses import Loss
 
-__all__ = ["EVENTS", "Events", "Limits", "Log", "Metric", "Metrics", "ProgressBar", "Rate", "on_host"]
-
-LOCK = ".lock"
-STEP = ("loss", "learning_rate", "gradient_norm", "rate")
-
-
-class Log:
-    """A callback of `fit`: a row after each step, and one after each validation. A run that goes on from a checkpoint
-    keeps the rows up to it; any other run starts new files."""
-
-    def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
-        """tensorboard: True: its events are wanted, ConfigError without the package; None: if it is installed."""
-        self.folder, self._tensorboard = safe_files.home(folder), tensorboard
-        if tensorboard and find_spec("tensorboardX") is None:
-            raise ConfigError(
-                f"fit(tensorboard=True): TensorBoard's events need tensorboardX: {install_hint('tensorboard')}"
-            )
-        own = ("step", "epoch", *STEP, "validation_loss")
-        if taken := [name for name in metrics if name in own]:
-            raise ConfigError(
-                f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
-            )
-        self._columns = (*own, *metrics)
-        self._lock: int | None = None  # on rank 0: holds off other jobs
-        self._rate = Rate()
-        self._files: tuple[TextIO, ...] | None = None
-        self._board: Any = None  # of tensorboardX
-        self._text_log: logging.StreamHandler[TextIO] | None = None
-
-    def on_train_begin(self, trainer: Any, history: History) -> None:
-        try:
-            trainer.host.alone(f"log {self.folder}", lambda: self._begin(history.before))
-        except CheckpointError as error:
-            raise ConfigError(f"fit(log=...): {error}") from error
-        if trainer.host.rank == 0:
-            self._open(trainer, history)
-
-    def on_step_end(self, trainer: Any, history: History) -> None:
-        values = (history.losses[-1], trainer.inspect.last.rate, trainer.inspect.last.norm, self._rate.of(history))
-        self._write(trainer, history, dict(zip(STEP, values, strict=True)))
-
-    def on_validation_end(self, trainer: Any, history: History) -> None:
-        metrics = {name: pairs[-1][1] for name, pairs in history.metrics.items()}
-        self._write(trainer, history, {"validation_loss": history.validation[-1][1], **metrics})
-
-    def on_train_end(self, trainer: Any, history: History) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:  # first: closing a file may fail
-            (self.folder / LOCK).unlink(missing_ok=True)
-            os.close(lock)
-        for file in self._files or ():
-            file.close()
-        if self._text_log is not None:
-            LOGGER.removeHandler(self._text_log)
-            self._text_log.close()
-            self._text_log.stream.close()
-        if self._board is not None:
-            self._board.close()
-
-    def _begin(self, before: int) -> None:
-        """The files with the rows that stay."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self.folder / LOCK, f"{self.folder}: another job is writing its log there")
-        table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
-        found = rows_of(lines) if before and lines.exists() else ()
-        rows = [row for row in found if row.get("step", before + 1) <= before]
-        safe_files.write(lines, "".join(json.dumps(row) + "\n" for row in rows), safe_files.READABLE)
-        writer = csv.DictWriter(out := io.StringIO(newline=""), self._columns, restval="", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-        safe_files.write(table, out.getvalue(), safe_files.READABLE)
-        if not before:
-            safe_files.write(self.folder / "log.txt", "", safe_files.READABLE)
-
-    def _open(self, trainer: Any, history: History) -> None:
-        """On the rank that writes; in elastic training it may be another one later."""
-        with ExitStack() as opened:
-            table, lines, text = (
-                opened.enter_context(os.fdopen(safe_files.append(self.folder / name), "a", 1, newline=newline))
-                for name, newline in (("metrics.csv", ""), ("metrics.jsonl", ""), ("log.txt", None))
-            )
-            opened.pop_all()
-        self._files, self._text_log = (table, lines), logging.StreamHandler(text)
-        self._text_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        LOGGER.addHandler(self._text_log)
-        if self._tensorboard is False:
-            return
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
-            say(trainer.host, f"log {self.folder}: {also}")
-        else:
-            unguessed = f".{secrets.token_hex(8)}"  # it follows a link that has the name of its file
-            self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
-
-    def _write(self, trainer: Any, history: History, values: dict[str, float]) -> None:
-        if trainer.host.rank > 0:
-            return
-        if self._files is None:
-            self._open(trainer, history)
-        assert self._files is not None
-        values = {name: value for name, value in values.items() if math.isfinite(value)}
-        row = {"step": history.steps, "epoch": history.epochs + 1, **values}
-        csv.DictWriter(self._files[0], self._columns, restval="").writerow(row)
-        self._files[1].write(json.dumps(row) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, history.steps)
-
+__all__ = ["EVENTS", "Events", "Limits", "Metric", "Metrics", "on_host"]
 
 Metric = Callable[[Any, Any], Any] | Loss
 """(output, target) of this rank's samples -> an array of values, of which the mean is taken; or (sum, count). Or a
@@ -342,99 +217,3 @@ class Limits:
 
     def _tired(self, history: History) -> bool:
         return self.patience is not None and history.since_best >= self.patience
-
-
-SECONDS = 5.0
-"""Seconds between two lines where there is no terminal."""
-REFRESH = 0.2
-"""Seconds between two updates of the bar."""
-
-
-class Rate:
-    """Samples (or other units) per second of training since the last call."""
-
-    def __init__(self) -> None:
-        self._seen, self._seconds = 0, 0.0
-
-    def of(self, history: History) -> float:
-        seen, seconds = history.seen - self._seen, history.seconds - self._seconds
-        self._seen, self._seconds = history.seen, history.seconds
-        return seen / max(seconds, 1e-9)
-
-
-class ProgressBar:
-    """A callback of `fit`. total: steps since the very start, if known. epochs: in all, if known."""
-
-    def __init__(self, unit: str, total: int | None, epochs: int | None, history: History) -> None:
-        self.unit, self.total, self.epochs = unit, total, epochs
-        self._rate, self._shown, self._first = Rate(), 0.0, history.before + 1
-        self._start = perf_counter()
-        self._bar: Any = None  # of rich, on a terminal
-
-    def on_step_end(self, trainer: Any, history: History) -> None:
-        now, wait = perf_counter(), REFRESH if self._bar else SECONDS
-        done = history.steps in (self._first, self.total)
-        if trainer.host.rank > 0 or (now - self._shown < wait and not done):  # rank 0 may be another one than before
-            return
-        self._shown = now
-        if self._bar is None and on_terminal():
-            self._bar = _bar(self.total, history.before)
-        if self._bar is None:
-            line(f"{self._place(history)}  {self._values(trainer, history)}{self._left(history)}")
-        else:
-            values = self._values(trainer, history)
-            self._bar.update(0, completed=history.steps, epoch=self._epoch(history), values=values)
-            self._bar.refresh()
-
-    def on_validation_end(self, trainer: Any, history: History) -> None:
-        if trainer.host.rank == 0:
-            found = {"validation loss": history.validation, **history.metrics}
-            shown = [f"{name} {pairs[-1][1]:.4f}" for name, pairs in found.items() if pairs]
-            line("  ".join([self._place(history), *shown]))
-
-    def on_save(self, trainer: Any, history: History) -> None:
-        if trainer.host.rank == 0:
-            best = ", the best so far" if history.best_step == history.steps else ""
-            line(f"{self._place(history)}  saved {history.checkpoint}{best}")
-
-    def on_train_end(self, trainer: Any, history: History) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _place(self, history: History) -> str:
-        return f"{self._epoch(history)}  step {history.steps}" + (f"/{self.total}" if self.total else "")
-
-    def _epoch(self, history: History) -> str:
-        number = history.epochs + 1
-        return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
-
-    def _values(self, trainer: Any, history: History) -> str:
-        """Loss, rate, learning rate and gradient norm, as far as they are known; the first step's rate means
-        nothing."""
-        last, rate = trainer.inspect.last, self._rate.of(history)
-        words = [f"loss {history.losses[-1]:.4f}"]
-        words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []
-        words += [f"lr {last.rate:.3g}"]
-        words += [] if math.isnan(last.norm) else [f"norm {last.norm:.3g}"]
-        return "  ".join(words)
-
-    def _left(self, history: History) -> str:
-        here = len(history.losses)
-        if self.total is None or here < 2:
-            return ""
-        seconds = (perf_counter() - self._start) / here * (self.total - history.steps)
-        return f"  {timedelta(seconds=round(seconds))} left"
-
-
-def _bar(total: int | None, done: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.fields[epoch]}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-        TextColumn("{task.fields[values]}"), TimeRemainingColumn(compact=True),
-    )  # fmt: skip
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-    bar.add_task("", total=total, completed=done, epoch="", values="")
-    bar.start()
-    return bar

@@ -21,24 +21,23 @@ from fsdpx.core.comm.default_communicator import uses, with_arguments
 from fsdpx.core.comm.init import adopt, carrier_of, resilient
 from fsdpx.core.comm.init import world as open_world
 from fsdpx.core.comm.mesh import Mesh
+from fsdpx.core.comm.watched import note, unwatch, watch_axes
 from fsdpx.core.compression import Choice
+from fsdpx.core.engine.engine import Engine
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.batch import begin, share_errors
 from fsdpx.core.trainer.call_runner import FixedRanks
-from fsdpx.core.trainer.fit import made
 from fsdpx.core.trainer.functional import default
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.option_rules import ELASTIC, Beside, demand_together
+from fsdpx.core.trainer.out_of_memory import make_session
 from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.gpu.devices import DeviceMap
-from fsdpx.ext.observe.record import Recorder
-from fsdpx.ext.observe.trace import Tracer
-from fsdpx.ext.watch.watchdog import note, unwatch, watch_axes
 
 __all__ = ["OPTIONS", "distribute"]
 
@@ -175,15 +174,20 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     device = recipe.machinery.device
     if device != "shape":
         broadcast_given_values(recipe.training.model, world)
-    session = made(recipe, world, watch=watch_axes)
-    trace = recipe.machinery.traced()
-    if trace is not None and not session.place.imaginary:
-        Tracer(session.engine, trace)
-    if (wanted := environment.recorded()) is not None and not session.place.imaginary:
-        Recorder(session.engine, wanted[1], wanted[0])
+    session = make_session(recipe, world, watch=watch_axes)
+    if not session.place.imaginary:
+        _observe(session.engine, recipe.machinery)
     if device != "shape":
         release_given_values(recipe.training.model, world)
     return _hooked(Trainer(FixedRanks(session)), world)
+
+
+def _observe(engine: Engine, machinery: Machinery) -> None:
+    """Add the observers that were asked for. Collective."""
+    if (trace := machinery.traced()) is not None:
+        load_extension("observer", "trace")(engine, trace)
+    if (wanted := environment.recorded()) is not None:
+        load_extension("observer", "values")(engine, wanted[1], wanted[0])
 
 
 def _hooked(trainer: Trainer, world: Any) -> Trainer:

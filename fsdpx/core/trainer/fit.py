@@ -1,4 +1,4 @@
-"""`fit`: its settings, what fits into memory, and the loop over epochs."""
+"""`fit`: its arguments, and the loop over epochs."""
 
 from __future__ import annotations
 
@@ -9,170 +9,23 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from time import perf_counter
-from traceback import clear_frames
-from typing import Any, Literal
-from zlib import crc32
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
-
-from fsdpx.core.array.arena import give_back
-from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import Meter, metered
 from fsdpx.core.base.arguments import demand_arguments
 from fsdpx.core.base.config import python_number
+from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
-from fsdpx.core.base.messages import bytes_text, say, table
-from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
-from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.desync_check import grouped
-from fsdpx.core.comm.init import carrier_of, node_of
-from fsdpx.core.state.footprint import memory_limits
-from fsdpx.core.state.step_inputs import Feed
-from fsdpx.core.state.train_state import TrainState
-from fsdpx.core.state.tuning import Tuning
-from fsdpx.core.trainer.assemble import session_of
+from fsdpx.core.base.messages import say
+from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.call_runner import TrainerHost, checked_together
-from fsdpx.core.trainer.callbacks import EPOCHS, Events, Limits, Log, Metric, Metrics, ProgressBar
+from fsdpx.core.trainer.callbacks import EPOCHS, Events, Limits, Metric, Metrics
 from fsdpx.core.trainer.fit_checkpoints import Checkpoints, History, Saves
-from fsdpx.core.trainer.recipe import NoOptimizer, Recipe, demand
-from fsdpx.core.trainer.report import METRICS, Watched, routes
-from fsdpx.core.trainer.session import Session
-from fsdpx.data.dataset import digest_of_first
-from fsdpx.data.loader import DataLoader
-from fsdpx.errors import ConfigError, DataError, FsdpxError, NumericsError, OutOfMemory, warn
-from fsdpx.ext.watch.preempt import Preemption
+from fsdpx.core.trainer.loader_shares import SharingLoader, demand_shares
+from fsdpx.core.trainer.recipe import demand
+from fsdpx.errors import ConfigError, DataError, NumericsError
+from fsdpx.nn.tensor_plan import paths
 
-__all__ = ["ENOUGH", "cheaper", "fit", "made", "passing", "remedies"]
-
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-"""From most memory to least."""
-
-NOT_KNOWN = -(2**62)
-"""Below all numbers that ranks compare."""
-
-ENOUGH = 0.99
-"""A choice that leaves more than this of the bytes is none."""
-
-
-def made(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """The `session_of` a recipe, which says what to do when memory is too small, then and later."""
-    try:
-        session = session_of(recipe, world, tuning, **options)
-    except MemoryError as error:
-        raise _short(recipe, world, None, error, None) from error
-
-    session.short = partial(_short, recipe, world, session)
-    return session
-
-
-def remedies(now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0) -> str:
-    """Choices that take less memory, each with those before that helped, up to the first that fits: a table.
-
-    now: those of the plan, of which `strategy`, `recompute`, `microbatches` and `precision` are looked at. count: the
-    bytes of the plan with these choices instead. limit: what fits. rows: samples of a rank, 0 if they are not known."""
-    changed, least = dict[str, Any](), count({})
-    lines: list[tuple[str, ...]] = [("what would take less", "bytes", "")]
-    for name, value in cheaper(now, rows):
-        try:
-            nbytes = count({**changed, name: value})
-        except FsdpxError:  # not a choice for this model and these ranks
-            continue
-        if nbytes < ENOUGH * least:
-            changed, least = {**changed, name: value}, nbytes
-            fits = limit is not None and nbytes <= limit
-            words = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-            lines.append((words, bytes_text(nbytes), "fits" * fits))
-            if fits:
-                return table(lines)
-    more = "take more ranks, a smaller model or batch, or offload=fsdpx.Offload(...)"
-    found = [table(lines)] if len(lines) > 1 else []
-    return "\n".join([*found, f"none of the choices that fsdpx knows fits: {more}" if limit is not None else more])
-
-
-def cheaper(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
-    """Options that may take less memory than those of now, of which several may have one name."""
-    strategy = now.get("strategy")
-    strategies = STRATEGIES if strategy in STRATEGIES else ("hybrid", "fsdp") if strategy == "hybrid" else (strategy,)
-    yield from (("strategy", name) for name in strategies[strategies.index(strategy) + 1 :])
-    if now.get("recompute") is None:
-        yield "recompute", "all"
-    pieces = (now.get("microbatches") or 1) * 2
-    while pieces <= rows:
-        yield "microbatches", pieces
-        pieces *= 2
-    if now.get("precision") in (None, "float32"):
-        yield from (("precision", name) for name in ("bf16", "bf16-true"))
-
-
-def passing(state: TrainState, meter: Meter) -> int:
-    """Most bytes of arrays without data that were alive beside those of the arena, which stay."""
-    slab = [] if state.arena.slab is None else [state.arena.slab]
-    buffers = (*state.arena.kept.values(), *state.ledger.arrays.values(), *slab)
-    return meter.peak - sum({id(buffer.root): buffer.root.nbytes for buffer in buffers}.values())
-
-
-def _short(
-    recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: Feed | None
-) -> OutOfMemory:
-    """The error that says all that. session: if there is one already. feed: of the step in which it happened."""
-    clear_frames(error.__traceback__)  # they hold what the plan has got so far
-    give_back()
-    node, held = node_of(world), 0 if session is None else sum(session.state.nbytes().values())
-    here = len(node.machine) if node is not None else world.size if carrier_of(world) is None else 1
-    there, most = memory_limits(held, here)
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    head = f"rank {world.rank} of {world.size} has too little memory: {error}{notes}"
-    fake: Communicator = FakeCommunicator(world.rank, world.size)
-    if node is not None:
-        hosts = {rank: number for number, ranks in enumerate(node.machines) for rank in ranks}
-        fake = FakeNode(world.rank, [hosts[rank] for rank in range(world.size)])
-    try:
-        text = _counted(recipe, fake, feed, most)
-    except Exception as problem:  # beside what has happened it is a detail
-        text = f"what would fit could not be counted: {problem!r}"
-    return OutOfMemory(f"{head}\n\nmemory that there is: {there}\n\n{text}")
-
-
-def _counted(recipe: Recipe, fake: Communicator, feed: Feed | None, most: int | None) -> str:
-    """The plan by kind, and remedies."""
-    bare, batch = recipe.without_data(), _shapes(feed)
-    plan = _planned(bare, fake, batch)
-    lines = [("plan of this rank", "bytes"), *((kind, bytes_text(n)) for kind, n in sorted(plan.items()))]
-    lines += [("in all", bytes_text(sum(plan.values())))]
-
-    def count(changes: dict[str, Any]) -> int:
-        return sum(_planned(bare.changed(changes), fake, batch).values())
-
-    now = {**vars(bare.training), **vars(bare.distribution), **vars(bare.machinery)}
-    return f"{table(lines)}\n\n{remedies(now, count, most, 0 if batch is None else len(batch[1]))}"
-
-
-def _planned(recipe: Recipe, fake: Communicator, batch: tuple[Any, Any] | None) -> dict[str, int]:
-    """Bytes by kind: of a step on a batch, else of what a rank holds between and during steps of any batch."""
-    with metered() as meter:
-        session = session_of(recipe, fake, initial=False)
-        state = session.state
-        if batch is not None:
-            feed = session.feed(*batch, "step", training=True)
-            meter.peak = meter.live  # checking the batch made shapes, too
-            session.run("step", feed)
-            parts = sum(row.nbytes for row in state.ledger if row.passing)  # lie where activations were
-            return {**state.nbytes(), "activations": max(passing(state, meter) - parts, 0)}
-        pieces = session.place.accumulation.microbatches(session.microbatches)
-        kind = "predict" if isinstance(session.place.optimizer, NoOptimizer) else "step"
-        state.arena.lend(session.engine.prepare(session.request(kind, pieces)).workspace.plan)
-        return state.nbytes()
-
-
-def _shapes(feed: Feed | None) -> tuple[Any, Any] | None:
-    """The batch of a step, without its data; None if it is not known."""
-    found = [] if feed is None else [batch for batch in feed.batch if batch is not None]
-    if not found or found[0].target is None:
-        return None
-    rows, one = sum(len(batch.target) for batch in found), found[0]
-    *inputs, target = (ShapeArray((rows, *a.shape[1:]), a.dtype) for a in (*one.inputs, one.target))
-    return tuple(inputs) if len(inputs) > 1 else inputs[0], target
-
+__all__ = ["fit"]
 
 _END = object()  # a loader may give None, which is an error and no end
 
@@ -182,6 +35,18 @@ KINDS_ALONE = (
     "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit",
 )  # fmt: skip
 """Arguments of `fit` of which nothing but the kind is checked."""
+
+
+@runtime_checkable
+class Stopping(Protocol):
+    """What ends a run between two steps when something asks for it, as `fsdpx.Preemption`."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+    def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
+        """Between two steps, on all ranks: go on, or call `also` and raise what ends the run. Collective."""
 
 
 @partial(checked_together, hints=False)
@@ -204,7 +69,7 @@ def fit(
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
     checkpoints: Checkpoints | str | PathLike[str] | None = None,
-    preempt: Preemption | Literal[False] | None = None,
+    preempt: Stopping | Literal[False] | None = None,
 ) -> History:
     """Train on (x, y) batches. Collective.
 
@@ -237,20 +102,24 @@ def fit(
     limits, saved = _check_arguments(host, locals())
     asked = preempt or None
     if preempt is None and checkpoints is not None:
-        asked = Preemption(signals=(*STOP_SIGNALS, "INT"))  # Ctrl-C loses nothing either
-    _demand_shares(host, loader, validation)
+        react = load_extension("fit", "preemption")
+        asked = react(signals=(*STOP_SIGNALS, "INT"))  # Ctrl-C loses nothing either
+    demand_shares(host, loader, validation)
     history = History()
     best = patience is not None if restore_best is None else restore_best
     saves = Saves(trainer, loader, saved, history, best)
-    listeners = [
-        *([ProgressBar(unit, _total(loader, limits), limits.epochs, history)] if progress else []),
-        *([] if log is None else [Log(log, (*(metrics or ()), *(METRICS if routes(host.place) else ())), tensorboard)]),
-    ]
+    routing = load_extension("fit", "routing")() if _has_experts(host.place) else None
+    listeners = []
+    if progress:
+        listeners.append(load_extension("fit", "progress")(unit, _total(loader, limits), limits.epochs, history))
+    if log is not None:
+        columns = (*(metrics or ()), *(() if routing is None else routing.metrics))
+        listeners.append(load_extension("fit", "log")(log, columns, tensorboard))
     with host.share_errors("fit"):
         events = Events(trainer, history, listeners, callbacks)
     loop = _Loop(
         trainer, loader, limits, history, saves,
-        _Validation(trainer, validation, loader, metrics or {}, history, Watched()),
+        _Validation(trainer, validation, loader, metrics or {}, history, routing),
         events, count or _samples, asked,
     )  # fmt: skip
     with asked or nullcontext():
@@ -270,7 +139,7 @@ def _check_arguments(host: TrainerHost, given: Mapping[str, Any]) -> tuple[Limit
         if not isinstance(loader, Iterable) or getattr(loader, "shape", None) == ():
             raise ConfigError(f"fit: a loader of (x, y) batches is needed, such as data.DataLoader, not {loader!r}")
         saved, preempt = None if checkpoints is None else Checkpoints.of(checkpoints), given["preempt"]
-        if not (preempt is None or preempt is False or isinstance(preempt, Preemption)):
+        if not (preempt is None or preempt is False or isinstance(preempt, Stopping)):
             raise ConfigError(f"fit(preempt={preempt!r}): fsdpx.Preemption(...), or False, is needed")
     said = {name: "None" if given[name] is None else "given" for name in ("validation", "log", "checkpoints")}
     numbers = {name: getattr(limits, name) for name in NUMBERS}
@@ -288,7 +157,7 @@ class _Loop:
     validation: _Validation
     events: Events
     count: Callable[[Any], int]
-    preempt: Preemption | None
+    preempt: Stopping | None
 
     def run(self) -> History:
         history, saves, limits = self.history, self.saves, self.limits
@@ -380,7 +249,7 @@ class _Validation:
     training: Any
     metrics: Mapping[str, Metric]
     history: History
-    watched: Watched
+    routing: Any
 
     def run(self) -> bool:
         """The mean of the batches' mean losses, each weighed by its weight, and metrics, those of experts too; False if
@@ -389,7 +258,7 @@ class _Validation:
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
         losses, weights = [], []
-        same = self.batches is self.training and isinstance(self.batches, DataLoader)
+        same = self.batches is self.training and isinstance(self.batches, SharingLoader)
         batches = self.batches.aside() if same else self.batches
         for batch in batches:
             with self.trainer.host.share_errors("evaluate"):
@@ -403,8 +272,8 @@ class _Validation:
         value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)
         history.validation.append((history.steps, value))
         found = metrics.mean(self.trainer.host.data) if self.metrics else {}
-        if routes(self.trainer.host.place):
-            found |= self.watched.since(self.trainer.inspect.routing())
+        if self.routing is not None:
+            found |= self.routing.since(self.trainer.inspect.routing())
         for name, mean in found.items():
             history.metrics.setdefault(name, []).append((history.steps, mean))
         return True
@@ -419,86 +288,9 @@ def _pair(which: str, batch: Any) -> Any:
     return batch
 
 
-def _demand_shares(host: TrainerHost, *loaders: Any) -> None:
-    """An error on all ranks if a DataLoader cuts batches for other ranks than the trainer's, or if datasets that are
-    cut differ in length; a warning if they have the same length and begin with other samples. Collective."""
-    place = host.data.rank, host.data.size
-    compared = host.world.size > 1 and host.place.field is None  # parts of a field differ
-    samplers = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
-    wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
-    rows = [1 + host.rank if wrong else 0, max(wrong, default=0)]
-    for loader in loaders:
-        rows += _span(_amount(loader, place[1])) + _span(_digest(loader) if compared else None)
-        rows += _span(_order(loader, place[1]))
-    rank, size, *spans = host.most(np.array(rows, np.int64), "fit").tolist()
-    if rank:
-        raise ConfigError(
-            f"fit: the DataLoader of rank {rank - 1} shares each batch among {size} ranks, which are not the "
-            f"{place[1]} data ranks of the trainer: DataLoader(..., comm=trainer.data)"
-        )
-    for sampler in samplers:
-        sampler.uneven = sampler.presharded and place[1] > 1
-    for i, loader in enumerate(loaders):
-        high, low, last, first, one, other = spans[6 * i : 6 * i + 6]
-        if high + low > 0:
-            _refuse_lengths(host, loader)
-        if one + other > 0:
-            raise ConfigError(
-                "fit: the DataLoaders of the ranks take samples in different orders: batch_size, shuffle, seed, "
-                "drop_last and chunks must be the same on all ranks"
-            )
-        if last + first > 0:
-            _warn_of_first(host, loader)
-
-
-def _span(value: int | None) -> list[int]:
-    """What `most` finds the largest value of all ranks from, and the smallest, negated. None: not known here."""
-    return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
-
-
-def _amount(loader: Any, size: int) -> int | None:
-    """Twice what must be the same on all ranks: the samples of a dataset that is cut, or the batches of one that each
-    rank has cut, and then 1 more."""
-    if not isinstance(loader, DataLoader):
-        return None
-    return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
-
-
-def _digest(loader: Any) -> int | None:
-    """The digest of the first sample of a dataset that is cut, if it is known."""
-    return digest_of_first(loader.dataset) if isinstance(loader, DataLoader) and not loader.sampler.presharded else None
-
-
-def _order(loader: Any, size: int) -> int | None:
-    """What tells orders of samples apart that must be the same on all ranks."""
-    if not isinstance(loader, DataLoader) or (loader.sampler.presharded and size > 1):
-        return None
-    s = loader.sampler
-    return crc32(repr((s.batch, s.shuffle, s.seed, s.drop_last, s.chunks)).encode())
-
-
-def _refuse_lengths(host: TrainerHost, loader: Any) -> None:
-    """DataError that says what each rank has. Collective."""
-    everyone = np.zeros(host.world.size, np.int64)
-    everyone[host.rank] = _amount(loader, host.data.size) or 0
-    found = host.most(everyone, "fit").tolist()
-    words = {r: f"{n // 2} {'batches of its own' if n % 2 else 'samples'}" for r, n in enumerate(found) if n}
-    raise DataError(
-        f"fit: the datasets of the ranks differ in length: {grouped(words)}. DataLoader(comm=trainer.data) takes the "
-        "whole dataset on every rank and cuts it; where each rank has its own part already, DataLoader(dataset, "
-        "samples of this rank, rank=0, size=1) takes that as it is, and must give as many batches on every rank"
-    )
-
-
-def _warn_of_first(host: TrainerHost, loader: Any) -> None:
-    """Warn on rank 0, unless a sample differs each time that it is read. Collective."""
-    changes = _digest(loader) != _digest(loader)
-    if not host.most(np.array([int(changes)]), "fit")[0] and host.rank == 0:
-        warn(
-            f"fsdpx: the datasets of the ranks have {len(loader.dataset)} samples each and differ in the first one, "
-            "and each rank trains on its share of its own dataset alone: give all ranks the same dataset, or, where "
-            "each has its own part already, say DataLoader(dataset, samples of this rank, rank=0, size=1)",
-        )
+def _has_experts(place: Placement) -> bool:
+    """Whether layers deal positions out to parts of them, which `trainer.inspect.routing` tells of."""
+    return any(layer.routes for node in place.model.nodes for _, layer in paths(node.layer))
 
 
 def _total(loader: Any, limits: Limits) -> int | None:

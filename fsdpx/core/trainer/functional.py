@@ -22,9 +22,9 @@ from fsdpx.core.comm.desync_check import Guarded
 from fsdpx.core.comm.init import carrier_of, node_of, world
 from fsdpx.core.comm.message_backend import Carrier
 from fsdpx.core.comm.reduction import fold, kind_of, objection
+from fsdpx.core.comm.watched import note, unwatch, watch
 from fsdpx.core.trainer.batch import begin
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
-from fsdpx.ext.watch.watchdog import note, unwatch, watch
 
 __all__ = [
     "Future", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "default", "finalize", "gather", "init",

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.call_runner import EVERY, KEEPS, LastUpdate, TrainerHost
-from fsdpx.core.trainer.report import Routing, Summary, report, routing_of, together
-from fsdpx.ext.observe.measure import Measured, measure
 from fsdpx.optim import rate
 from fsdpx.optim.optimizer import inside
 
@@ -78,31 +77,19 @@ class Inspection:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
-    def summary(self) -> Summary:
+    def summary(self) -> Any:
         """The reports of all ranks, with the same numbers: time by verb over ranks, bandwidth, overlap, imbalance, and
-        memory at its most beside the plan. Printed, a table. Collective."""
+        memory at its most beside the plan, as a `Summary`. Printed, a table. Collective."""
+        return self._host.run(EVERY, "summary", lambda: load_extension("trainer", "summary")(self._host))
 
-        def of_all() -> Summary:
-            host = self._host
-            host.begin("summary")
-            mine = report(self.engine, host.session.round).measured()
-            return Summary(tuple(host.world.all_gather_plain(mine)))
+    def routing(self) -> dict[str, Any]:
+        """How the load of experts was in training, a `Routing` by the path of their layer, over all ranks since the
+        last `reset`. Collective."""
+        return self._host.run(EVERY, "routing", lambda: load_extension("trainer", "routing")(self._host))
 
-        return self._host.run(EVERY, "summary", of_all)
-
-    def routing(self) -> dict[str, Routing]:
-        """How the load of experts was in training, by the path of their layer, over all ranks since the last `reset`.
-        Collective."""
-
-        def of_all() -> dict[str, Routing]:
-            self._host.begin("routing")
-            tallies = routing_of(self.placement.axes.counters.tallies)
-            return together(self._host.world.all_gather_plain(tallies))
-
-        return self._host.run(EVERY, "routing", of_all)
-
-    def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
+    def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
         """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.ext.observe.measure`."""
+        measure = load_extension("trainer", "measure")
         return self._host.run(KEEPS, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps))
 
     def save_trace(self) -> None:

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any, NoReturn
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.config import Precision, Sharding, byte_count, python_fields
+from fsdpx.core.base.config import Precision, Sharding, Trace, byte_count, python_fields
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.core.comm.mesh import Mesh
@@ -24,7 +24,6 @@ from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_o
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.gpu.devices import DeviceMap
-from fsdpx.ext.observe.trace import Trace
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.optim.optimizer import inside

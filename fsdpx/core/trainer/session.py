@@ -89,8 +89,8 @@ class Session:
     def note(self, call: str) -> None:
         """This rank has come to `call`: others can read it in its flight record. Raises what a rank that met an error
         in `predict` has told this one."""
-        for tell in self.engine.hooks.call:
-            tell(call)
+        for enter in self.engine.hooks.enter:
+            enter(call)
         if self._settled is not None and call != "predict" and (error := self._settled.leave()) and call != "close":
             raise error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from fsdpx.core.base import hooks
+from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.name_hints import CALLS, demand_match, patterns_of
 from fsdpx.core.checkpoint.load import WeightsReport, load_weights
 from fsdpx.core.checkpoint.save import Choices
@@ -42,12 +43,9 @@ from fsdpx.core.trainer.gather_full import (
 )
 from fsdpx.core.trainer.inspect import Inspection
 from fsdpx.core.trainer.recipe import demand, lacks
-from fsdpx.core.trainer.report import Report, report
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.ext.fields.grid import Grid
-from fsdpx.models.generation.generate import generate
-from fsdpx.models.generation.texts import Sampling, Stream, is_one
 from fsdpx.nn.container import one_or_all
 from fsdpx.nn.gradient_accumulation import as_taken
 
@@ -250,7 +248,7 @@ class Trainer:
         repetition_penalty: float = 1.0,
         stop: int | Collection[int] = (),
         seed: int = 0,
-        stream: Stream | None = None,
+        stream: Callable[[int, int], object] | None = None,
         cache: bool = True,
     ) -> Any:
         """The tokens that go on after a prompt, or after each of several (docs: generation). Collective: all ranks
@@ -271,14 +269,9 @@ class Trainer:
         int64 array of new tokens, or a list of them if several prompts were given
         """
         self._host.demand_open("generate")
-        with self._host.share_errors("generate"):
-            sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-        several = not is_one(prompt)
-        with self._host.having("parameters"), self._session.aside():
-            found = generate(
-                self._session, prompt if several else [prompt], max_new_tokens, stop, sampling, stream, cache
-            )
-        return found if several else found[0]
+        sampling = temperature, top_k, top_p, repetition_penalty, seed
+        generate = load_extension("trainer", "generate")
+        return generate(self._host, prompt, max_new_tokens, stop, sampling, stream, cache)
 
     fit = fitting.fit
 
@@ -469,9 +462,10 @@ class Trainer:
         """Updates made so far."""
         return self._session.state.steps
 
-    def report(self) -> Report:
-        """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
-        return report(self._session.engine, self._session.round)
+    def report(self) -> Any:
+        """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`: a
+        `Report`."""
+        return load_extension("trainer", "report")(self._session.engine, self._session.round)
 
     def __enter__(self) -> Self:
         return self

@@ -16,17 +16,18 @@ from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator, Survivor
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.plain_codec import LIMIT, pack, unpack
+from fsdpx.core.comm.watched import watch
 from fsdpx.core.state.allocate import initialise
 from fsdpx.core.state.ledger import saved_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.tuning import Tuning
-from fsdpx.core.trainer.fit import made
+from fsdpx.core.trainer.out_of_memory import make_session
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
 from fsdpx.ext.elastic.copies import Copies, Generation
 from fsdpx.ext.elastic.reshard import Descriptor, describe, missing, recut, uncovered
-from fsdpx.ext.watch.watchdog import Watchdog, watch
+from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Assembler", "Assembly", "Member", "hear", "mesh_for", "seated", "tell"]
 
@@ -188,7 +189,8 @@ class Assembler:
         recipe, world = self.recipe.on(mesh), group
         if world is None:
             recipe, world, initial = recipe.without_data(), FakeCommunicator(0, mesh.size), True
-        session = made(recipe, world, self.tuning, initial=initial, commit=self.commit, watch=lambda axes: recorder)
+        options = {"initial": initial, "commit": self.commit, "watch": lambda axes: recorder}
+        session = make_session(recipe, world, self.tuning, **options)
         copies = Copies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)
         born = [one.born for one in everyone]
         return Assembly(control, born, training, group, session, copies, 0, watchdog)

@@ -19,6 +19,7 @@ from fsdpx.core.base.config import Elastic
 from fsdpx.core.base.safe_files import read
 from fsdpx.core.checkpoint.scalars import Scalars, scalars_of
 from fsdpx.core.comm.communicator import Survivor
+from fsdpx.core.comm.watched import unwatch
 from fsdpx.core.state.ledger import Key
 from fsdpx.core.state.tuning import tune_for
 from fsdpx.core.trainer.batch import different
@@ -27,7 +28,7 @@ from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, F
 from fsdpx.ext.elastic.assembly import Assembler, Assembly, Member, hear, mesh_for, tell
 from fsdpx.ext.elastic.copies import Generation
 from fsdpx.ext.elastic.reshard import let_go, live, moving
-from fsdpx.ext.watch.watchdog import Watchdog, unwatch
+from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Coordinator", "Recovery"]
 

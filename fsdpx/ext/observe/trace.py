@@ -6,12 +6,9 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
-from typing import Any
 
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.config import Trace
 from fsdpx.core.base.safe_files import home
 from fsdpx.core.base.safe_files import write as write_file
 from fsdpx.core.checkpoint.atomic_commit import together
@@ -23,35 +20,7 @@ from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, name_of, write
 from fsdpx.ext.observe.measure import machine_of, synchronise
 from fsdpx.ext.observe.recording import Recording, Turn
 
-__all__ = ["Trace", "Tracer"]
-
-
-@knowing
-@dataclass(frozen=True)
-class Trace:
-    """For `distribute(trace=Trace("runs/x/trace", steps=20))`.
-
-    Parameters
-    ----------
-    folder : for one file per rank, rank-00000.json.gz and so on
-    steps : how many of the last programs that train are kept and written; a step is one, so is an accumulation
-    """
-
-    folder: str | PathLike[str]
-    steps: int = 100
-
-    def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 1:
-            raise ConfigError(f"Trace(steps={self.steps!r}): a whole number, 1 or more")
-
-    @classmethod
-    def of(cls, given: Any) -> Trace:
-        """From the folder alone: the rest by default."""
-        if isinstance(given, str | PathLike):
-            return cls(given)
-        if not isinstance(given, cls):
-            raise ConfigError(f"trace={given!r}: a folder, or fsdpx.Trace(folder, steps=...)")
-        return given
+__all__ = ["Tracer"]
 
 
 class Tracer(Observer):

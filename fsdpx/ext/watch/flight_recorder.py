@@ -79,10 +79,10 @@ class FlightRecorder(Observer):
         clock = time.time() - time.perf_counter()
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, label(host, 64))
 
-    def call(self, name: str) -> None:
+    def enter(self, call: str) -> None:
         """A call that all ranks make begins."""
         self.calls += 1
-        kept, before = label(name, 56), self._before
+        kept, before = label(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
         self._before = kept
 

@@ -24,7 +24,6 @@ from fsdpx.core.base.messages import last_words
 from fsdpx.core.comm.calls import frames_of, waits
 from fsdpx.core.comm.communicator import unwrapped
 from fsdpx.core.comm.desync_check import grouped
-from fsdpx.core.comm.mesh import Axes
 from fsdpx.core.comm.mpi.start import clear
 from fsdpx.ext.watch import report
 from fsdpx.ext.watch.flight_recorder import LENGTH, FlightRecord, FlightRecorder, log, read, read_all
@@ -44,7 +43,7 @@ from fsdpx.ext.watch.rank_exits import (
 )
 from fsdpx.ext.watch.report import HUNG
 
-__all__ = ["HUNG", "Watchdog", "note", "unwatch", "watch", "watch_axes"]
+__all__ = ["HUNG", "Watchdog", "watch"]
 
 PATIENCE = 10.0
 """While a watchdog watches and other ranks move, a single wait may last this many times the timeout."""
@@ -58,19 +57,14 @@ _PREFIX = "fsdpx-flight-"
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
-_watchdogs: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
-
 
 def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = True) -> Watchdog | None:
-    """The watchdog of this rank on `comm`, begun with the first call. Collective.
+    """The watchdog of this rank on `comm`, begun with the first call; None where its record cannot be made. Collective.
 
-    None for a single rank, for thread ranks, which find missing ranks themselves, and with FSDPX_WATCH=0. also:
-    communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may then
-    last PATIENCE times as long, for a rank that waits is not stuck while others move, if patient."""
+    also: communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may
+    then last PATIENCE times as long, for a rank that waits is not stuck while others move, if patient."""
     base = unwrapped(comm)
-    if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
-        return None
-    watchdog = _watchdogs.get(base)
+    watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
     mine = (token, platform.node(), str(environment.read().run or ""))
     tokens, hosts, runs = zip(*base.all_gather_plain(mine), strict=True)  # always: all ranks do the same
@@ -78,7 +72,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
             number = list(dict.fromkeys(hosts)).index(hosts[base.rank])
-            watchdog = _watchdogs[base] = Watchdog(base, _folder(tokens[0], runs[here[0]]), timeout, here, number)
+            watchdog = base.watched_by = Watchdog(base, _folder(tokens[0], runs[here[0]]), timeout, here, number)
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
     base.all_gather_plain(None)  # a rank that ended before others had records would pass for the last one
@@ -87,30 +81,6 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
     for one in (comm, *also) if patient else ():
         if hasattr(one := unwrapped(one), "wait_up_to"):  # an axis of one rank never waits
             one.wait_up_to(watchdog.timeout * PATIENCE)
-    return watchdog
-
-
-def watch_axes(axes: Axes, timeout: float | None = None) -> FlightRecorder | None:
-    """Watch all communicators of a mesh; the record that the engine of this rank keeps, or None. Collective."""
-    watchdog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor, timeout=timeout)
-    return None if watchdog is None else watchdog.record
-
-
-def note(comm: Any, call: str) -> None:
-    """This rank has come to `call`, which all ranks of `comm` make: said in its record, if it has one already."""
-    watchdog = _watchdogs.get(unwrapped(comm))
-    if watchdog is not None:
-        watchdog.record.call(call)
-
-
-def unwatch(comm: Any) -> Watchdog | None:
-    """Let go of `comm`, which is given up: no rank waits there any more. Its watchdog can still `bury` ranks that died
-    before they had let go themselves."""
-    comm = unwrapped(comm)
-    watchdog = _watchdogs.pop(comm, None)
-    if watchdog is not None:
-        watchdog.stop()
-        watchdog.bury(comm.lost() if hasattr(comm, "lost") else ())
     return watchdog
 
 
@@ -140,6 +110,11 @@ class Watchdog:
         weak, outlived = self._comm, getattr(comm, "survives", False)
         stays(self.record, self.rank, self._leave, None if outlived else lambda code: _end_all(weak(), code))
         threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True).start()
+
+    def let_go(self, comm: Any) -> None:
+        """No rank waits on this communicator any more. `bury` is still for ranks that died before they had let go."""
+        self.stop()
+        self.bury(comm.lost() if hasattr(comm, "lost") else ())
 
     def stop(self) -> None:
         """No rank waits for this one here any more: its record is removed."""

@@ -11,9 +11,10 @@ from fsdpx.core.array.namespace import to_host
 from fsdpx.core.comm.communicator import ReduceOp
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.batch import sum_of
+from fsdpx.core.trainer.call_runner import TrainerHost
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError
-from fsdpx.models.generation.texts import Sampling, Stream, TextLimits, checked, padded, window, write
+from fsdpx.models.generation.texts import Sampling, Stream, TextLimits, checked, is_one, padded, window, write
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.container import Container
 from fsdpx.nn.layer import Layer, dotted
@@ -22,6 +23,24 @@ __all__ = ["generate"]
 
 
 def generate(
+    host: TrainerHost,
+    prompt: Any,
+    max_new_tokens: int,
+    stop: int | Collection[int],
+    sampling: tuple[Any, ...],
+    stream: Stream | None,
+    cached: bool,
+) -> Any:
+    """What `Trainer.generate` returns, with its arguments; sampling: those of `Sampling`. Collective."""
+    with host.share_errors("generate"):
+        chosen = Sampling(*sampling)
+    prompts, session = [prompt] if is_one(prompt) else prompt, host.session
+    with host.having("parameters"), session.aside():
+        found = _generate(session, prompts, max_new_tokens, stop, chosen, stream, cached)
+    return found[0] if is_one(prompt) else found
+
+
+def _generate(
     session: Session,
     prompts: Sequence[Any],
     max_new_tokens: int,
@@ -30,7 +49,7 @@ def generate(
     stream: Stream | None,
     cached: bool,
 ) -> list[np.ndarray]:
-    """The new tokens of each prompt, on every rank. Collective; the arguments are those of `Trainer.generate`."""
+    """The new tokens of each prompt, on every rank. Collective."""
     place = session.place
     layers = [found for unit in place.layout.units for node in unit.nodes for found in _leaves(node.path, node.layer)]
     if cached:

@@ -1,11 +1,11 @@
-"""Reports: the summary of a model, bytes, memory and time of a trainer, and the load of experts."""
+"""Reports: bytes, memory and time of a trainer, and the summary of those of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isnan, log, nan
+from math import isnan, nan
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,110 +21,11 @@ from fsdpx.core.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.core.state.footprint import Footprint, peak_rss, reading
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import Tie
+from fsdpx.core.trainer.call_runner import TrainerHost
 from fsdpx.ext.observe.recording import LayerTime, recording_of
-from fsdpx.nn.tensor_plan import paths
+from fsdpx.ext.observe.routing import Routing, routing_of, routing_table, together
 
-__all__ = [
-    "METRICS", "Report", "Routing", "Summary", "Watched", "call_text", "peak_rss", "report", "routes", "routing_of",
-    "routing_table", "sizes_of", "together",
-]  # fmt: skip
-
-METRICS = ("expert_imbalance", "expert_dropped")
-"""The metrics of experts that `fit` records at validations."""
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How the positions of one layer were shared out among experts, in training steps since the last `reset`.
-
-    chosen: how often each expert was chosen, by this rank's positions or those of all ranks. computed: how many of
-    these choices experts have computed on each rank that has the layer."""
-
-    chosen: tuple[int, ...]
-    computed: tuple[int, ...]
-
-    @property
-    def imbalance(self) -> float:
-        """Choices of the expert that was chosen most, over their mean: 1 is even, the number of experts the worst."""
-        return max(self.chosen) / self._mean if self._mean else nan
-
-    @property
-    def entropy(self) -> float:
-        """The entropy of the load of experts, divided by the logarithm of their number: 0 if one expert is always
-        chosen, 1 if all are chosen alike."""
-        shares = [n / sum(self.chosen) for n in self.chosen if n]
-        return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
-
-    @property
-    def dropped(self) -> int:
-        """Choices that no expert has computed; of one rank of several, those that others computed count among them."""
-        return sum(self.chosen) - sum(self.computed)
-
-    @property
-    def busiest(self) -> float:
-        """Rows of the rank that computed most, over their mean."""
-        return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
-
-    def since(self, earlier: Routing | None) -> Routing:
-        """The counts added since `earlier`; all of them, if counting was restarted."""
-        if earlier is None or sum(earlier.chosen) > sum(self.chosen) or len(earlier.computed) != len(self.computed):
-            return self
-        pairs = (zip(self.chosen, earlier.chosen, strict=True), zip(self.computed, earlier.computed, strict=True))
-        return Routing(*(tuple(now - then for now, then in pair) for pair in pairs))
-
-    @property
-    def _mean(self) -> float:
-        return sum(self.chosen) / len(self.chosen)
-
-
-def routes(placement: Placement) -> bool:
-    """Whether the model has layers with experts."""
-    layers = (layer for node in placement.model.nodes for _, layer in paths(node.layer))
-    return any(layer.routes for layer in layers)
-
-
-def routing_of(tallies: Mapping[str, Sequence[int]]) -> dict[str, Routing]:
-    """By the path of a layer, from what layers counted on one rank: choices of each expert, and rows computed."""
-    return {path: Routing(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
-
-
-def together(ranks: Iterable[Mapping[str, Routing]]) -> dict[str, Routing]:
-    """The routing of each layer, with the counts of all ranks added up."""
-    found: dict[str, Routing] = {}
-    for each in ranks:
-        for path, one in each.items():
-            have = found.get(path, Routing((0,) * len(one.chosen), ()))
-            chosen = tuple(a + b for a, b in zip(have.chosen, one.chosen, strict=True))
-            found[path] = Routing(chosen, have.computed + one.computed)
-    return found
-
-
-class Watched:
-    """The load between one look and the next."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, Routing] = {}
-
-    def since(self, routing: Mapping[str, Routing]) -> dict[str, float]:
-        """`METRICS` of the steps since the last look: the largest imbalance of a layer, and all choices dropped."""
-        before, self._before = self._before, dict(routing)
-        new = [one.since(before.get(path)) for path, one in routing.items()]
-        values = max((one.imbalance for one in new), default=nan), float(sum(one.dropped for one in new))
-        return dict(zip(METRICS, values, strict=True))
-
-
-def routing_table(routing: Mapping[str, Routing], whole: bool) -> list[str]:
-    """A table, or nothing without experts. whole: of all ranks, so that choices and rows computed add up."""
-    if not routing:
-        return []
-    ends = ("dropped", "busiest rank/mean") if whole else ("computed here",)
-    rows: list[tuple[str, ...]] = [("experts of", "choices", "most", "least", "most/mean", "entropy", *ends)]
-    for path, one in routing.items():
-        end = (f"{one.dropped:,}", f"{one.busiest:.2f}") if whole else (f"{sum(one.computed):,}",)
-        shares = [f"{100 * n / max(sum(one.chosen), 1):.1f} %" for n in (max(one.chosen), min(one.chosen))]
-        rows.append((path, f"{sum(one.chosen):,}", *shares, f"{one.imbalance:.2f}", f"{one.entropy:.3f}", *end))
-    return [table(rows)]
-
+__all__ = ["Report", "Summary", "call_text", "report", "sizes_of", "summary"]
 
 NONE = Spent()
 MEANING = """\
@@ -426,6 +327,13 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         planned=place.options.planned,
         read_footprint=None if place.imaginary else reading(state),
     )
+
+
+def summary(host: TrainerHost) -> Summary:
+    """What `trainer.inspect.summary` returns. Collective."""
+    host.begin("summary")
+    mine = report(host.session.engine, host.session.round).measured()
+    return Summary(tuple(host.world.all_gather_plain(mine)))
 
 
 def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:

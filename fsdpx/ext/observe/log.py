@@ -1,0 +1,144 @@
+"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard's events and the messages, in one folder, by rank 0."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+import secrets
+from contextlib import ExitStack
+from importlib.util import find_spec
+from os import PathLike
+from typing import Any, TextIO
+
+from fsdpx.core.base import safe_files
+from fsdpx.core.base.messages import LOGGER, say
+from fsdpx.core.checkpoint.atomic_commit import hold
+from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.errors import CheckpointError, ConfigError, install_hint
+from fsdpx.ext.observe.folder import rows_of
+
+__all__ = ["Log", "Rate"]
+
+LOCK = ".lock"
+STEP = ("loss", "learning_rate", "gradient_norm", "rate")
+
+
+class Rate:
+    """Samples (or other units) per second of training since the last call."""
+
+    def __init__(self) -> None:
+        self._seen, self._seconds = 0, 0.0
+
+    def of(self, history: History) -> float:
+        seen, seconds = history.seen - self._seen, history.seconds - self._seconds
+        self._seen, self._seconds = history.seen, history.seconds
+        return seen / max(seconds, 1e-9)
+
+
+class Log:
+    """A callback of `fit`: a row after each step, and one after each validation. A run that goes on from a checkpoint
+    keeps the rows up to it; any other run starts new files."""
+
+    def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
+        """tensorboard: True: its events are wanted, ConfigError without the package; None: if it is installed."""
+        self.folder, self._tensorboard = safe_files.home(folder), tensorboard
+        if tensorboard and find_spec("tensorboardX") is None:
+            raise ConfigError(
+                f"fit(tensorboard=True): TensorBoard's events need tensorboardX: {install_hint('tensorboard')}"
+            )
+        own = ("step", "epoch", *STEP, "validation_loss")
+        if taken := [name for name in metrics if name in own]:
+            raise ConfigError(
+                f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
+            )
+        self._columns = (*own, *metrics)
+        self._lock: int | None = None  # on rank 0: holds off other jobs
+        self._rate = Rate()
+        self._files: tuple[TextIO, ...] | None = None
+        self._board: Any = None  # of tensorboardX
+        self._text_log: logging.StreamHandler[TextIO] | None = None
+
+    def on_train_begin(self, trainer: Any, history: History) -> None:
+        try:
+            trainer.host.alone(f"log {self.folder}", lambda: self._begin(history.before))
+        except CheckpointError as error:
+            raise ConfigError(f"fit(log=...): {error}") from error
+        if trainer.host.rank == 0:
+            self._open(trainer, history)
+
+    def on_step_end(self, trainer: Any, history: History) -> None:
+        values = (history.losses[-1], trainer.inspect.last.rate, trainer.inspect.last.norm, self._rate.of(history))
+        self._write(trainer, history, dict(zip(STEP, values, strict=True)))
+
+    def on_validation_end(self, trainer: Any, history: History) -> None:
+        metrics = {name: pairs[-1][1] for name, pairs in history.metrics.items()}
+        self._write(trainer, history, {"validation_loss": history.validation[-1][1], **metrics})
+
+    def on_train_end(self, trainer: Any, history: History) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:  # first: closing a file may fail
+            (self.folder / LOCK).unlink(missing_ok=True)
+            os.close(lock)
+        for file in self._files or ():
+            file.close()
+        if self._text_log is not None:
+            LOGGER.removeHandler(self._text_log)
+            self._text_log.close()
+            self._text_log.stream.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _begin(self, before: int) -> None:
+        """The files with the rows that stay."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = hold(self.folder / LOCK, f"{self.folder}: another job is writing its log there")
+        table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
+        found = rows_of(lines) if before and lines.exists() else ()
+        rows = [row for row in found if row.get("step", before + 1) <= before]
+        safe_files.write(lines, "".join(json.dumps(row) + "\n" for row in rows), safe_files.READABLE)
+        writer = csv.DictWriter(out := io.StringIO(newline=""), self._columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        safe_files.write(table, out.getvalue(), safe_files.READABLE)
+        if not before:
+            safe_files.write(self.folder / "log.txt", "", safe_files.READABLE)
+
+    def _open(self, trainer: Any, history: History) -> None:
+        """On the rank that writes; in elastic training it may be another one later."""
+        with ExitStack() as opened:
+            table, lines, text = (
+                opened.enter_context(os.fdopen(safe_files.append(self.folder / name), "a", 1, newline=newline))
+                for name, newline in (("metrics.csv", ""), ("metrics.jsonl", ""), ("log.txt", None))
+            )
+            opened.pop_all()
+        self._files, self._text_log = (table, lines), logging.StreamHandler(text)
+        self._text_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        LOGGER.addHandler(self._text_log)
+        if self._tensorboard is False:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
+            say(trainer.host, f"log {self.folder}: {also}")
+        else:
+            unguessed = f".{secrets.token_hex(8)}"  # it follows a link that has the name of its file
+            self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
+
+    def _write(self, trainer: Any, history: History, values: dict[str, float]) -> None:
+        if trainer.host.rank > 0:
+            return
+        if self._files is None:
+            self._open(trainer, history)
+        assert self._files is not None
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        row = {"step": history.steps, "epoch": history.epochs + 1, **values}
+        csv.DictWriter(self._files[0], self._columns, restval="").writerow(row)
+        self._files[1].write(json.dumps(row) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, history.steps)
