@@ -32,7 +32,7 @@ def test_the_last_actions_are_there_in_order(actions: int, open_: bool) -> None:
         for i in range(actions):
             written.begin(f"F{i}", float(i + 1))
             if not (open_ and i == actions - 1):
-                written.end(i + 1.5)
+                written.acted(None, 0.0, 0.0, i + 1.5, 0, ())
         flight = read(Path(folder) / "rank-00001.flight")
         assert flight is not None
         kept = range(max(0, actions - LENGTH), actions)
@@ -51,7 +51,7 @@ def test_a_record_says_who_where_and_what_for(tmp_path: Path) -> None:
     assert (flight.rank, flight.ranks, flight.step, flight.program, flight.host) == (1, 3, 7, "step", "host")
     where = flight.where(wall)
     assert where.startswith("in action GATHER1 (page 'ä.weight'), needs GATHER0 (page 'b'), for 3.")
-    written.end(now)
+    written.acted(None, 0.0, 0.0, now, 0, ())
     assert read_all(tmp_path)[1].where(wall).startswith("outside any action for 0.0 s, after GATHER1")
     assert "GATHER1 (page 'ä.weight')  needs GATHER0" in log(read_all(tmp_path))
 

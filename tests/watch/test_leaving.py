@@ -190,7 +190,7 @@ def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     found = missed(made[0], 2.0, paths[1:], everyone=False)
     assert found is not None
     assert (found.rank, found.left) == (1, None)
-    again.end(2.0)
+    again.acted(None, 0.0, 0.0, 2.0, 0, ())
     assert missed(made[0], 2.0, paths[1:], everyone=False) is None
 
 

@@ -48,6 +48,7 @@ class Engine:
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
         self.direct: dict[tuple[Any, ...], Callable[[Any], tuple[Any, ...] | None] | None] = {}
+        self._counters = self.placement.axes.counters
         self._views: Views | None = None
         self._worlds = Worlds(state)
         self._flying: list[tuple[Action, Transfer]] = []  # to move on, and what began it
@@ -136,7 +137,7 @@ class Engine:
 
     def _act(self, run: ProgramRun, planned: ExecutableAction) -> None:
         operation, action, words, takes, reads, adds, gives, lane = planned
-        store, hooks, counters = self.state.store, self.hooks, self.placement.axes.counters
+        store, hooks, counters = self.state.store, self.hooks, self._counters
         before, begin = counters.total, perf_counter()
         for begun in hooks.begin:
             begun(words, begin)

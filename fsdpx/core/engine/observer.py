@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the launcher reads flight records, and needs no engine for it
     from fsdpx.core.comm.calls import Transfer
@@ -62,7 +63,8 @@ class Observer:
         """Write to files what was kept. Collective."""
 
 
-class Hooks(NamedTuple):
+@dataclass(slots=True)
+class Hooks:
     """By method of `Observer`: those of all observers that have one of their own."""
 
     enter: tuple[Callable[[str], None], ...]
@@ -81,7 +83,7 @@ class Hooks(NamedTuple):
 
 def hooks_of(observers: Sequence[Observer]) -> Hooks:
     """Return what to call of these observers, in their order."""
-    found: dict[str, list[Any]] = {name: [] for name in Hooks._fields}
+    found: dict[str, list[Any]] = {name: [] for name in Hooks.__slots__}
     for observer in observers:
         for name, methods in found.items():
             if getattr(type(observer), name) is not getattr(Observer, name):

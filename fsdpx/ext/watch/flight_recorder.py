@@ -109,12 +109,8 @@ class FlightRecorder(Observer):
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
         """The action has ended."""
-        self.end(end)
-
-    def end(self, now: float) -> None:
-        """The action has ended at perf_counter() = now."""
         self.ended = self.serial
-        _END.pack_into(self._buffer, self._at + _END_AT, now)
+        _END.pack_into(self._buffer, self._at + _END_AT, end)
 
     def failed(self, words: str, error: Exception) -> None:
         """The action has raised an error."""
