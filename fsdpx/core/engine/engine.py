@@ -34,8 +34,7 @@ __all__ = ["Direct", "Engine"]
 class Engine:
     """Runs programs on the state of one rank.
 
-    observers: of what it does; the clock is the first one. added: those that came later than the engine. hooks: what
-    is called of them. ran, batch: the last program, and the last batch that it ran on. direct: how the layers run
+    added: observers that came later than the engine. hooks: what is called of all observers. ran, batch: the last program, and the last batch that it ran on. direct: how the layers run
     alone, by shape and dtype of small batches that were predicted (`Direct`)."""
 
     hooks: Hooks
@@ -43,7 +42,6 @@ class Engine:
     def __init__(self, state: TrainState, observers: Sequence[Observer] = ()) -> None:
         self.state, self.placement = state, state.placement
         self.clock = Clock()
-        self.observers: tuple[Observer, ...] = ()
         self.added: tuple[Observer, ...] = ()
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
@@ -57,6 +55,11 @@ class Engine:
         self._own = (self.clock, *observers)
         self._tell(())
 
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """What is told what happens: the clock, what came with the engine, and what came later."""
+        return *self._own, *self.added
+
     def observe(self, observer: Observer | Callable[[Action], None]) -> Observer:
         """From now on tell an observer what happens, or call a function after each action; what `ignore` takes."""
         added = observer if isinstance(observer, Observer) else Looking(observer)
@@ -68,7 +71,7 @@ class Engine:
         self._tell(tuple(one for one in self.added if one not in observers))
 
     def _tell(self, added: tuple[Observer, ...]) -> None:
-        self.added, self.observers = added, (*self._own, *added)
+        self.added = added
         self.hooks = hooks_of(self.observers)
 
     def prepare(self, request: Request) -> Executable:
@@ -216,7 +219,7 @@ class Engine:
     @property
     def observed(self) -> bool:
         """Whether anything looks at actions, or is under way between them."""
-        return len(self.observers) > 1 or bool(self._flying)
+        return bool(self.added or self._flying) or len(self._own) > 1
 
     def layers(self, unit: int, held: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Env], list[Parameters]]:
         """What the layers of a unit see when samples are only looked at, after a program that did so. held: the values
