@@ -34,15 +34,16 @@ __all__ = ["Direct", "Engine"]
 class Engine:
     """Runs programs on the state of one rank.
 
-    added: observers that came later than the engine. hooks: what is called of all observers. ran, batch: the last program, and the last batch that it ran on. direct: how the layers run
-    alone, by shape and dtype of small batches that were predicted (`Direct`)."""
+    added: observers that came later than the engine. hooks: what is called of all observers. ran, batch: the last
+    program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of small batches
+    that were predicted (`Direct`)."""
 
+    added: tuple[Observer, ...]
     hooks: Hooks
 
     def __init__(self, state: TrainState, observers: Sequence[Observer] = ()) -> None:
         self.state, self.placement = state, state.placement
         self.clock = Clock()
-        self.added: tuple[Observer, ...] = ()
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
         self.direct: dict[tuple[Any, ...], Callable[[Any], tuple[Any, ...] | None] | None] = {}
