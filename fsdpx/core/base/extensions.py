@@ -87,11 +87,13 @@ def find_extension(kind: str, name: str, optional: bool = False) -> Any:
     if target is None:
         return None
     module, _, attribute = target.partition(":")
-    return getattr(import_extension(module, f"{kind} {name!r}"), attribute)
+    home = import_extension(module, f"{kind} {name!r}", optional)
+    return None if home is None else getattr(home, attribute)
 
 
-def import_extension(module: str, what: str) -> Any:
-    """Return a module of an extension; ConfigError, which begins with `what`, if its files are not there."""
+def import_extension(module: str, what: str, optional: bool = False) -> Any:
+    """Return a module of an extension; ConfigError, which begins with `what`, if its files are not there. optional:
+    None then."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
