@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,3 +139,28 @@ def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown ranks 'elastc': choose one of elastic"):
         load_extension("ranks", "elastc")
+
+
+FRESH = """
+import sys, tempfile
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+model = nn.Chain(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3))
+for _ in range(2):
+    trainer.step(np.zeros((4, 4), np.float32), np.zeros(4, np.int64))
+with tempfile.TemporaryDirectory() as folder:
+    trainer.save(f"{folder}/saved")
+    trainer.load(f"{folder}/saved")
+print(*sorted(name for name in sys.modules if name.startswith("fsdpx.")))
+"""
+
+
+NAMES = "asynchronous compression elastic gloo interop lora moe offload"
+NOT_ASKED_FOR = ("fsdpx.plan", *(f"fsdpx.ext.{name}" for name in NAMES.split()))
+
+
+def test_nothing_is_loaded_that_was_not_asked_for() -> None:
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if name.startswith(NOT_ASKED_FOR)] == []
