@@ -21,10 +21,10 @@ import numpy as np
 import fsdpx
 from fsdpx import nn
 from fsdpx.core.program import Costs, bubble, in_flight, schedule, simulate
+from fsdpx.examples import models
 from fsdpx.ext.fields.halo import reaches
 from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, colour, figure, save
 from fsdpx.launch.show import lanes, trace_step
-from fsdpx.nn import models
 from fsdpx.nn.sharding import Parts
 from fsdpx.plan import Machine
 from fsdpx.plan.prediction import prepared

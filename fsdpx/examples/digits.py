@@ -11,8 +11,8 @@ import numpy as np
 import fsdpx
 from fsdpx import data, nn, optim
 from fsdpx.examples._cli import status_of
-from fsdpx.nn.models import DIGIT_SIDE as SIDE
-from fsdpx.nn.models import digits
+from fsdpx.examples.models import DIGIT_SIDE as SIDE
+from fsdpx.examples.models import digits
 
 FONT = (
     "0110 1001 1001 1001 1001 0110",

@@ -18,10 +18,10 @@ from fsdpx import Checkpoints, data, nn, optim
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import natural, status_of, whole
+from fsdpx.examples.models import SIZES, gpt
 from fsdpx.ext.observe.folder import RunFolder, choose
 from fsdpx.launch.run_results import keep, result
 from fsdpx.models.generation.terminal import Printed, of_bytes
-from fsdpx.nn.models import SIZES, gpt
 from fsdpx.testing.chaos import parse, strike
 
 

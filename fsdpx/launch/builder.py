@@ -24,11 +24,11 @@ from fsdpx.core.trainer.recipe import native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError
+from fsdpx.examples import models
 from fsdpx.ext import asynchronous
 from fsdpx.ext.compression import int8, powersgd, topk
 from fsdpx.ext.observe import trace
 from fsdpx.ext.offload import choice
-from fsdpx.nn import models
 from fsdpx.optim import schedules
 
 __all__ = ["SECTIONS", "ModelBuilder"]

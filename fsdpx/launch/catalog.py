@@ -13,8 +13,8 @@ from fsdpx import nn
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.examples import models
 from fsdpx.ext.fields.grid import Grid
-from fsdpx.nn import models
 from fsdpx.nn.layer import runs_of
 from fsdpx.nn.linearize import infer, sort
 

@@ -16,6 +16,7 @@ import numpy as np
 from fsdpx.core.base.safe_files import home
 from fsdpx.core.checkpoint.read import elements, weights
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.ext.fields.pad import Pad
 from fsdpx.ext.fields.spectral import FNO, ChannelLinear, SpectralConv
 from fsdpx.ext.fields.unet import UNet
 from fsdpx.models.architectures import Architecture
@@ -23,7 +24,6 @@ from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Container
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.linearize import sort, specs_of
-from fsdpx.nn.pad import Pad
 from fsdpx.nn.shape import Add
 
 __all__ = ["from_state_dict", "to_state_dict"]

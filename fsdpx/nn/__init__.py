@@ -6,7 +6,8 @@ from fsdpx.core.base.lazy_names import attach
 from fsdpx.nn.linearize import sort as sort  # before anybody imports the module of this name
 
 if TYPE_CHECKING:
-    from fsdpx.nn import init as init, models as models
+    from fsdpx.examples import models as models
+    from fsdpx.nn import init as init
     from fsdpx.nn.activation import (
         GELU as GELU, CutDropout as CutDropout, Dropout as Dropout, ReLU as ReLU, Sigmoid as Sigmoid, SiLU as SiLU,
         Softmax as Softmax, Tanh as Tanh,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         TransformerBlock as TransformerBlock,
     )
     from fsdpx.nn.container import Chain as Chain, Composite as Composite, Container as Container, Residual as Residual
-    from fsdpx.nn.conv import Conv1d as Conv1d, Conv2d as Conv2d, Conv3d as Conv3d
+    from fsdpx.ext.fields.conv import Conv1d as Conv1d, Conv2d as Conv2d, Conv3d as Conv3d
     from fsdpx.nn.sharding import (
         Column as Column, Cut as Cut, CutRequest as CutRequest, Features as Features, Own as Own,
         Positions as Positions, Row as Row, Samples as Samples, Vocab as Vocab, Whole as Whole,
@@ -50,15 +51,13 @@ if TYPE_CHECKING:
     from fsdpx.ext.lora.lora import LoRALinear as LoRALinear, lora as lora
     from fsdpx.ext.fields.masks import FillNaN as FillNaN, Mask as Mask
     from fsdpx.ext.moe.moe import CutMoE as CutMoE, MoE as MoE
-    from fsdpx.nn.norm import (
-        BatchNorm as BatchNorm, GroupNorm as GroupNorm, InstanceNorm as InstanceNorm, LayerNorm as LayerNorm,
-        RMSNorm as RMSNorm,
-    )  # fmt: skip
+    from fsdpx.ext.fields.group_norm import GroupNorm as GroupNorm, InstanceNorm as InstanceNorm
+    from fsdpx.nn.norm import BatchNorm as BatchNorm, LayerNorm as LayerNorm, RMSNorm as RMSNorm
     from fsdpx.ext.fields.normalize import Denormalize as Denormalize, Normalize as Normalize
-    from fsdpx.nn.pad import Pad as Pad
+    from fsdpx.ext.fields.pad import Pad as Pad
     from fsdpx.ext.fields.physics import Conserve as Conserve, PhysicsLoss as PhysicsLoss
     from fsdpx.nn.tensor_plan import Planned as Planned, parallelise as parallelise
-    from fsdpx.nn.pool import (
+    from fsdpx.ext.fields.pool import (
         AdaptiveAvgPool1d as AdaptiveAvgPool1d, AdaptiveAvgPool2d as AdaptiveAvgPool2d,
         AdaptiveAvgPool3d as AdaptiveAvgPool3d, AvgPool1d as AvgPool1d, AvgPool2d as AvgPool2d, AvgPool3d as AvgPool3d,
         MaxPool1d as MaxPool1d, MaxPool2d as MaxPool2d, MaxPool3d as MaxPool3d,

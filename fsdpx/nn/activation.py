@@ -8,9 +8,8 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.halo import cells_of, over
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
-from fsdpx.nn.sharding import CutRequest, Features, Parts, Positions, share
+from fsdpx.nn.sharding import CutRequest, Features, Parts, Positions, over, share
 
 __all__ = [
     "GELU", "CutDropout", "Dropout", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of", "apply_mask",
@@ -197,8 +196,7 @@ class Dropout(Layer):
 
     def _places(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
         """Dims that are cut: where what is here begins, and the size of the whole."""
-        cut = enumerate(self.parts.cuts if self.parts is not None else ())
-        return {2 + d: (cells_of(env, cuts, d)[0], cuts[-1]) for d, cuts in cut if len(cuts) > 2}
+        return {} if self.parts is None else self.parts.places(env.mesh.space)
 
 
 class CutDropout(Dropout):

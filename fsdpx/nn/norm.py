@@ -1,4 +1,4 @@
-"""Norms: of layers, of groups, of root mean squares, and of the batch."""
+"""Norms: of layers, of root mean squares, and of the batch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.ext.fields.cell_reductions import moments, reduced
+from fsdpx.errors import DataError, ShapeError
 from fsdpx.ext.gpu.devices import is_on_gpu
-from fsdpx.nn.gradient_accumulation import add_sum, wide
+from fsdpx.nn.gradient_accumulation import wide
 from fsdpx.nn.init import ones, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
 
-__all__ = ["BatchNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "affine_specs"]
 
 
 class _Norm(Layer):
@@ -59,7 +58,7 @@ class LayerNorm(_Norm):
         self.bias = bool(bias)
 
     def specs(self) -> dict[str, Spec]:
-        return _affine(self._shape, self.bias) if self.elementwise_affine else {}
+        return affine_specs(self._shape, self.bias) if self.elementwise_affine else {}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         rows = _rows(self, x, self._shape)
@@ -135,7 +134,8 @@ def _dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
     return dims
 
 
-def _affine(shape: tuple[int, ...], bias: bool = True) -> dict[str, Spec]:
+def affine_specs(shape: tuple[int, ...], bias: bool = True) -> dict[str, Spec]:
+    """The weight and the bias that follow a norm."""
     return {"weight": Spec(shape, ones, norm=True)} | ({"bias": Spec(shape, zeros, norm=True)} if bias else {})
 
 
@@ -186,7 +186,7 @@ class BatchNorm(Layer):
 
     def specs(self) -> dict[str, Spec]:
         shape = (self.num_features,)
-        affine = _affine(shape) if self.affine else {}
+        affine = affine_specs(shape) if self.affine else {}
         state = {"running_mean": Spec(shape, zeros, state=True), "running_var": Spec(shape, ones, state=True)}
         return affine | state
 
@@ -249,100 +249,3 @@ def _beside(x: Array, *channels: Array) -> tuple[Array, ...]:
     """In the dtype in which x is computed; kernels of GPUs take them in float64."""
     dtype = np.dtype(np.float64) if is_on_gpu(x) else wide(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)
-
-
-class GroupNorm(Layer):
-    """(x - mean) / sqrt(var + eps) * weight + bias, with the mean and biased variance of each sample's groups of
-    channels over all cells (Wu and He 2018): (samples, num_channels, *cells).
-
-    Over a grid of ranks counts, means and squares of parts are merged by the rule of Chan et al. (1979) in float64, so
-    that nothing cancels: one all-gather of 24 bytes for each sample and group, and one all-reduce of 16 bytes in
-    backward. One sample with one value per group is a DataError, as in PyTorch.
-
-    Parameters
-    ----------
-    num_groups : groups of channels, which divides num_channels
-    num_channels : size of dim 1
-    eps : added to the variance
-    affine : whether it has `weight` (ones at first) and `bias` (zeros), both `(num_channels,)`
-    """
-
-    fields = True
-
-    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
-        positive(self, num_groups=num_groups, num_channels=num_channels)
-        if num_channels % num_groups:
-            raise ConfigError(f"GroupNorm: num_channels={num_channels} must be a multiple of num_groups={num_groups}")
-        self.num_groups, self.num_channels = num_groups, num_channels
-        self.eps, self.affine = float(eps), bool(affine)
-
-    def specs(self) -> dict[str, Spec]:
-        return _affine((self.num_channels,)) if self.affine else {}
-
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        if x.ndim < 2 or x.shape[1] != self.num_channels:
-            wanted = f"(samples, {self.num_channels}, ...)"
-            raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
-        grouped = self._grouped(x)
-        if env.mesh.parts.size == 1 and grouped.shape[2] == 1 and self._is_constant(env, x):
-            raise DataError(
-                f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
-                "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
-            )
-        count, mean, squares = moments(env, grouped, (2,), "GroupNorm")
-        rstd = 1.0 / env.xp.sqrt(squares / env.xp.maximum(count, 1.0) + self.eps)
-        mean, rstd = (a.astype(wide(x.dtype))[:, :, None] for a in (mean, rstd))
-        normal = ((grouped - mean) * rstd).astype(x.dtype, copy=False).reshape(x.shape)
-        y = normal
-        if self.affine:
-            y = normal * _channels(p["weight"], x) + _channels(p["bias"], x)
-        return y.astype(x.dtype, copy=False), (normal, rstd, count)
-
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        normal, rstd, count = saved
-        g = self._grouped(dy * _channels(p["weight"], dy) if self.affine else dy)
-        grouped = self._grouped(normal)
-        sums = env.xp.stack([g.sum(axis=2, dtype=np.float64), (g * grouped).sum(axis=2, dtype=np.float64)])
-        reduced(env, sums, "GroupNorm backward")
-        means = (sums / env.xp.maximum(count, 1.0)).astype(wide(dy.dtype))
-        dx = (g - means[0][:, :, None] - grouped * means[1][:, :, None]) * rstd
-        return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (normal, dy)
-
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        normal, dy = kept
-        dims = (0, *range(2, dy.ndim))
-        if "weight" in g:
-            add_sum(env.xp, g["weight"], dy * normal, dims)
-        if "bias" in g:
-            add_sum(env.xp, g["bias"], dy, dims)
-
-    def _is_constant(self, env: Env, x: Array) -> bool:
-        """Whether groups of one value are refused: where PyTorch does it, of a batch of one sample."""
-        return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
-
-    def _grouped(self, x: Array) -> Array:
-        """(samples, groups, elements)."""
-        size = x.shape[1] // self.num_groups * math.prod(x.shape[2:])
-        return x.reshape(x.shape[0], self.num_groups, size)
-
-
-class InstanceNorm(GroupNorm):
-    """`GroupNorm` in which each channel is a group (Ulyanov et al. 2016), as PyTorch's InstanceNorm1d to 3d without
-    running statistics. A field of one cell is a DataError, whatever the batch.
-
-    Parameters
-    ----------
-    num_features : size of dim 1
-    eps, affine : as in `GroupNorm`; affine is False by default
-    """
-
-    def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False) -> None:
-        super().__init__(num_features, num_features, eps, affine)
-        self.num_features = num_features
-
-    def _is_constant(self, env: Env, x: Array) -> bool:
-        return x.size > 0
-
-
-def _channels(a: Array, x: Array) -> Array:
-    return a.reshape(-1, *(1,) * (x.ndim - 2))

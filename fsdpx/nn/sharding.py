@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "Column", "Cut", "CutRequest", "Cuts", "Features", "Kind", "Mark", "Own", "Parts", "Positions", "Row", "Samples",
-    "Sides", "Vocab", "Whole", "share",
+    "Sides", "Vocab", "Whole", "over", "share",
 ]  # fmt: skip
 
 
@@ -203,6 +204,15 @@ class Parts:
             ghosts.append(((low, max(0, *(b + after - cuts[-1] for _, b, (_, after) in rows))),))
         return replace(self, cuts=tuple((0, cuts[-1]) for cuts in self.cuts), ghosts=tuple(ghosts))
 
+    def bare(self) -> Parts:
+        """Return the same parts without ghost cells."""
+        return replace(self, ghosts=(), periods=())
+
+    def places(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
+        """Return for each dim of (samples, channels, *cells) that is cut where this rank's cells begin, and how many
+        the whole field has. lines: the ranks along each dim of cells."""
+        return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
+
     def dim_name(self, dim: int) -> str:
         """Name a dim of cells in errors: by its letter, or by its place in (samples, channels, *cells)."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
@@ -215,6 +225,13 @@ class Parts:
     def local(self, place: Sequence[int]) -> tuple[int, ...]:
         """Cells of the part at a place of the grid."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
+
+
+def over(owner: Any, parts: Parts) -> Any:
+    """A layer or a loss, whose `parts` says how its input is cut, on a part of a field that is cut so."""
+    made = copy(owner)
+    made.parts = parts
+    return made
 
 
 Kind = Whole | Positions | Samples | Features | Parts

@@ -26,10 +26,10 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.environment import Store, alone, read
 from fsdpx.core.comm import Communicator, init
 from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
+from fsdpx.examples import models
 from fsdpx.ext.gloo.open_gloo import open_gloo
 from fsdpx.launch.launchers import find
 from fsdpx.launch.options import LaunchConfig
-from fsdpx.nn import models
 from fsdpx.testing.communicator import CommunicatorContract
 
 TESTS = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from fsdpx.core.checkpoint.local_shards import held
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples.digits import draw
-from fsdpx.nn.models import digits
+from fsdpx.examples.models import digits
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "int8": lambda: {"codec": "int8"},

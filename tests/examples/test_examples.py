@@ -17,10 +17,9 @@ from fsdpx import spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import single
 from fsdpx.errors import ConfigError
-from fsdpx.examples import digits, gpt, solver, strategies
+from fsdpx.examples import digits, gpt, models, solver, strategies
 from fsdpx.ext.observe.folder import RunFolder, choose
 from fsdpx.launch import catalog
-from fsdpx.nn import models
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

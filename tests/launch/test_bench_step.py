@@ -11,10 +11,10 @@ import fsdpx
 from fsdpx import nn, spawn
 from fsdpx.__main__ import main
 from fsdpx.core.trainer.trainer import Trainer
+from fsdpx.examples import models
 from fsdpx.launch import bench
 from fsdpx.launch.catalog import CatalogModel
 from fsdpx.launch.exit_status import Ending
-from fsdpx.nn import models
 
 ROWS = lambda n: ((n, 8), "float32")  # noqa: E731
 SMALL = CatalogModel("small", lambda: models.mlp(2, 8), nn.MSE(), ROWS, ROWS, 5)

@@ -281,7 +281,7 @@ def test_a_port_of_a_host_is_a_place_to_meet() -> None:
 TRAINS = """
 import os, sys, numpy as np, fsdpx
 from fsdpx import nn, optim
-from fsdpx.nn import models
+from fsdpx.examples import models
 
 comm = fsdpx.init()
 trainer = models.mlp(1, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")

@@ -28,6 +28,7 @@ from fsdpx.__main__ import main
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import VERBS, Action
 from fsdpx.errors import ConfigError
+from fsdpx.examples import models
 from fsdpx.ext.observe.chrome import (
     MERGED,
     SIMULATED,
@@ -42,7 +43,6 @@ from fsdpx.ext.observe.chrome import (
 )  # fmt: skip
 from fsdpx.ext.observe.measure import Reading, offset_at, synchronise
 from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn, recording_of
-from fsdpx.nn import models
 from fsdpx.plan import predict
 
 

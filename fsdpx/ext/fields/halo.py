@@ -7,7 +7,6 @@ the bounds of these intervals, a few whole numbers that all ranks know: nothing 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -16,10 +15,10 @@ import numpy as np
 
 from fsdpx.errors import ShapeError
 from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Portion
-from fsdpx.nn.sharding import CutRequest, Cuts, Parts, Sides
+from fsdpx.nn.sharding import CutRequest, Cuts, Parts, Sides, over
 
 __all__ = [
-    "MODES", "FieldLayer", "Reach", "cells_of", "dealt", "demand_dims", "demand_fit", "line_of", "over", "rank_along",
+    "MODES", "FieldLayer", "Reach", "cells_of", "dealt", "demand_dims", "demand_fit", "line_of", "rank_along",
     "reaches", "run_of",
 ]  # fmt: skip
 
@@ -230,13 +229,6 @@ def dealt(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
     last cell falls to the last part that has cells."""
     last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
-
-
-def over(owner: Any, parts: Parts) -> Any:
-    """A layer or a loss, whose `parts` says how its input is cut, on a part of a field that is cut so."""
-    made = copy(owner)
-    made.parts = parts
-    return made
 
 
 class FieldLayer(Layer):

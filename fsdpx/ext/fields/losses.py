@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.cell_reductions import CellWeights, moments, reduced, weighed
-from fsdpx.ext.fields.halo import cells_of, over
+from fsdpx.ext.fields.cell_reductions import moments, reduced
+from fsdpx.ext.fields.halo import cells_of
 from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.losses import Loss, same_shape
-from fsdpx.nn.sharding import Cuts, Parts
+from fsdpx.nn.losses import CellWeights, Loss, same_shape, weighed
+from fsdpx.nn.sharding import Cuts, Parts, over
 
 __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxError", "RelativeL2"]
 

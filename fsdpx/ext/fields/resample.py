@@ -13,9 +13,9 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
 from fsdpx.ext.fields.halo import FieldLayer, Reach, cells_of, dealt, demand_dims, rank_along
 from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.nn.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
 from fsdpx.nn.gradient_accumulation import add_sum, along, destination
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Params, Spec

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields import resample
-from fsdpx.nn import conv, pool
+from fsdpx.ext.fields import conv, pool, resample
+from fsdpx.ext.fields.group_norm import GroupNorm
 from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
 from fsdpx.nn.container import Chain
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.layer import Layer, describe, positive
-from fsdpx.nn.norm import BatchNorm, GroupNorm
+from fsdpx.nn.norm import BatchNorm
 from fsdpx.nn.shape import Concat
 
 __all__ = ["UNet"]

@@ -12,9 +12,9 @@ from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import reduced
+from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, for_each, here
 from fsdpx.ext.fields.halo import FieldLayer, cells_of, dealt, demand_dims
 from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.nn.conv import ConvWindow, Sizes, WindowLayer, for_each, here
 from fsdpx.nn.gradient_accumulation import along, wide
 from fsdpx.nn.layer import Array, Env, Params
 from fsdpx.nn.sharding import Parts

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
+from fsdpx.ext.fields.conv import Conv2d
+from fsdpx.ext.fields.pool import MaxPool2d
 from fsdpx.nn.activation import GELU, ReLU
 from fsdpx.nn.container import Chain
-from fsdpx.nn.conv import Conv2d
 from fsdpx.nn.decoders import GPT
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import BatchNorm
-from fsdpx.nn.pool import MaxPool2d
 from fsdpx.nn.shape import Flatten
 
 __all__ = ["BYTES", "DIGIT_SIDE", "SIZES", "Size", "digits", "gpt", "mlp"]
