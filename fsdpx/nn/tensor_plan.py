@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdpx.core.base.name_hints import demand_match
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.ghost_cells import bare
-from fsdpx.ext.fields.halo_slabs import Shift
 from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.embedding import VocabCrossEntropy
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
-from fsdpx.nn.sharding import Column, CutRequest, Features, Kind, Mark, Own, Parts, Positions, Samples, Whole
+from fsdpx.nn.sharding import Column, CutRequest, Features, Kind, Mark, Own, Positions, Samples, Whole
 from fsdpx.nn.tied_parameters import canonical
 
-__all__ = ["SEQUENCES", "Planned", "matched", "over_parts", "parallelise", "paths"]
+__all__ = ["SEQUENCES", "Move", "Planned", "Walk", "matched", "parallelise", "paths"]
+
+
+class Move(NamedTuple):
+    """What a value goes through before a layer reads it, and how it lies then. name: how the step's name begins."""
+
+    name: str
+    layer: Layer
+    kind: Kind
+
+
+Moves = Callable[[Layer, Sequence[Kind]], Sequence[Move | None]]
+"""From a layer and how its inputs are cut to what each of them needs before; None: nothing."""
 
 
 class Walk:
@@ -29,10 +39,13 @@ class Walk:
     ----------
     partial : names of the parameters whose gradient each rank computes a summand of
     ties : alias -> name of the parameters that have two, in the whole model
+    moves : what inputs go through before a step, one after the other
     """
 
-    def __init__(self, width: int, sequence: str | None, marks: Mapping[str, Mark]) -> None:
-        self.width, self.sequence, self.marks = width, sequence, marks
+    def __init__(
+        self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[Moves] = ()
+    ) -> None:
+        self.width, self.sequence, self.marks, self.moves = width, sequence, marks, moves
         self.cut: Positions | Samples = Samples() if sequence == "samples" else Positions()
         self.partial: set[str] = set()
         self.ties: dict[str, str] = {}
@@ -67,46 +80,28 @@ class Walk:
                         values[entered[source]] = self.cut
                     source = entered[source]
                 sources.append(source)
-            sources = self._bare(layer, step.layer, sources, steps, values)
-            sources = self._aligned(layer, sources, steps, values)
+            sources = self._moved(layer, step.layer, sources, steps, values)
             new, given = self.visit(step.layer, below, [values[source] for source in sources])
             values.update(zip(step.gives, given, strict=True))
             steps.append(ChildCall(step.name, new, tuple(sources), step.gives))
         self._ties(layer, path, steps)
         return layer.rewired(steps), [values[name] for name in layer.outputs]
 
-    def _bare(
+    def _moved(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
-        """Fields without their ghost cells, for a step that does not read these, or beside fields without any."""
-        found = []
-        takes = isinstance(reader, Container) or (_takes_ghosts(reader) and len({values[s] for s in sources}) == 1)
-        for source in sources:
-            kind = values[source]
-            if isinstance(kind, Parts) and kind.ghosts and not takes:
-                name = free(layer, f"interior_{len(steps)}_{source.replace('.', '_')}")
-                steps.append(ChildCall(name, Shift(kind, bare(kind)), (source,), (name,)))
-                values[name] = bare(kind)
-                source = name
-            found.append(source)
-        return found
-
-    def _aligned(
-        self, layer: Container, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
-    ) -> list[str]:
-        """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the one of them does whose
-        largest part is the smallest, the first of equals."""
-        kinds = [values[source] for source in sources]
-        first = min((kind for kind in kinds if isinstance(kind, Parts)), key=lambda kind: kind.largest, default=None)
-        found = []
-        for source, kind in zip(sources, kinds, strict=True):
-            if first is not None and isinstance(kind, Parts) and kind != first and kind.shape == first.shape:
-                name = free(layer, f"shift_{len(steps)}_{source.replace('.', '_')}")
-                steps.append(ChildCall(name, Shift(kind, first), (source,), (name,)))
-                values[name] = first
-                source = name
-            found.append(source)
-        return found
+        """Values that come to lie in another way before `reader` has them, as `moves` says."""
+        for move in self.moves:
+            found = []
+            for source, moved in zip(sources, move(reader, [values[source] for source in sources]), strict=True):
+                if moved is not None:
+                    name = free(layer, f"{moved.name}_{len(steps)}_{source.replace('.', '_')}")
+                    steps.append(ChildCall(name, moved.layer, (source,), (name,)))
+                    values[name] = moved.kind
+                    source = name
+                found.append(source)
+            sources = found
+        return sources
 
     def enter(self) -> Enter:
         """What cuts a whole value as `self.cut` says."""
@@ -195,33 +190,6 @@ def parallelise(
             "use Mesh(tensor=1)"
         )
     return planned
-
-
-def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
-    """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
-    result says; as the inputs, if it has as many cells. ConfigError, with the path of the layer, for what cannot work
-    on a part. Communicates nothing."""
-    takes = isinstance(model, Container) or _takes_ghosts(model)
-    frame = Shift(parts, bare(parts)) if parts.ghosts and not takes else None
-    inputs = [parts if frame is None else bare(parts)] * len(input_names(model))
-    made, kinds = Walk(1, None, {}).visit(model, "", inputs)
-    if frame is not None:
-        made = Framed(made, frame, None)
-    if len(kinds) != 1 or not isinstance(kinds[0], Parts):
-        raise ConfigError(f"space=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
-    given, wanted = kinds[0], bare(parts)
-    if given == wanted or given.shape != wanted.shape:
-        return made, given
-    shift = Shift(given, wanted)
-    if not isinstance(made, Container):
-        return Framed(made, None, shift), wanted
-    name = free(made, "shift")
-    return made.rewired([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
-
-
-def _takes_ghosts(layer: Layer) -> bool:
-    """Whether ghost cells go into a layer: it reads them, or makes those of its result of them, cell by cell."""
-    return layer.takes_ghosts or layer.acts_on == "element"
 
 
 def _cuts(model: Layer) -> dict[str, Any]:

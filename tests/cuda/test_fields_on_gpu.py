@@ -66,7 +66,7 @@ def trained(
     steps = optim.AdamW(lr=1e-2) if precision == "float64" else optim.SGD(lr=1e-2)  # Adam makes rounding errors steps
     options: dict[str, Any] = {"space": grid, "comm": comm, "precision": precision, "device": device}
     trainer = make().as_distributed(loss=LOSSES.get(loss, nn.MSE)(), optimizer=steps, **options)
-    outputs = trainer.inspect.placement.field.outputs
+    outputs = trainer.inspect.placement.sample_layout.outputs
     target = part(wanted(outputs.shape), outputs.cuts, place, 1)
     losses = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
     found = trainer.predict(part(fields[0], cuts, place, 1))

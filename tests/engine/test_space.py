@@ -74,7 +74,7 @@ def trained(comm: Communicator, name: str, dims: Sequence[int] | None, loss: Any
         return losses, trainer.parameters(), np.moveaxis(trainer.predict(whole[0]), 1, -1)
     place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts)
     trainer = make().as_distributed(space=grid, **options)
-    outputs = trainer.inspect.placement.field.outputs
+    outputs = trainer.inspect.placement.sample_layout.outputs
     target = part(wanted(outputs.shape), outputs.cuts, place, 1)
     losses = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
     return losses, trainer.parameters(), trainer.predict(part(fields[0], cuts, place, 1)), (outputs.cuts, place)
@@ -193,7 +193,7 @@ def test_what_only_chooses_values_has_the_same_bits_on_all_grids() -> None:
     def run(comm: Communicator, dims: Sequence[int]) -> np.ndarray:
         place, grid = place_of(comm.rank, dims), grid_at(comm, dims, random_cuts(cells, dims))
         trainer = net.as_distributed(space=grid, comm=comm)
-        outputs = trainer.inspect.placement.field.outputs
+        outputs = trainer.inspect.placement.sample_layout.outputs
         found = fsdpx.Grid(comm, outputs.local(place), dims=dims).gather(trainer.predict(grid.local(whole)))
         return np.asarray(found)
 

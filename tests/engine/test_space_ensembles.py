@@ -64,7 +64,7 @@ def trained(
         comm=comm, mesh=mesh, strategy=strategy, space=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS
     )
     x, y = batch(sum(rows))
-    outputs = trainer.inspect.placement.field.outputs
+    outputs = trainer.inspect.placement.sample_layout.outputs
     there = [slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, grid.place, strict=True)]
     samples = slice(sum(rows[: trainer.data.rank]), sum(rows[: trainer.data.rank + 1]))
     losses = [trainer.step(x[samples, *here], y[samples, *there]) for _ in range(3)]
@@ -123,7 +123,7 @@ def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
         here = cut(SHAPE[0], at, 2)
         grid = fsdpx.Grid(comm.split(stage, at), (here.stop - here.start, SHAPE[1]), dims=(2, 1))
         trainer = net(norm).as_distributed(comm=comm, mesh=mesh, space=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
-        outputs = trainer.inspect.placement.field.outputs
+        outputs = trainer.inspect.placement.sample_layout.outputs
         there = slice(outputs.cuts[0][at], outputs.cuts[0][at + 1])
         x, y = batch(4)
         losses = [trainer.step(x[:, here], y[:, there]) for _ in range(3)]

@@ -86,7 +86,7 @@ def test_ghost_cells_are_the_padding(first: str) -> None:
         mine = bounds(cuts, place)
         trainer = nn.Chain(FIRST[first](1), *tail(4)).as_distributed(space=grid, **options(comm))
         x = padded(2)[:, *(slice(a, b + 2 * g) for (a, b), g in zip(mine, GHOSTS, strict=True))]
-        outputs = trainer.inspect.placement.field.outputs
+        outputs = trainer.inspect.placement.sample_layout.outputs
         there = tuple(slice(a, b) for a, b in bounds(outputs.cuts, place))
         target = wanted(outputs.shape)[:, *there]
         losses = [trainer.step(x, target) for _ in range(3)]

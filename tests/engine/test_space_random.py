@@ -88,7 +88,7 @@ def test_any_chain_over_any_parts(data: st.DataObject) -> None:
     def run(comm: Communicator) -> Any:
         grid = grid_at(comm, width, cuts, layout="c" + "zyx"[3 - dims :])
         trainer = nn.Chain(*layers).as_distributed(comm=comm, space=grid, **options)
-        outputs = trainer.inspect.placement.field.outputs
+        outputs = trainer.inspect.placement.sample_layout.outputs
         there = tuple(slice(*ends) for ends in bounds(outputs.cuts, place_of(comm.rank, width)))
         mine = grid.local(x)
         y = trainer.predict(mine)

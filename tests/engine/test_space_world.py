@@ -37,7 +37,7 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
         grid = fsdpx.Grid(cart, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)])
         options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
         trainer = make().as_distributed(space=grid, strategy="fsdp", check=True, **options)
-        outputs = trainer.inspect.placement.field.outputs
+        outputs = trainer.inspect.placement.sample_layout.outputs
         target = part(wanted(outputs.shape), outputs.cuts, place, 1)
         got = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
         np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")

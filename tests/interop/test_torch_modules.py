@@ -16,9 +16,9 @@ import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError, DataError  # noqa: E402
+from fsdpx.ext.fields.over_parts import over_parts  # noqa: E402
 from fsdpx.ext.interop.module import OVER_FIELDS  # noqa: E402
 from fsdpx.ext.interop.torch import Criterion, Module, from_torch  # noqa: E402
-from fsdpx.nn.tensor_plan import over_parts  # noqa: E402
 from fsdpx.testing import LayerContract  # noqa: E402
 
 tnn = torch.nn

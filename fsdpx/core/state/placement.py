@@ -27,16 +27,16 @@ from fsdpx.core.program import (
 )
 from fsdpx.core.state.accumulation import Accumulation, accumulation
 from fsdpx.core.state.flat_parameters import Page, Range, ShardedPage, cut
+from fsdpx.core.state.sample_layout import SampleLayout, WholeSamples
 from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import TOGETHER, Pace, PaceChoice
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Layout, Unit
-from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.grid import Grid
+from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Spec, dotted
 from fsdpx.nn.linearize import Sorted
-from fsdpx.nn.sharding import Parts, share
+from fsdpx.nn.sharding import share
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import Kept, inside, kept_of
 from fsdpx.optim.segments import Peers
@@ -172,28 +172,6 @@ class Formats:
     precision: Precision
 
 
-@dataclass(frozen=True)
-class FieldParts:
-    """A field of which each rank has a part. outputs: how the model's output is cut."""
-
-    grid: Grid
-    outputs: Parts
-
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an input of the whole field, with the ghost cells beyond its ends."""
-        joined = self.grid.entered.joined()
-        around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
-        return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
-
-    def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this rank's part of an output of the whole field."""
-        return (*shape[:2], *self.outputs.local(self.grid.place))
-
-    def target(self, y: Any) -> Any:
-        """A target as the caller has it, without the ghost cells that it may bring."""
-        return self.grid.interior(y) if self.outputs == self.grid.parts else y
-
-
 @dataclass(frozen=True, eq=False)
 class Placement:
     """stages: what each rank of the pipe sees. model: sorted, as this line of the tensor axis runs it. output_dim: dim
@@ -213,33 +191,13 @@ class Placement:
     tuning: Tuning
     pipe: Pipe
     output_dim: int | None = None
-    field: FieldParts | None = None
+    sample_layout: SampleLayout = field(default_factory=WholeSamples)
 
     def others(self, rows: Sequence[int]) -> Sequence[int]:
         """The samples of those before this rank's, from those of all data ranks."""
-        return self.distinct(rows)[: self.axes.samples.rank]
-
-    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
-        """The same of each group of data ranks that has samples of its own; without a field each rank is one."""
-        return rows if self.field is None else [rows[member[0]] for member in self.axes.members]
-
-    def demand_together(self, rows: Sequence[int]) -> None:
-        """DataError where ranks that have parts of the same samples do not have as many of them."""
-        for member in () if self.field is None else self.axes.members:
-            odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
-            if odd is not None:
-                raise DataError(
-                    f"data rank {member[0]} has {rows[member[0]]} samples, and data rank {odd}, which has another part "
-                    f"of the same fields, {rows[odd]}"
-                )
+        return self.sample_layout.distinct(rows)[: self.axes.samples.rank]
 
     # -- this rank -----------------------------------------------------------------------------------------------------
-
-    def described(self, array: Any) -> str:
-        """What of an array of the batch must be alike on all ranks: all but the number of samples, and, of a part of a
-        field, the cells."""
-        shape = array.shape[1:]
-        return f"{array.dtype}{list(shape)}" if self.field is None else f"{array.dtype} of {shape[0]} channels"
 
     @cached_property
     def stage(self) -> Stage:

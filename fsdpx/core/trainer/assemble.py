@@ -30,7 +30,8 @@ from fsdpx.core.program import Stage, pipeline
 from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.core.state.allocate import allocate
 from fsdpx.core.state.ledger import memories
-from fsdpx.core.state.placement import FieldParts, Formats, Options, Pipe, Placement, recompute, statistics_of
+from fsdpx.core.state.placement import Formats, Options, Pipe, Placement, recompute, statistics_of
+from fsdpx.core.state.sample_layout import SampleLayout, WholeSamples
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import TOGETHER, PaceChoice
 from fsdpx.core.state.tuning import Tuning, kept, tune_for
@@ -51,7 +52,7 @@ from fsdpx.ext.gpu import visible_devices
 from fsdpx.ext.half.rounded import Rounded
 from fsdpx.nn.layer import Layer, runs_of
 from fsdpx.nn.linearize import Sorted, once, sort, with_numbers
-from fsdpx.nn.tensor_plan import Planned, over_parts, parallelise
+from fsdpx.nn.tensor_plan import Planned, parallelise
 from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.muon import BUT
@@ -98,12 +99,12 @@ def session_of(
 
 def _of_one_process(recipe: Recipe, place: Placement) -> Sorted:
     """The model as one process has it, with its layers in order; over a field with ghost cells, those at its ends."""
-    grid, dtype = recipe.distribution.space, place.formats.compute
-    joined = None if grid is None or not grid.entered.ghosts else grid.entered.joined()
+    space, dtype = recipe.distribution.space, place.formats.compute
+    joined = None if space is None else space.joined
 
     def ordered() -> Sorted:
         model = with_numbers(recipe.training.model, dtype)
-        return sort(model if joined is None else over_parts(model, joined)[0])
+        return sort(model if space is None or joined is None else space.cut(model, joined)[0])
 
     return once(("ordered", recipe.training.model, joined, dtype), ordered)
 
@@ -179,15 +180,15 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         tuning=ranks.tuning,
         pipe=pages.pipe,
         output_dim=planned.output_dim,
-        field=_field(recipe),
+        sample_layout=_sample_layout(recipe, ranks.axes),
     )
     return placed, planned.model, reducing.microbatches
 
 
-def _field(recipe: Recipe) -> FieldParts | None:
-    """How fields lie over the ranks."""
-    grid = recipe.distribution.space
-    return None if grid is None else FieldParts(grid, over_parts(recipe.training.model, grid.entered)[1])
+def _sample_layout(recipe: Recipe, axes: Axes) -> SampleLayout:
+    """How samples lie over the ranks."""
+    space = recipe.distribution.space
+    return WholeSamples() if space is None else space.sample_layout(recipe.training.model, axes)
 
 
 def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
@@ -392,7 +393,7 @@ def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: 
     model, loss = with_numbers(training.model, dtype), training.loss
     plan, sequence = distribution.tensor_plan, distribution.sequence
     if distribution.space is not None:
-        made, outputs = over_parts(model, distribution.space.entered)
+        made, outputs = distribution.space.cut(model)
         return Planned(made, loss.over(outputs), None, frozenset())
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())

@@ -186,11 +186,9 @@ class LocalBatch:
 def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
     """The model's inputs in order, from an array, a tuple or a dict by name, each as its first layers take it: floats,
     and whole numbers that are no indices, in the model's format."""
-    names, field = placement.layout.inputs, placement.field
-    arrays = [array_of(placement, a, name) for name, a in zip(names, given_of(placement, x), strict=True)]
-    if field is not None:
-        called = [_called(name) if len(names) > 1 else "the input" for name in names]
-        arrays = [field.grid.entering(a, field.grid.entered, text) for a, text in zip(arrays, called, strict=True)]
+    names = placement.layout.inputs
+    given = [array_of(placement, a, name) for name, a in zip(names, given_of(placement, x), strict=True)]
+    arrays = placement.sample_layout.enter_inputs(given, names)
     for name, array in zip(names, arrays, strict=True):
         if array.ndim == 0:
             raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
@@ -222,9 +220,8 @@ def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
 
 
 def target_of(placement: Placement, y: Any, samples: int) -> Any:
-    target, field = array_of(placement, y, TARGET), placement.field
-    if field is not None:
-        target = field.grid.entering(field.target(target), field.outputs, TARGET)
+    layout = placement.sample_layout
+    target = layout.enter_output(layout.own_target(array_of(placement, y, TARGET)), TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")

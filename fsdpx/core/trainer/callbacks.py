@@ -35,20 +35,20 @@ class Metrics:
     sum and count of the cells of a part."""
 
     def __init__(self, functions: Mapping[str, Metric], place: Placement) -> None:
-        self.functions, self._place = functions, place
+        self.functions, self._place, self._layout = functions, place, place.sample_layout
         self._sums = np.zeros((len(functions), 2))  # sum and count
         self._problem: tuple[str, Exception] | None = None
 
     def add(self, output: Any, target: Any) -> None:
         """One batch; an error is kept for `mean`, where all ranks meet. Losses over parts of fields communicate."""
-        if (field := self._place.field) is not None:
-            target = field.target(np.asarray(to_host(target)))
+        if not self._layout.is_whole:
+            target = self._layout.own_target(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):
                     self._sums[k] += self._compared(function, output, target)
                 else:
-                    self._sums[k] += _sum_and_count(function(on_host(output), target), self._place.field is not None)
+                    self._sums[k] += _sum_and_count(function(on_host(output), target), not self._layout.is_whole)
             except Exception as error:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
@@ -56,14 +56,13 @@ class Metrics:
         """Total and weight of a loss. Over parts of fields the ranks compare first whether it fits on all of them."""
         place, problem = self._place, None
         y, t = (array_of(place, a) for a in (output, target))
-        if place.field is not None:
-            loss, outputs = loss.over(place.field.outputs), place.field.outputs
-            y, t = (place.field.grid.entering(a, outputs, "the target") for a in (y, t))
+        loss = self._layout.over(loss)
+        y, t = (self._layout.enter_output(a, "the target") for a in (y, t))
         try:
             loss.validate(tuple(y.shape), t)
         except FsdpxError as error:
             problem = error
-        if place.field is not None:
+        if not self._layout.is_whole:
             found = enumerate(place.axes.data.all_gather_plain(None if problem is None else str(problem)))
             problem = problem or next((DataError(f"rank {rank}: {text}") for rank, text in found if text), None)
         if problem is not None:
@@ -75,7 +74,7 @@ class Metrics:
 
         ConfigError on all of them if a metric failed on one."""
         text, cause = self._problem or (None, None)
-        ranks = data if self._place.field is None else self._place.axes.data
+        ranks = data if self._layout.is_whole else self._place.axes.data
         everyone = ranks.all_gather_plain((self._sums, text, [*self.functions]))
         for rank, (_, problem, names) in enumerate(everyone):
             if problem is not None:

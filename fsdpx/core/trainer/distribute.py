@@ -24,6 +24,7 @@ from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.watched import note, unwatch, watch_axes
 from fsdpx.core.compression import Choice
 from fsdpx.core.engine.engine import Engine
+from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice
 from fsdpx.core.state.units import Stages
@@ -36,7 +37,6 @@ from fsdpx.core.trainer.out_of_memory import make_session
 from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.gpu.devices import DeviceMap
 
 __all__ = ["OPTIONS", "distribute"]
@@ -67,7 +67,7 @@ def distribute(
     elastic: bool | Elastic = False,
     average: Any = None,
     offload: StorageChoice | None = None,
-    space: Grid | None = None,
+    space: Space | None = None,
     machinery: Machinery | None = None,
     **rarely: Any,
 ) -> Trainer:
@@ -121,7 +121,7 @@ def distribute(
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     options = dict(locals())
-    if comm is None and isinstance(space, Grid):
+    if comm is None and isinstance(space, Space):
         comm = space.comm
     defaults.demand_member(comm)
     before = _before(comm)

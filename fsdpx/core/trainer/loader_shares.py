@@ -41,7 +41,7 @@ def demand_shares(host: TrainerHost, *loaders: Any) -> None:
     """An error on all ranks if a DataLoader cuts batches for other ranks than the trainer's, or if datasets that are
     cut differ in length; a warning if they have the same length and begin with other samples. Collective."""
     place = host.data.rank, host.data.size
-    compared = host.world.size > 1 and host.place.field is None  # parts of a field differ
+    compared = host.world.size > 1 and host.place.sample_layout.is_whole  # parts differ
     samplers = [loader.sampler for loader in loaders if isinstance(loader, SharingLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
     rows = [1 + host.rank if wrong else 0, max(wrong, default=0)]

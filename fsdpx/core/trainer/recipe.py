@@ -17,12 +17,12 @@ from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.state.accumulation import check_chunks
+from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice, pace_of
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.gpu.devices import DeviceMap
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
@@ -122,7 +122,7 @@ class Distribution:
     tensor_plan: Mapping[str, Any] | None = None
     sequence: str | None = None
     offload: StorageChoice | None = None
-    space: Grid | None = None
+    space: Space | None = None
     planned: str = ""
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Distribution:
         if not isinstance(self.offload, StorageChoice | None):
             where = "say where, fsdpx.Offload('/local/disk', what='optimizer')"
             raise ConfigError(f"offload={self.offload!r}: {where}")
-        if self.space is not None and not isinstance(self.space, Grid):
+        if self.space is not None and not isinstance(self.space, Space):
             raise ConfigError(f"space={self.space!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")
 
     @property

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -30,8 +29,6 @@ from fsdpx.core.trainer.gather_full import whole_outputs
 from fsdpx.core.trainer.recompute_budget import recomputed_units
 from fsdpx.core.trainer.settled import Settled
 from fsdpx.errors import ConfigError, FsdpxError, warn
-from fsdpx.ext.fields.grid import Grid
-from fsdpx.ext.fields.overlaps import describe_ends, find_overlaps, overlap_warning
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.gradient_accumulation import is_index
 from fsdpx.nn.linearize import Sorted, infer
@@ -43,7 +40,7 @@ STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
 """Calls of which replicas that train by themselves tell each other only where they meet."""
 
 
-IDLE, OVERLAP = "no gradient reaches some", "parts overlap"
+IDLE, CUT = "no gradient reaches some", "how samples are cut"
 SHAPES = 16
 """The most shapes of small batches for which the way their layers run is kept."""
 LOOKS = ("evaluate", "predict")
@@ -61,10 +58,9 @@ class Session:
         self._counts = microbatches, microbatches  # that were asked for, and of the last batch that was cut
         self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
-        field, world = self.place.field, self.place.axes.world
-        alone = field is None or self.place.imaginary or prod(field.grid.dims) != world.size
         # beside a solver a rank waits for its neighbors alone
-        self._settled = None if alone else Settled(world, self._predict_zeros)
+        together = not self.place.imaginary and self.place.sample_layout.has_one_group
+        self._settled = Settled(self.place.axes.world, self._predict_zeros) if together else None
         # by request and what ran before; those of `LOOKS` by what their requests depend on as well
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
@@ -152,6 +148,7 @@ class Session:
 
         Collective: all ranks raise the same error if the batch of one of them is not good."""
         place, error, begin = self.place, None, perf_counter()
+        layout = place.sample_layout
         self.note(kind)
         inputs: tuple[Any, ...] = ()
         target, features, rows, doubted, batched = None, "", 0, False, True
@@ -159,15 +156,15 @@ class Session:
         try:
             batches.check_places(place, x, y)
             inputs = batches.inputs_of(place, x)
-            batched = place.field is None or place.field.grid.batched(batches.given_of(place, x)[0])
+            batched = layout.is_whole or layout.is_batched(batches.given_of(place, x)[0])
             rows = int(inputs[0].shape[0])
             if kind in ("step", "accumulate", "evaluate"):
                 target = batches.target_of(place, y, rows)
             arrays = [*inputs, *([] if target is None else [target])]
             if place.axes.world.size > 1:
                 mode = ", training=False" * (kind == "forward" and not training)
-                features = ", ".join(map(place.described, arrays)) + also + mode
-            doubted = kind in ("step", "accumulate") and self._twins.doubted and place.field is None
+                features = ", ".join(map(layout.describe, arrays)) + also + mode
+            doubted = kind in ("step", "accumulate") and self._twins.doubted and layout.is_whole
             shared = doubted or place.axes.data.size < place.axes.world.size  # several ranks work on the same samples
             if shared and not by_itself:
                 features += f"{batches.DIGEST}{batches.sum_of(arrays)}"
@@ -187,11 +184,11 @@ class Session:
             everyone, alike = batches.agree(place.axes, kind, features, rows, error, comm)
             if doubted and comm is place.axes.world:
                 self._twins.see(alike, arrays)
-            place.demand_together(everyone)
+            layout.demand_together(everyone)
             if settled is not None:
                 settled.agree_on((features, rows), _shapes(inputs))
-        if place.field is not None and kind in ("step", "accumulate") and OVERLAP not in self._noticed:
-            self._tell_overlaps(place.field.grid, inputs[0])
+        if kind in ("step", "accumulate") and CUT not in self._noticed:
+            self._tell_mistakes(inputs[0])
         microbatches = self._microbatches(inputs, target, everyone, kind)
         self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit, batched=batched)
@@ -222,7 +219,7 @@ class Session:
         count = self._count_microbatches(rows)
         made = batches.cut(place, part, 1 if whole else count, evenly)
         if trains:
-            state.samples = before + sum(place.distinct(rows))
+            state.samples = before + sum(place.sample_layout.distinct(rows))
             if place.options.recompute.budget is not None:
                 self._largest = batches.largest_microbatch(place, inputs, rows, count)
         return made
@@ -244,12 +241,11 @@ class Session:
         place, key = self.place, _shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
-            field = place.field
-            given = [ShapeArray(field.whole(a.shape) if field else a.shape, a.dtype) for a in inputs]
+            given = [ShapeArray(place.sample_layout.whole_shape(a.shape), a.dtype) for a in inputs]
             outputs = infer(self.model, given, place.formats.compute, alone())
             if place.axes.tensor.size > 1:  # what is cut must divide
                 place.shapes.of(0, batches.largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
-            shapes = self._fits[key] = [field.part(o.shape) if field else tuple(o.shape) for o in outputs]
+            shapes = self._fits[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
         if target is not None:
             self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if place.options.check_finite:
@@ -284,7 +280,7 @@ class Session:
             executable = self._executable(kind, feed, local)
             self.state.ran.add(kind)
             results = self.engine.run(executable, feed)
-            if kind == "predict" and self.place.field is not None:
+            if kind == "predict" and self._settled is not None:
                 self._executable(kind, feed, local)  # all ranks are here: the next one waits for neighbors alone
         except MemoryError as error:
             if self.short is None:
@@ -327,17 +323,15 @@ class Session:
                 "alone; leave their layers out, or freeze them (frozen=[...])",
             )
 
-    def _tell_overlaps(self, grid: Grid, x: Any) -> None:
-        """Look once whether parts of a field have cells in common, and say so. Collective where all ranks step
-        together."""
-        self._noticed.add(OVERLAP)
+    def _tell_mistakes(self, x: Any) -> None:
+        """Look once whether samples seem to be cut wrongly, and say so. Collective where all ranks step together."""
+        self._noticed.add(CUT)
         axes = self.place.axes
-        if self.place.imaginary or axes.field is None or self._meeting("step") is not axes.world:
+        if self.place.imaginary or self._meeting("step") is not axes.world:
             return
-        ends = axes.uncounted.all_gather_plain(describe_ends(grid, x))
-        shared = find_overlaps(grid, [ends[rank] for rank in axes.field.here])
-        if shared and axes.world.rank == 0:
-            warn(overlap_warning(shared))
+        text = self.place.sample_layout.find_mistakes(x)
+        if text and axes.world.rank == 0:
+            warn(text)
 
     def updated(self, mean: Mean, scale: GradientScale) -> None:
         """An update has ended."""
@@ -418,14 +412,12 @@ class Session:
         if self._settled is not None:
             self._settled.finish()
         (batch,) = feed.batch
-        if self.place.field is not None:
-            return tuple(self.leaving(outputs, feed))
-        if batch is not None and batch.inputs[0] is x:
+        if batch is not None and batch.inputs[0] is x and self.place.sample_layout.is_whole:
             known = self.engine.direct
             if len(known) >= SHAPES:
                 known.clear()
             known[x.shape, x.dtype] = Direct.after(self.engine, self._executable("predict", feed, False), x)
-        return outputs
+        return self.leaving(outputs, feed)
 
     def _predict_zeros(self, shapes: tuple[Any, ...]) -> None:
         """Take part in a prediction for the sake of the other ranks. shapes: of the inputs, and their formats."""
@@ -433,11 +425,10 @@ class Session:
         with self.aside():
             self.run("predict", Feed([Microbatch(zeros, None, 0)], False, self.commit))
 
-    def leaving(self, arrays: Sequence[Any], feed: Feed) -> Sequence[Any]:
-        """Parts of fields as the caller of a feed holds them; other arrays as they are."""
-        if (field := self.place.field) is None:
-            return arrays
-        return tuple(None if a is None else field.grid.leaving(a, feed.batched) for a in arrays)
+    def leaving(self, arrays: Sequence[Any], feed: Feed) -> tuple[Any, ...]:
+        """Arrays of the model as the caller of a feed has them."""
+        leave = self.place.sample_layout.leave
+        return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 
     def direct(self, x: Any) -> tuple[Any, ...] | None:
         """The same at once, if a batch of this kind has been predicted and nothing but layers has to run."""

@@ -20,6 +20,7 @@ from fsdpx.core.checkpoint.save import Choices
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.program import Program, Slot
 from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.step_inputs import Feed
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer import fit as fitting
@@ -45,7 +46,6 @@ from fsdpx.core.trainer.inspect import Inspection
 from fsdpx.core.trainer.recipe import demand, lacks
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, DataError, warn
-from fsdpx.ext.fields.grid import Grid
 from fsdpx.nn.container import one_or_all
 from fsdpx.nn.gradient_accumulation import as_taken
 
@@ -166,8 +166,7 @@ class Trainer:
         for array, shape in zip(arrays, self._shown, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
-        if (field := session.place.field) is not None:
-            arrays = tuple(field.grid.entering(array, field.outputs, "dy") for array in arrays)
+        arrays = tuple(session.place.sample_layout.enter_output(array, "dy") for array in arrays)
         if session.place.stage.scores:
             session.state.store[Slot("seed", None, 0)] = tuple(cut_output(session.place, array) for array in arrays)
         if not self._local:
@@ -442,7 +441,7 @@ class Trainer:
         return self._session.place.axes.parts
 
     @property
-    def output_grid(self) -> Grid:
+    def output_grid(self) -> Space:
         """The grid of the model's result, with `space`: as the grid of its input, where both have as many cells.
 
         `offsets`, `own`, `local`, and `gather` of this grid are those of results and targets. It follows from the
@@ -452,10 +451,7 @@ class Trainer:
         ------
         ConfigError : without `space`
         """
-        field = self._session.place.field
-        if field is None:
-            raise ConfigError("output_grid: this trainer has whole samples: give distribute a grid of fields, space=")
-        return field.grid.with_parts(field.outputs)
+        return self._session.place.sample_layout.output_space()
 
     @property
     def steps(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fsdpx.ext.fields.halo import Reach, cells_of, rank_along
@@ -10,7 +9,7 @@ from fsdpx.ext.fields.halo_slabs import at_dim, fold, widen
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.sharding import Parts
 
-__all__ = ["bare", "filled", "filled_backward"]
+__all__ = ["filled", "filled_backward"]
 
 
 def filled(env: Env, y: Array, first: Array, parts: Parts) -> Array:
@@ -30,11 +29,6 @@ def filled_backward(env: Env, dstate: Array, dfirst: Array, parts: Parts) -> Arr
         dfirst[cells] += dstate[cells]
         dstate[cells] = 0  # at corners, nothing is left for the second dim
     return fold(env, dstate, _moves(parts))
-
-
-def bare(parts: Parts) -> Parts:
-    """The same parts without ghost cells."""
-    return replace(parts, ghosts=(), periods=())
 
 
 def _moves(parts: Parts) -> tuple[Reach, ...]:

@@ -6,16 +6,22 @@ import operator
 import weakref
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fsdpx.core.comm.default_communicator import demand_member, gather_plain, taken
 from fsdpx.core.comm.local import single
+from fsdpx.core.comm.mesh import Axes
+from fsdpx.core.state.sample_layout import Space
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.over_parts import over_parts
+from fsdpx.ext.fields.overlaps import describe_ends, find_overlaps, overlap_warning
 from fsdpx.ext.fields.tiling import tile
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.losses import Loss
 from fsdpx.nn.sharding import Parts, Sides
 
 __all__ = ["Grid"]
@@ -44,7 +50,7 @@ class GridFacts(NamedTuple):
         return self.layout.replace("c", "")
 
 
-class Grid:
+class Grid(Space):
     """A field that is cut over a Cartesian grid of ranks. Collective.
 
     Parts may be of any sizes, also empty; each rank says the size of its own, and all of them learn of the others'.
@@ -214,6 +220,20 @@ class Grid:
         some = any(any(side) for sides in self._sides for side in sides)
         return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 
+    @property
+    def joined(self) -> Parts | None:
+        """How one process would have inputs that bring ghost cells, with those beyond the ends; None: they bring
+        none."""
+        return self.entered.joined() if self.entered.ghosts else None
+
+    def cut(self, model: Layer, parts: Parts | None = None) -> tuple[Layer, Parts]:
+        """What each rank runs of a model, and how its output is cut, from how its inputs are; None: as `entered`."""
+        return over_parts(model, self.entered if parts is None else parts)
+
+    def sample_layout(self, model: Layer, axes: Axes) -> FieldParts:
+        """How fields, and the results of this model, lie over the ranks of a mesh."""
+        return FieldParts(self, self.cut(model)[1], axes)
+
     def ranks(self, rank: int) -> tuple[int, ...] | None:
         """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
         over `comm`."""
@@ -377,6 +397,78 @@ class Grid:
             f". One value more along {along} is what a staggered field has, with values on the faces of cells: "
             "interpolate them to the centers, as (v[1:] + v[:-1]) / 2, or leave out the last face"
         )
+
+
+@dataclass(frozen=True)
+class FieldParts:
+    """Samples that are fields, of which each rank has a part. outputs: how the model's output is cut."""
+
+    grid: Grid
+    outputs: Parts
+    axes: Axes
+
+    is_whole: ClassVar = False
+
+    @property
+    def has_one_group(self) -> bool:
+        return prod(self.grid.dims) == self.axes.world.size
+
+    def is_batched(self, given: Any) -> bool:
+        return self.grid.batched(given)
+
+    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
+        return [rows[member[0]] for member in self.axes.members]
+
+    def demand_together(self, rows: Sequence[int]) -> None:
+        for member in self.axes.members:
+            odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
+            if odd is not None:
+                raise DataError(
+                    f"data rank {member[0]} has {rows[member[0]]} samples, and data rank {odd}, which has another part "
+                    f"of the same fields, {rows[odd]}"
+                )
+
+    def describe(self, array: Any) -> str:
+        """All but the number of samples and the cells."""
+        return f"{array.dtype} of {array.shape[1]} channels"
+
+    def find_mistakes(self, x: Any) -> str:
+        """Whether parts of the field have cells in common. Collective."""
+        grid, field = self.grid, self.axes.field
+        assert field is not None
+        ends = self.axes.uncounted.all_gather_plain(describe_ends(grid.own, grid.ghosts, x))
+        letters = grid.layout.replace("c", "")
+        shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in field.here])
+        return overlap_warning(shared) if shared else ""
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """With the ghost cells beyond the ends of the field."""
+        joined = self.grid.entered.joined()
+        around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
+        return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
+
+    def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:2], *self.outputs.local(self.grid.place))
+
+    def enter_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
+        called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
+        return [self.grid.entering(a, self.grid.entered, text) for a, text in zip(arrays, called, strict=True)]
+
+    def enter_output(self, array: Any, name: str) -> Any:
+        return self.grid.entering(array, self.outputs, name)
+
+    def leave(self, array: Any, batched: bool) -> Any:
+        return self.grid.leaving(array, batched)
+
+    def own_target(self, y: Any) -> Any:
+        """Without the ghost cells that it may bring."""
+        return self.grid.interior(y) if self.outputs == self.grid.parts else y
+
+    def over(self, loss: Loss) -> Loss:
+        return loss.over(self.outputs)
+
+    def output_space(self) -> Grid:
+        return self.grid.with_parts(self.outputs)
 
 
 _LEFT: list[Any] = []

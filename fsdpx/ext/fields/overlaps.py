@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.ext.fields.grid import Grid
+from fsdpx.nn.sharding import Sides
 
 __all__ = ["describe_ends", "find_overlaps", "overlap_warning"]
 
@@ -20,18 +20,19 @@ Ends = list[list[tuple[str | None, str | None]]]
 """For each dim and width, digests of the first and of the last rows of a part; None: rows that tell nothing."""
 
 
-def describe_ends(grid: Grid, x: Any) -> Ends:
-    """Digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells)."""
+def describe_ends(own: Sequence[int], ghosts: Sequence[Sides], x: Any) -> Ends:
+    """Digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells). own: cells
+    of the part. ghosts: those that the input has beside them."""
     found: Ends = []
-    for dim in range(len(grid.dims)):
+    for dim in range(len(own)):
         found.append([])
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
-            for d, (n, (before, _)) in enumerate(zip(grid.own, grid.ghosts, strict=True)):
+            for d, (n, (before, _)) in enumerate(zip(own, ghosts, strict=True)):
                 edge = width if d != dim and n > 2 * width else 0  # corners may be anything
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
-            enough = part.ndim == len(cells) and min(part.shape) > 0 and grid.own[dim] >= 2 * width
+            enough = part.ndim == len(cells) and min(part.shape) > 0 and own[dim] >= 2 * width
             low, high = (_digest(part, dim + 1, width, end) if enough else None for end in (1, -1))
             found[dim].append((low, high))
     return found
@@ -49,15 +50,18 @@ def _digest(part: Any, dim: int, width: int, end: int) -> str | None:
     return blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=8).hexdigest()
 
 
-def find_overlaps(grid: Grid, ends: Sequence[Ends]) -> dict[str, int]:
+def find_overlaps(
+    dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]
+) -> dict[str, int]:
     """How many rows each part shares with the next, for the dims along which it does so wherever that can be seen.
-    ends: of all ranks of the field, in the order of the grid."""
+    dims, letters, periods: ranks along each dim, its name, and whether it is periodic. ends: of all ranks of the field,
+    in the order of the grid."""
     found: dict[str, int] = {}
-    places = np.arange(len(ends)).reshape(grid.dims)
-    for dim, letter in enumerate(grid.layout.replace("c", "")):
+    places = np.arange(len(ends)).reshape(tuple(dims))
+    for dim, letter in enumerate(letters):
         line = np.moveaxis(places, dim, 0)
         pairs = list(zip(line[:-1].ravel().tolist(), line[1:].ravel().tolist(), strict=True))
-        if grid.periods[dim]:
+        if periods[dim]:
             pairs += zip(line[-1].ravel().tolist(), line[0].ravel().tolist(), strict=True)
         for number, width in enumerate(WIDTHS):
             told = {(ends[one][dim][number][1], ends[other][dim][number][0]) for one, other in pairs}

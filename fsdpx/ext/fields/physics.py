@@ -10,10 +10,10 @@ import numpy as np
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import reduced
 from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.ext.fields.over_parts import over_parts
 from fsdpx.nn.layer import Array, Env, Layer, Params, runs_of
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.sharding import Parts
-from fsdpx.nn.tensor_plan import over_parts
 
 __all__ = ["Conserve", "PhysicsLoss"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from fsdpx.core.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.ghost_cells import bare, filled, filled_backward
+from fsdpx.ext.fields.ghost_cells import filled, filled_backward
+from fsdpx.ext.fields.over_parts import over_parts
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, runs_of
 from fsdpx.nn.sharding import CutRequest, Parts
-from fsdpx.nn.tensor_plan import over_parts
 
 __all__ = ["Rollout"]
 
@@ -50,7 +50,7 @@ class Rollout(Layer):
         if not isinstance(kind, Parts):
             return super().cut(request)
         net, found = over_parts(self.net, kind)
-        if found != bare(kind):
+        if found != kind.bare():
             raise ConfigError(f"{request.path!r} {self!r}: a step must leave a field as it was, and cut alike")
         made = Rollout(net, self.steps)
         made.parts = kind if kind.ghosts else None

@@ -1,0 +1,169 @@
+"""How samples lie over ranks: whole, each on one data rank, unless a `space` cuts each of them over several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from fsdpx.core.comm.mesh import Axes
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.losses import Loss
+from fsdpx.nn.sharding import Parts
+
+__all__ = ["SampleLayout", "Space", "WholeSamples"]
+
+Shape = tuple[int, ...]
+
+
+class SampleLayout(Protocol):
+    """What a placement asks of the way in which samples lie over ranks."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each data rank has samples of its own, all of each."""
+
+    @property
+    def has_one_group(self) -> bool:
+        """Whether all ranks work on the same samples: a rank that predicts waits for those beside it alone."""
+
+    def is_batched(self, given: Any) -> bool:
+        """Whether an array that a caller gives has a dim of samples."""
+
+    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
+        """The numbers of samples of each group of data ranks that work on the same ones, from those of data ranks."""
+
+    def demand_together(self, rows: Sequence[int]) -> None:
+        """DataError where data ranks that work on the same samples do not have as many of them."""
+
+    def describe(self, array: Any) -> str:
+        """What of an array of the batch must be alike on all ranks."""
+
+    def find_mistakes(self, x: Any) -> str:
+        """What seems to be wrong with how samples were cut, by the first input, as text. May be collective."""
+
+    def whole_shape(self, shape: Shape) -> Shape:
+        """The shape of an input as one process would have it."""
+
+    def part_shape(self, shape: Shape) -> Shape:
+        """The shape of this rank's part of an output that one process would have."""
+
+    def enter_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
+        """Inputs as the model reads them, from those of the caller; DataError if they are no such parts."""
+
+    def enter_output(self, array: Any, name: str) -> Any:
+        """An array that belongs to the model's output, as the model gives it."""
+
+    def leave(self, array: Any, batched: bool) -> Any:
+        """An array of the model as the caller has it."""
+
+    def own_target(self, y: Any) -> Any:
+        """A target as the caller has it, without what belongs to other ranks."""
+
+    def over(self, loss: Loss) -> Loss:
+        """What compares outputs that lie so."""
+
+    def output_space(self) -> Space:
+        """How the model's output is cut; ConfigError where it is not."""
+
+
+@dataclass(frozen=True)
+class WholeSamples:
+    """Each data rank has samples of its own, all of each."""
+
+    is_whole: ClassVar = True
+    has_one_group: ClassVar = False
+
+    def is_batched(self, given: Any) -> bool:
+        return True
+
+    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
+        return rows
+
+    def demand_together(self, rows: Sequence[int]) -> None:
+        return
+
+    def describe(self, array: Any) -> str:
+        return f"{array.dtype}{list(array.shape[1:])}"
+
+    def find_mistakes(self, x: Any) -> str:
+        return ""
+
+    def whole_shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def part_shape(self, shape: Shape) -> Shape:
+        return tuple(shape)
+
+    def enter_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
+        return arrays
+
+    def enter_output(self, array: Any, name: str) -> Any:
+        return array
+
+    def leave(self, array: Any, batched: bool) -> Any:
+        return array
+
+    def own_target(self, y: Any) -> Any:
+        return y
+
+    def over(self, loss: Loss) -> Loss:
+        return loss
+
+    def output_space(self) -> Space:
+        raise ConfigError("output_grid: this trainer has whole samples: give distribute a grid of fields, space=")
+
+
+class Space(ABC):
+    """What says how each sample is cut over ranks, the argument `space` of `distribute`. `fsdpx.Grid` is one.
+
+    Attributes
+    ----------
+    dims : ranks along each dim that is cut
+    """
+
+    dims: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def comm(self) -> Any:
+        """The communicator of its ranks; None in a dry run."""
+
+    @property
+    @abstractmethod
+    def own(self) -> tuple[int, ...]:
+        """Cells of this rank's part."""
+
+    @property
+    @abstractmethod
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins, along each dim of the whole."""
+
+    @property
+    @abstractmethod
+    def joined(self) -> Parts | None:
+        """What one process would have, where its model is another than that of a rank."""
+
+    @abstractmethod
+    def local(self, what: Any) -> Any:
+        """This rank's part of an array of the whole."""
+
+    @abstractmethod
+    def gather(self, array: Any) -> Any:
+        """The whole, from the parts of all ranks, on every rank. Collective."""
+
+    @abstractmethod
+    def ranks(self, rank: int) -> tuple[int, ...] | None:
+        """What the ranks that have parts of the same samples give as `rank`; None: they do not exist. Collective."""
+
+    @abstractmethod
+    def cut(self, model: Layer, parts: Parts | None = None) -> tuple[Layer, Parts]:
+        """What each rank runs of a model, and how its output is cut. parts: of the inputs; None: as it cuts them.
+
+        ConfigError for layers that cannot work on a part."""
+
+    @abstractmethod
+    def sample_layout(self, model: Layer, axes: Axes) -> SampleLayout:
+        """How samples of this model lie over the ranks of a mesh."""
