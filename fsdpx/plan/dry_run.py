@@ -22,9 +22,9 @@ from fsdpx.core.base.version import __version__, version_of
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.core.program import Program
 from fsdpx.core.state import tuning
+from fsdpx.core.state.activations import count_heap
 from fsdpx.core.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.core.trainer.distribute import distribute
-from fsdpx.core.trainer.out_of_memory import passing
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.native import code_cache
@@ -199,7 +199,7 @@ def dry_run(
     program = trainer.inspect.engine.ran
     assert program is not None
     machine = comm.machine if isinstance(comm, FakeNode) else [rank]
-    passes = passing(trainer.inspect.engine.state, meter)
+    passes = count_heap(trainer.inspect.engine.state, meter)
     most, peak = watch.activations.most, watch.peak()
     return DryRun(program, trainer.report(), trainer, most, passes, len(machine), peak)
 

@@ -16,11 +16,12 @@ from fsdpx.core.base.messages import bytes_text
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.engine.operations import about
-from fsdpx.core.engine.run import Activations, is_activation, lives, roots
+from fsdpx.core.engine.run import lives
 from fsdpx.core.program import SLOTS, Action, Program, Slot
-from fsdpx.core.state.ledger import KINDS, LedgerRow
+from fsdpx.core.state.activations import Activations, count_heap, count_pass_rows, is_activation, roots
+from fsdpx.core.state.ledger import KINDS
 from fsdpx.core.state.train_state import TrainState
-from fsdpx.core.trainer.out_of_memory import ENOUGH, cheaper, passing
+from fsdpx.core.trainer.out_of_memory import ENOUGH, cheaper
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import FsdpxError
 from fsdpx.ext.fields.grid import Grid
@@ -157,7 +158,7 @@ class PeakWatch:
         assert self._ran is not None
         if meter.peak > self._most:
             self._most, self._at, self._then = meter.peak, self._next, alive.held()
-            self._parts = sum(row.nbytes for row in _passing(engine.state))
+            self._parts = count_pass_rows(engine.state.ledger, now=True)
         slots, store = self._ran.slots[self._next], engine.state.store
         self._next = (self._next + 1) % len(self._ran.actions)
         alive.within(engine.state.arena)
@@ -180,7 +181,7 @@ class PeakWatch:
 
     def _activations(self, state: TrainState) -> Iterator[Holding]:
         """What lies beside the arena."""
-        units, rest = state.placement.layout.units, passing(state, self._meter) - self._parts
+        units, rest = state.placement.layout.units, count_heap(state, self._meter) - self._parts
         makers = {value: unit.index for unit in units for value in unit.outputs}
         known, batch = set(self._batch), sum(self._batch.values())
         found = [Holding("activations", BATCH, batch)]
@@ -196,11 +197,6 @@ class PeakWatch:
             found.append(Holding("activations", what, sum(owners.values()), of_units))
         yield from found
         yield Holding("activations", "what the action computes", rest - sum(one.nbytes for one in found))
-
-
-def _passing(state: TrainState) -> list[LedgerRow]:
-    """Rows that have memory only now."""
-    return [row for row in state.ledger if row.passing and row.key in state.ledger.arrays]
 
 
 def _kept(state: TrainState, parts: int) -> Iterator[Holding]:

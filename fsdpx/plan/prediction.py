@@ -31,9 +31,10 @@ from fsdpx.core.program.simulator import by_rank, run
 from fsdpx.core.program.traffic import filled
 from fsdpx.core.program.verbs import partner
 from fsdpx.core.state.accumulation import microbatches_of
+from fsdpx.core.state.activations import count_heap
 from fsdpx.core.state.gradients import rows_of
 from fsdpx.core.trainer.call_runner import FixedRanks
-from fsdpx.core.trainer.out_of_memory import make_session, passing
+from fsdpx.core.trainer.out_of_memory import make_session
 from fsdpx.core.trainer.recipe import OPTIONS, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, warn
@@ -485,7 +486,7 @@ class WorldStep:
             trainer.step(tuple(x) if len(x) > 1 else x[0], y)
         state, counters = trainer.inspect.engine.state, costing.counters
         meter.peak = max(meter.peak, *(most for most, _ in costing.alive))
-        arena = meter.peak - passing(state, meter)
+        arena = meter.peak - count_heap(state, meter)
         traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
         program = trainer.inspect.engine.ran
         assert program is not None

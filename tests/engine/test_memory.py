@@ -18,8 +18,8 @@ from fsdpx import Mesh, Precision, Sharding, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN, Arena, Life, place
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm import Communicator, FakeCommunicator
-from fsdpx.core.engine.run import roots
 from fsdpx.core.program import parse
+from fsdpx.core.state.activations import roots
 from fsdpx.errors import ConfigError
 from fsdpx.plan.dry_run import DryRun, dry_run
 

@@ -4,19 +4,18 @@ flat buffers."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.arena import Arena, Life, SlabPlan, place
-from fsdpx.core.array.shapes.array import root_of
+from fsdpx.core.array.arena import Life, SlabPlan, place
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import grouped
 from fsdpx.core.comm.mesh import REPLICA
-from fsdpx.core.program import KINDS, SLOTS, Action, Program, Slot, Stage, lifetimes
+from fsdpx.core.program import KINDS, Action, Program, Slot, Stage, lifetimes
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.ledger import Key, local_gradient
@@ -30,9 +29,8 @@ from fsdpx.nn.gradient_accumulation import Entries, GradientEntry, Gradients
 from fsdpx.nn.layer import Env, Parameters, dotted, time_of
 
 __all__ = [
-    "Activations", "GradientScale", "Mean", "Operation", "ProgramRun", "Values", "Views", "Workspace",
-    "Worlds", "demand_alike", "demand_finite", "find_not_finite", "is_activation", "lives", "microbatch_of",
-    "number_of", "plan", "planned", "roots", "words",
+    "GradientScale", "Mean", "Operation", "ProgramRun", "Values", "Views", "Workspace", "Worlds", "demand_alike",
+    "demand_finite", "find_not_finite", "lives", "microbatch_of", "number_of", "plan", "words",
 ]  # fmt: skip
 
 
@@ -108,67 +106,6 @@ class Views:
         for views in pages:
             known.update(views)
         return [{local: known[full] for local, full in names if full in known} for names in self._names[unit]]
-
-
-def is_activation(slot: Slot) -> bool:
-    return SLOTS[slot.kind].memory == "activations"
-
-
-def planned(arena: Arena) -> set[int]:
-    """Identities of the memory that the arena holds: what lies there is counted by the ledger."""
-    return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
-
-
-class Activations:
-    """Bytes of arrays in activation slots, followed from action to action by what each of them takes and gives. Views
-    count once, with the array that they are views of; parameters that a layer keeps for backward do not: the ledger
-    counts them. alive: bytes now; most: at any time."""
-
-    def __init__(self) -> None:
-        self.alive = self.most = 0
-        self._held: dict[Slot, dict[int, int]] = {}
-        self._users: dict[int, int] = {}
-        self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
-
-    def held(self) -> dict[Slot, dict[int, int]]:
-        """Slot -> (identity -> bytes) of the memory behind what lies there now."""
-        return dict(self._held)
-
-    def within(self, arena: Arena) -> None:
-        """A program begins whose buffers lie there."""
-        state = (arena.generation, len(arena.kept))
-        if self._planned[0] != state:
-            self._planned = state, planned(arena)
-
-    def take(self, slot: Slot) -> None:
-        """A slot is emptied."""
-        for root, nbytes in self._held.pop(slot, {}).items():
-            self._users[root] -= 1
-            if not self._users[root]:
-                del self._users[root]
-                self.alive -= nbytes
-
-    def give(self, slot: Slot, value: Any) -> None:
-        """A slot is filled, or refilled."""
-        self.take(slot)
-        there = self._planned[1]
-        self._held[slot] = held = {root: nbytes for root, nbytes in roots(value) if root not in there}
-        for root, nbytes in held.items():
-            users = self._users.get(root, 0)
-            self._users[root] = users + 1
-            self.alive += 0 if users else nbytes
-        self.most = max(self.most, self.alive)
-
-
-def roots(value: Any) -> Iterable[tuple[int, int]]:
-    """(identity, bytes) of the memory behind every array in tuples, lists and dicts."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for one in value:
-            yield from roots(one)
-    elif (root := root_of(value)) is not None:
-        yield id(root), root.nbytes
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,21 @@ from typing import Any
 
 from fsdpx.core.array.arena import give_back
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import Meter, metered
+from fsdpx.core.array.shapes.array import metered
 from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import carrier_of, node_of
+from fsdpx.core.state.activations import count_heap, count_pass_rows
 from fsdpx.core.state.footprint import memory_limits
 from fsdpx.core.state.step_inputs import Feed
-from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer.assemble import session_of
 from fsdpx.core.trainer.recipe import NoOptimizer, Recipe
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import FsdpxError, OutOfMemory
 
-__all__ = ["ENOUGH", "cheaper", "make_session", "passing", "remedies"]
+__all__ = ["ENOUGH", "cheaper", "make_session", "remedies"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """From most memory to least."""
@@ -82,13 +82,6 @@ def cheaper(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
         yield from (("precision", name) for name in ("bf16", "bf16-true"))
 
 
-def passing(state: TrainState, meter: Meter) -> int:
-    """Most bytes of arrays without data that were alive beside those of the arena, which stay."""
-    slab = [] if state.arena.slab is None else [state.arena.slab]
-    buffers = (*state.arena.kept.values(), *state.ledger.arrays.values(), *slab)
-    return meter.peak - sum({id(buffer.root): buffer.root.nbytes for buffer in buffers}.values())
-
-
 def _short(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: Feed | None
 ) -> OutOfMemory:
@@ -134,8 +127,8 @@ def _planned(recipe: Recipe, fake: Communicator, batch: tuple[Any, Any] | None) 
             feed = session.feed(*batch, "step", training=True)
             meter.peak = meter.live  # checking the batch made shapes, too
             session.run("step", feed)
-            parts = sum(row.nbytes for row in state.ledger if row.passing)  # lie where activations were
-            return {**state.nbytes(), "activations": max(passing(state, meter) - parts, 0)}
+            parts = count_pass_rows(state.ledger)  # among gradients already
+            return {**state.nbytes(), "activations": max(count_heap(state, meter) - parts, 0)}
         pieces = session.place.accumulation.microbatches(session.microbatches)
         kind = "predict" if isinstance(session.place.optimizer, NoOptimizer) else "step"
         state.arena.lend(session.engine.prepare(session.request(kind, pieces)).workspace.plan)

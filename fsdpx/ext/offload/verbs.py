@@ -7,9 +7,10 @@ from typing import Any
 from fsdpx.core.array.shapes.array import root_of
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.engine.operations import ABOUT, OPERATIONS, release
-from fsdpx.core.engine.run import ProgramRun, Values, planned
+from fsdpx.core.engine.run import ProgramRun, Values
 from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Move, Slot, Verb
 from fsdpx.core.program.pipeline import OVER, STANDING
+from fsdpx.core.state.activations import arena_roots
 from fsdpx.core.state.placement import Placement
 from fsdpx.ext.offload.disk import Disk, spill
 from fsdpx.ext.offload.records import place_records
@@ -56,7 +57,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     slot, disk, (value,) = run.stage.record(action), _disk_of(run), taken
     if slot.mb is not None:
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
-        own = planned(run.workspace.state.arena) | {id(root_of(array)) for array in batch}  # is there anyway
+        own = arena_roots(run.workspace.state.arena) | {id(root_of(array)) for array in batch}  # is there anyway
         spilled = spill(value, lambda root: id(root) in own)
         run.place.axes.counters.add("disk", "write", sum(spilled.sizes))
         return Transfer(disk.spill(slot, spilled), lambda: value), spilled
