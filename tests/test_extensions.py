@@ -157,8 +157,8 @@ print(*sorted(name for name in sys.modules if name.startswith("fsdpx.")))
 """
 
 
-NAMES = "asynchronous compression elastic gloo interop lora moe offload"
-NOT_ASKED_FOR = ("fsdpx.plan", *(f"fsdpx.ext.{name}" for name in NAMES.split()))
+NAMES = "asynchronous compression elastic gloo interop lora moe observe offload watch"
+NOT_ASKED_FOR = ("fsdpx.data", "fsdpx.models", "fsdpx.plan", *(f"fsdpx.ext.{name}" for name in NAMES.split()))
 
 
 def test_nothing_is_loaded_that_was_not_asked_for() -> None:
