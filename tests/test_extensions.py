@@ -157,7 +157,7 @@ print(*sorted(name for name in sys.modules if name.startswith("fsdpx.")))
 """
 
 
-NAMES = "asynchronous compression elastic gloo interop lora moe observe offload watch"
+NAMES = "asynchronous compression elastic fields gloo interop lora moe observe offload watch"
 NOT_ASKED_FOR = ("fsdpx.data", "fsdpx.models", "fsdpx.plan", *(f"fsdpx.ext.{name}" for name in NAMES.split()))
 
 

@@ -117,7 +117,8 @@ class WholeSamples:
 
 
 class Space(ABC):
-    """What says how each sample is cut over ranks, the argument `space` of `distribute`. `fsdpx.Grid` is one.
+    """What says how each sample is cut over ranks, the argument `space` of `distribute`. `fsdpx.Grid` is one. Ranks
+    compare its `repr`.
 
     Attributes
     ----------
