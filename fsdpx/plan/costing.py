@@ -25,6 +25,9 @@ __all__ = ["ActionCost", "Costing"]
 Call = tuple[str, str, int, int]
 """Axis, collective, calls, bytes that this rank sends in all of them."""
 
+LAYERS = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lora", "ext.moe"))
+"""Where layers are whose attributes say all that they compute."""
+
 
 @dataclass
 class ActionCost:
@@ -212,7 +215,7 @@ def _signature(value: Any, kept: list[Any]) -> Any:
         return type(value), *[_signature(one, kept) for one in value]
     if isinstance(value, dict):
         return dict, *[(name, _signature(one, kept)) for name, one in value.items()]
-    if type(value).__module__.startswith("fsdpx.nn.") and hasattr(value, "__dict__"):
+    if type(value).__module__.startswith(LAYERS) and hasattr(value, "__dict__"):
         return type(value), *[(name, _signature(one, kept)) for name, one in vars(value).items()]
     kept.append(value)
     return type(value), id(value)

@@ -456,6 +456,14 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
     assert found(model, x, known=True, ranks=4, microbatches=2) == alone
 
 
+@pytest.mark.parametrize("make", [
+    lambda: nn.Linear(2, 3), lambda: nn.Conv2d(2, 3, 3), lambda: nn.MaxPool2d(2), lambda: nn.GroupNorm(2, 4),
+    lambda: nn.UNet(3, 3, 2, 8, 1), lambda: nn.MoE(4, 8, 2, 1), lambda: nn.LoRALinear(nn.Linear(4, 4), 2, 1.0),
+])  # fmt: skip
+def test_layers_that_compute_the_same_are_followed_once(make: Any) -> None:
+    assert costing._first_alike(make()) is costing._first_alike(make())
+
+
 def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers are put in order twice, as given and as it is cut, and its shapes are found once for each size: by
     all four ranks together. Outside of a prediction nothing is kept."""
