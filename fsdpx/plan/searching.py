@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.core.base.config import byte_count
+from fsdpx.core.base.config import PRESETS_BY_MEMORY, byte_count
 from fsdpx.core.base.messages import bytes_text
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Codecs, codec
@@ -28,8 +28,6 @@ from fsdpx.plan.result import SHOWN, Candidate, Plan, divides
 
 __all__ = ["search"]
 
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-"""From most memory to least."""
 MOST = 400
 """Configurations that are predicted."""
 FINE = 3
@@ -212,10 +210,10 @@ class _Search:
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
             for space in self._spaces(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
-                for strategy in self._choices("strategy", *STRATEGIES):
+                for strategy in self._choices("strategy", *PRESETS_BY_MEMORY):
                     yield strategy, self.fixed["mesh"], space
             return
-        host, strategies = int(min(self.machine.host, self.ranks)), self._choices("strategy", *STRATEGIES)
+        host, strategies = int(min(self.machine.host, self.ranks)), self._choices("strategy", *PRESETS_BY_MEMORY)
         layers = len(sort(self.model).nodes)  # a stage has one at least
         for tensor in _widths(self.ranks, host):
             for pipe in _widths(self.ranks // tensor, layers):

@@ -15,6 +15,7 @@ from steps import steps_of_a100s
 import fsdpx
 from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
+from fsdpx.core.base.config import PRESETS_BY_MEMORY
 from fsdpx.core.base.messages import bytes_text
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.launch import plan as plan_command
@@ -208,7 +209,7 @@ def test_the_largest_is_sought_with_all_strategies_and_recomputing() -> None:
         return predict(deeper(gpt(), blocks), (X, X), **options | chosen).memory
 
     assert memory(made.deepest[0], by) <= 1 << 20 < memory(made.deepest[0], quick)
-    for strategy in searching.STRATEGIES:
+    for strategy in PRESETS_BY_MEMORY:
         most = {"strategy": strategy, "recompute": "all", "microbatches": 4}
         assert memory(made.deepest[0] + 1, most) > 1 << 20
     assert "the largest that fit with others" in str(made)

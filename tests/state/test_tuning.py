@@ -218,7 +218,7 @@ def test_other_machines_files_do_not_show(cache, monkeypatch):
 def test_run_retune_measures_anew_at_the_first_start_only(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
-        "import os, sys\nfrom fsdpx import environment\nprint(environment.read().retune, flush=True)\n"
+        "import os, sys\nfrom fsdpx.core.base import environment\nprint(environment.read().retune, flush=True)\n"
         "os.kill(os.getpid(), 9) if os.environ['FSDPX_RESTART'] == '0' else None\n"
     )
     command = [sys.executable, "-m", "fsdpx", "run", "-n", "1", "--backoff", "0.1", "--retune", str(script)]

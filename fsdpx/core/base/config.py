@@ -18,8 +18,8 @@ from fsdpx.core.base.name_hints import knowing, meant
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS", "Elastic", "Lifetime", "Precision", "Sharding", "Trace", "byte_count", "half_name", "positive",
-    "precision", "python_fields", "python_number", "sharding",
+    "PRESETS", "PRESETS_BY_MEMORY", "Elastic", "Lifetime", "Precision", "Sharding", "Trace", "byte_count", "half_name",
+    "positive", "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
@@ -111,6 +111,10 @@ PRESETS: dict[str, Sharding] = {
     "fsdp": Sharding(full_params="use", full_grads="use"),
     "hybrid": Sharding(replica=None, shard=None, full_params="use", full_grads="use"),
 }
+
+
+PRESETS_BY_MEMORY = ("ddp", "zero1", "zero2", "fsdp")
+"""Of one data axis, from the one that holds most on a rank to the one that holds least; "zero3" is the last, too."""
 
 
 def sharding(strategy: str | Sharding, ranks: int) -> Sharding:

@@ -21,7 +21,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.array.namespace import to_host
-from fsdpx.core.base.config import PRECISIONS, PRESETS, Sharding
+from fsdpx.core.base.config import PRECISIONS, PRESETS, PRESETS_BY_MEMORY, Sharding
 from fsdpx.core.base.config import sharding as sharding_of
 from fsdpx.core.base.safe_files import parse_json, read_json
 from fsdpx.core.base.version import __version__
@@ -91,7 +91,7 @@ def words(note: bytes | None) -> str:
 def _strategy(sharding: Sharding) -> str:
     """The name of a sharding, if it has one."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
-    for name in ("ddp", "zero1", "zero2", "fsdp", "hybrid"):
+    for name in (*PRESETS_BY_MEMORY, "hybrid"):
         if replace(sharding_of(PRESETS[name], ranks), ahead=sharding.ahead) == sharding:
             return name
     return str(sharding)

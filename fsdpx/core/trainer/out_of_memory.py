@@ -10,6 +10,7 @@ from typing import Any
 from fsdpx.core.array.arena import give_back
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.array import metered
+from fsdpx.core.base.config import PRESETS_BY_MEMORY
 from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.core.comm.communicator import Communicator
@@ -24,9 +25,6 @@ from fsdpx.core.trainer.session import Session
 from fsdpx.errors import FsdpxError, OutOfMemory
 
 __all__ = ["ENOUGH", "cheaper", "make_session", "remedies"]
-
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-"""From most memory to least."""
 
 ENOUGH = 0.99
 """A choice that leaves more than this of the bytes is none."""
@@ -70,7 +68,8 @@ def remedies(now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], lim
 def cheaper(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
     """Options that may take less memory than those of now, of which several may have one name."""
     strategy = now.get("strategy")
-    strategies = STRATEGIES if strategy in STRATEGIES else ("hybrid", "fsdp") if strategy == "hybrid" else (strategy,)
+    chains = PRESETS_BY_MEMORY, ("hybrid", "fsdp"), (strategy,)
+    strategies = next(chain for chain in chains if strategy in chain)
     yield from (("strategy", name) for name in strategies[strategies.index(strategy) + 1 :])
     if now.get("recompute") is None:
         yield "recompute", "all"
