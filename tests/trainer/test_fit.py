@@ -844,3 +844,64 @@ def test_own_data_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         return bits(trainer)
 
     assert ranks(2, run, tmp_path / "a", 7) == ranks(2, run, tmp_path / "b", 4, 7)
+
+
+class Wrapped:
+    """A loader of the user's own around one of fsdpx: no subclass, but with what one that shares samples out has."""
+
+    def __init__(self, inner: data.DataLoader) -> None:
+        self.dataset, self.sampler = inner.dataset, inner.sampler
+        self.aside, self.digest_first, self._inner = inner.aside, inner.digest_first, inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Any:
+        return iter(self._inner)
+
+
+def test_loaders_of_the_users_own_are_compared_where_they_share_samples_out() -> None:
+    def run(comm: Communicator) -> str:
+        trainer = make(comm, "mlp")
+        with pytest.raises(DataError) as raised:
+            trainer.fit(Wrapped(loader(trainer, 16 + 8 * comm.rank)), progress=False)
+        return str(raised.value)
+
+    texts = spawn(run, 2)
+    assert len({*texts}) == 1
+    assert "differ in length: rank 0: 16 samples; rank 1: 24 samples. " in texts[0]
+
+
+class Third:
+    """Ends a run after three steps, as `Preemption` does after a signal."""
+
+    def __init__(self) -> None:
+        self.inside = False
+
+    def __enter__(self) -> Any:
+        self.inside = True
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.inside = False
+
+    def check(self, trainer: Any, also: Any = None) -> None:
+        assert self.inside
+        if trainer.steps == 3:
+            also()
+            raise SystemExit(7)
+
+
+def test_what_ends_a_run_may_be_the_users_own(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> tuple[int, int, bool]:
+        trainer, third = make(comm, "mlp"), Third()
+        saving = Checkpoints(tmp_path, every=100)
+        with pytest.raises(SystemExit, match="7"):
+            trainer.fit(loader(trainer, 64), checkpoints=saving, preempt=third, progress=False)
+        again = make(comm, "mlp")
+        again.fit(loader(again, 64), steps=4, checkpoints=saving, preempt=False, progress=False)
+        return trainer.steps, again.steps, third.inside
+
+    assert spawn(run, 2) == [(3, 4, False)] * 2
+    with pytest.raises(ConfigError, match=r"fit\(preempt=7\): fsdpx.Preemption\(...\), or False, is needed"):
+        make(spawn(lambda comm: comm, 1)[0], "mlp").fit([], preempt=7, progress=False)
