@@ -136,6 +136,15 @@ def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
         find_extension("codec", "needing")
 
 
+def test_an_extension_that_another_one_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_ours.py").write_text("import fsdpx.ext.gone\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(TABLE["codec"], "needing", "needs_ours:Codec")
+    for optional in (False, True):
+        with pytest.raises(ConfigError, match=r"codec 'needing' is .* missing: there is no fsdpx\.ext\.gone;"):
+            find_extension("codec", "needing", optional)
+
+
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown ranks 'elastc': choose one of elastic"):
         load_extension("ranks", "elastc")

@@ -97,10 +97,11 @@ def import_extension(module: str, what: str, optional: bool = False) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # something that the extension needs
-            raise
-        if optional:
+        own = f"{module}.".startswith(f"{error.name}.")
+        if own and optional:
             return None
+        if not own and not str(error.name).startswith("fsdpx."):  # a library that the extension needs
+            raise
         raise ConfigError(
             f"{what} is an extension whose files are missing: there is no {error.name}; install it again, or leave it "
             "out"
