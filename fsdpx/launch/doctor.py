@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpx.core.array import parallel
+from fsdpx.core.array.devices import gpus as seen
 from fsdpx.core.base import environment
 from fsdpx.core.base.messages import bytes_text
 from fsdpx.core.base.version import __version__
@@ -25,7 +26,6 @@ from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.trainer.functional import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
-from fsdpx.ext.gpu.devices import gpus as seen
 from fsdpx.launch import info
 from fsdpx.launch.launchers import trial
 

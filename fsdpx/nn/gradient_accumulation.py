@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import blas, kernels
+from fsdpx.core.array.devices import gpu_function, is_on_gpu
 from fsdpx.core.array.shapes.array import as_one
 from fsdpx.core.array.shapes.flop_counter import one_product
-from fsdpx.ext.gpu.devices import is_on_gpu
-from fsdpx.ext.gpu.gemm import batched, gemm, takes
 
 __all__ = [
     "BLANK", "WRITTEN", "Entries", "GradientEntry", "Gradients", "add_linear", "add_product", "add_sum", "affine",
@@ -165,9 +164,9 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.halves.product(out, a, b)
         return out
-    if takes(a, b):
+    if is_on_gpu(a) and gpu_function("takes")(a, b):
         out = xp.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
-        gemm(out, a, b)
+        gpu_function("gemm")(out, a, b)
         return out
     return products(xp, a, b)
 
@@ -181,7 +180,7 @@ def products(xp: Any, a: Any, b: Any) -> Any:
     """`a @ b` of stacks of matrices in the dtype of `a`; 16 bits are added in float32."""
     if a.ndim == b.ndim == 3 and a.dtype == b.dtype and is_on_gpu(a) and a.size and b.size:
         out = xp.empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
-        batched(out, xp.broadcast_to(a, (len(b), *a.shape[1:])), b)
+        gpu_function("batched")(out, xp.broadcast_to(a, (len(b), *a.shape[1:])), b)
         return out
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
@@ -242,8 +241,8 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
         blas.gemm(out, a, b, add)
     elif _halves(xp, a, b):
         blas.halves.product(out, a, b, add)
-    elif takes(a, b):
-        gemm(out, a, b, add)
+    elif is_on_gpu(a) and gpu_function("takes")(a, b):
+        gpu_function("gemm")(out, a, b, add)
     else:
         with one_product(a, b):
             as_one(_matmul_into, xp, out, add, a, b)

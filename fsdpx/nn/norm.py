@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array import kernels
+from fsdpx.core.array.devices import is_on_gpu
 from fsdpx.errors import DataError, ShapeError
-from fsdpx.ext.gpu.devices import is_on_gpu
 from fsdpx.nn.gradient_accumulation import wide
 from fsdpx.nn.init import ones, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive

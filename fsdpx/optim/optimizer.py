@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.core.array.devices import gpu_function
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.parallel import over
 from fsdpx.core.base.config import python_fields, python_number
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.gpu.kernels import update as on_gpu
 from fsdpx.optim.segments import NORMS, Groups, Segments
 
 __all__ = [
@@ -296,7 +296,7 @@ class Formula:
         plain = choice.active == "plain"
         if not plain and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays) and choice.installed():
             over(self.loop, arrays, *values)
-        elif xp.__name__ != "cupy" or plain or not on_gpu(self.name, arrays, values):
+        elif xp.__name__ != "cupy" or plain or not gpu_function("update")(self.name, arrays, values):
             self.in_blocks(xp, arrays, values)
 
     def in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:

@@ -20,10 +20,10 @@ from stand_in import Cupy, Device
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
+from fsdpx.core.array.devices import is_on_gpu
 from fsdpx.core.array.random import Stretch
 from fsdpx.ext.gpu import gemm
 from fsdpx.ext.gpu import kernels as cuda
-from fsdpx.ext.gpu.devices import is_on_gpu
 from fsdpx.ext.gpu.kernels import FORMS, OPTIONS, UPDATES, on_gpu
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import BY_NAME, update_parameters
@@ -130,6 +130,7 @@ def test_16_bits_are_rounded_to_the_nearest_and_added_in_float32(cupy: Cupy) -> 
 def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
     shapes = {"sgd": (2, 3), "momentum": (3, 5), "adam": (4, 9), "lion": (3, 5),
               "moments": (3, 4), "direction": (4, 4), "follow": (3, 5)}  # fmt: skip
+    assert all(getattr(optim, name) for name in optim.__all__)  # imports them
     assert {*shapes} == {*UPDATES} <= {*BY_NAME}  # others are left to array code
     for name, (arrays, numbers) in shapes.items():
         host = [abs(noise(1000, seed=n)).astype(dtype) for n in range(arrays)]

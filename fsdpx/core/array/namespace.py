@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array import devices
 from fsdpx.core.base.config import half_name
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.gpu import devices
 
 __all__ = [
     "DEVICES",

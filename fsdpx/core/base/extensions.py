@@ -25,6 +25,18 @@ TABLE: dict[str, dict[str, str]] = {
         "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
     },
     "code": {"disk": "fsdpx.ext.native.store:STORE"},
+    "gpu": {
+        "on_gpu": "fsdpx.ext.gpu.kernels:on_gpu",
+        "update": "fsdpx.ext.gpu.kernels:update",
+        "takes": "fsdpx.ext.gpu.gemm:takes",
+        "gemm": "fsdpx.ext.gpu.gemm:gemm",
+        "batched": "fsdpx.ext.gpu.gemm:batched",
+        "synchronise": "fsdpx.ext.gpu.streams:synchronise",
+        "side_of": "fsdpx.ext.gpu.streams:side_of",
+        "pinned": "fsdpx.ext.gpu.streams:pinned",
+        "take": "fsdpx.ext.gpu.visible_devices:take",
+        "shared": "fsdpx.ext.gpu.visible_devices:shared",
+    },
     "strategy": {
         "async": "fsdpx.ext.asynchronous:Async",
         "gossip": "fsdpx.ext.asynchronous:Gossip",
@@ -63,6 +75,7 @@ TABLE: dict[str, dict[str, str]] = {
 codec : a function without arguments, or a class, that makes a `Codec`
 backend : a function of `core.comm.init.Asked` that opens a communicator
 code : what keeps machine code, see `core.array.jit.CodeStore`
+gpu : a function that is called with arrays of CuPy, or where `device="cuda"` is asked for
 strategy : makes a `PaceChoice`, of ranks that do not make every step together
 verbs : the table of verbs, to which the module adds its own when it is imported; for those who read other runs
 planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name

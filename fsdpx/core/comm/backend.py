@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from fsdpx.core.array.devices import gpu_of, on, where
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.base.arguments import check_arguments
 from fsdpx.core.comm.calls import (
@@ -34,7 +35,6 @@ from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED, Pairs, ring_st
 from fsdpx.core.comm.plain_codec import LIMIT, pack, unpack
 from fsdpx.core.comm.reduction import is_half, kind_of, objection
 from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
-from fsdpx.ext.gpu.devices import gpu_of, on, where
 
 __all__ = [
     "ALGORITHMS", "TAGS", "Backend", "FakeCommunicator", "FakeNode", "check", "check_group", "complain", "staged",

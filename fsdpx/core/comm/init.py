@@ -20,6 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import demand_arguments
 from fsdpx.core.base.extensions import find_extension, load_extension, name_extensions
@@ -35,7 +36,6 @@ from fsdpx.core.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWo
 from fsdpx.core.comm.message_backend import TIMEOUT, Carrier
 from fsdpx.core.comm.mpi.start import together
 from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory, install_hint
-from fsdpx.ext.gpu.devices import DeviceMap
 
 if TYPE_CHECKING:
     from fsdpx.core.comm.communicator import Survivor

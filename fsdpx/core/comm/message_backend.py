@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.core.array.devices import gpu_function, is_on_gpu
 from fsdpx.core.comm.backend import Backend, staged
 from fsdpx.core.comm.calls import Array, Call, Handle, Steps, copy, spin
 from fsdpx.core.comm.communicator import VERBS
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
-from fsdpx.ext.gpu.devices import is_on_gpu
-from fsdpx.ext.gpu.streams import pinned, side_of
 
 __all__ = ["CHUNK", "SLOTS", "TIMEOUT", "Carrier", "in_chunks", "inside", "of_gpu", "relayed"]
 
@@ -51,7 +50,7 @@ def in_chunks(call: Call) -> bool:
 def relayed(comm: Carrier, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
     """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
-    side = side_of(arrays[0])
+    side = gpu_function("side_of")(arrays[0])
 
     def send(rank: int, host: Array, gpu: Array) -> Handle:
         return comm.exchange(call, [(rank, host)], [])
@@ -82,7 +81,7 @@ class _Belt:
         self._left = deque(data[start : start + CHUNK] for start in range(0, data.size, CHUNK))
         self._phases = first, second
         self._under_way: tuple[deque[Any], deque[Any]] = deque(), deque()
-        self._free = [pinned(min(CHUNK, data.size)) for _ in range(min(SLOTS, len(self._left)))]
+        self._free = [gpu_function("pinned")(min(CHUNK, data.size)) for _ in range(min(SLOTS, len(self._left)))]
 
     def test(self) -> bool:
         (first, second), (begun, ending) = self._phases, self._under_way

@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdpx.core.array import blas
 from fsdpx.core.array.arena import keep_pages
+from fsdpx.core.array.devices import gpu_function
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.array.namespace import namespace
 from fsdpx.core.base import config, environment
@@ -48,7 +49,6 @@ from fsdpx.core.trainer.option_rules import (
 from fsdpx.core.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
-from fsdpx.ext.gpu import visible_devices
 from fsdpx.ext.half.rounded import Rounded
 from fsdpx.nn.layer import Layer, runs_of
 from fsdpx.nn.linearize import Sorted, once, sort, with_numbers
@@ -310,7 +310,7 @@ def _arrays(thing: Any) -> str:
 def _namespace(machinery: Machinery, world: Communicator) -> Any:
     """The namespace of arrays on the device; on GPUs this rank takes its own one first, which is collective."""
     if machinery.device == "cuda":
-        for ranks in visible_devices.shared(visible_devices.take(world, machinery.device_map)):
+        for ranks in gpu_function("shared")(gpu_function("take")(world, machinery.device_map)):
             say(world, f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU")
     return namespace(machinery.device)
 

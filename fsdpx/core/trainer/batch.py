@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.array.devices import current, is_on_gpu, where
 from fsdpx.core.array.namespace import from_host, to_host, unmasked
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm.backend import FakeCommunicator
@@ -22,7 +23,6 @@ from fsdpx.core.comm.mesh import REPLICA, Axes
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
-from fsdpx.ext.gpu.devices import current, is_on_gpu, where
 from fsdpx.nn.gradient_accumulation import as_taken
 
 __all__ = [

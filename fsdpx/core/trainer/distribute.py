@@ -9,6 +9,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import check_arguments, demand_arguments
 from fsdpx.core.base.config import PRESETS, Elastic, Precision, Sharding
@@ -37,7 +38,6 @@ from fsdpx.core.trainer.out_of_memory import make_session
 from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.devices import DeviceMap
 
 __all__ = ["OPTIONS", "distribute"]
 

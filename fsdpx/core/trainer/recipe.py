@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, NoReturn
 
+from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, Trace, byte_count, python_fields
 from fsdpx.core.base.extensions import find_extension
@@ -23,7 +24,6 @@ from fsdpx.core.state.sync_policy import PaceChoice, pace_of
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
 from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.devices import DeviceMap
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.optim.optimizer import inside

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import kernels
+from fsdpx.core.array.devices import is_on_gpu
 from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.core.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.conv import for_each, window_specs
 from fsdpx.ext.fields.halo import FieldLayer, cells_of, demand_dims
-from fsdpx.ext.gpu.devices import is_on_gpu
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Chain

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.ext.gpu.devices import cupy, is_on_gpu
+from fsdpx.core.array.devices import cupy, is_on_gpu
 
 __all__ = ["Gemm", "batched", "gemm", "plan", "takes"]
 

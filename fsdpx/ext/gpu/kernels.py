@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpx.ext.gpu.devices import cupy, is_on_gpu
+from fsdpx.core.array.devices import cupy, is_on_gpu
+from fsdpx.core.array.kernels.head_layout import merged, time_first
 from fsdpx.ext.gpu.gemm import batched, gemm
-from fsdpx.ext.gpu.head_layout import merged, time_first
 
 __all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]
 

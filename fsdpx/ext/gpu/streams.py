@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.ext.gpu.devices import cupy, gpu_of, is_on_gpu, on
+from fsdpx.core.array.devices import cupy, gpu_of, is_on_gpu, on
 
 __all__ = ["Landmark", "Side", "pinned", "side_of", "synchronise"]
 

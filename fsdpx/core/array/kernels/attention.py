@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
+from fsdpx.core.array.kernels.head_layout import merged, time_first
 from fsdpx.core.array.namespace import joined
 from fsdpx.core.array.shapes.flop_counter import alike
-from fsdpx.ext.gpu.head_layout import merged, time_first
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 

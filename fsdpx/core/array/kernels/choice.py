@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from fsdpx.core.array.devices import gpu_function
 from fsdpx.errors import ConfigError, warn
 
 __all__ = ["Mode", "chosen", "compiled", "form", "installed", "names", "on_device", "use"]
@@ -78,9 +79,8 @@ def on_device(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., A
     """The CUDA C of kernel `name` for these arrays of CuPy, unless "plain" code is wanted; None: there is none."""
     if active == "plain" or getattr(xp, "__name__", "") != "cupy":
         return None
-    from fsdpx.ext.gpu.kernels import on_gpu
-
-    return on_gpu(name, arguments)
+    body: Callable[..., Any] | None = gpu_function("on_gpu")(name, arguments)
+    return body
 
 
 @functools.cache

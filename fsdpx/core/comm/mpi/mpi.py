@@ -16,6 +16,7 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from fsdpx.core.array.devices import gpu_function
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.comm.calls import Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, overlay, spin
 from fsdpx.core.comm.communicator import Communicator, Survivor, loss, settle
@@ -25,7 +26,6 @@ from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import in_rank_order, is_half
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
-from fsdpx.ext.gpu.streams import synchronise
 
 __all__ = [
     "DEATHS", "LIMIT", "MpiCommunicator", "MpiWindow", "MpiWorld", "Requests", "UlfmCommunicator",
@@ -253,14 +253,14 @@ class MpiCommunicator(Carrier):
         if begin is None or (call.verb in _REDUCTIONS and in_rank_order(call.op, call.arrays[0].dtype)):
             return super().move(call)
         if self.takes_gpus and of_gpu(call.arrays):
-            synchronise()
+            gpu_function("synchronise")()
         return begin(self, call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         if of_gpu([part for _, part in (*outgoing, *incoming)]):
             if not self.takes_gpus:
                 return relayed(self, call, outgoing, incoming)
-            synchronise()
+            gpu_function("synchronise")()
         comm, chunks, tag = self.raw, self._chunks, call.tag
         try:
             requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]

@@ -35,8 +35,8 @@ from fsdpx.core.array.kernels.compiled.half import (
 )
 from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.core.array.kernels.compiled.scalar import exp, widest
+from fsdpx.core.array.kernels.head_layout import merged, time_first
 from fsdpx.core.array.parallel import over
-from fsdpx.ext.gpu.head_layout import merged, time_first
 
 
 @jit

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 from fsdpx.core.base import environment
+from fsdpx.core.base.extensions import load_extension
 from fsdpx.errors import ConfigError, install_hint
 
 __all__ = [
-    "DeviceMap", "choose", "cupy", "current", "gpu_of", "gpus", "is_on_gpu", "on", "take", "where",
+    "DeviceMap", "choose", "cupy", "current", "gpu_function", "gpu_of", "gpus", "is_on_gpu", "on", "take", "where",
 ]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
@@ -68,6 +70,13 @@ def take(number: int) -> None:
 def current() -> int:
     """The GPU on which this thread computes."""
     return int(cupy().cuda.Device().id)
+
+
+@cache
+def gpu_function(name: str) -> Callable[..., Any]:
+    """The function of the extension for GPUs that has this name in the table of extensions."""
+    function: Callable[..., Any] = load_extension("gpu", name)
+    return function
 
 
 def is_on_gpu(array: Any) -> bool:
