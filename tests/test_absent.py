@@ -85,7 +85,8 @@ def test_a_name_is_imported_when_it_is_used(tmp_path: Path) -> None:
     (package / "__init__.py").write_text(
         "from typing import TYPE_CHECKING, Any\nfrom fsdpx.core.base.lazy_names import attach\n"
         "if TYPE_CHECKING:\n    from json import dumps as dumps, loads as unseen\n"
-        "    from odd import part as part\n    from odd.called.inner import called as called\n    plan: Any\n"
+        "    from odd import part as part\n    from xml import dom as dom\n"
+        "    from odd.called.inner import called as called\n    plan: Any\n"
         "else:\n    __getattr__, __dir__, __all__ = attach(__name__)\n"
     )
     (package / "called").mkdir()
@@ -95,8 +96,9 @@ def test_a_name_is_imported_when_it_is_used(tmp_path: Path) -> None:
     (package / "plan.py").write_text("x = 2")
     code = (
         "import sys, odd; assert 'json' not in sys.modules and 'odd.part' not in sys.modules\n"
-        "assert dir(odd) == odd.__all__ == ['called', 'dumps', 'part', 'plan'], odd.__all__\n"
+        "assert dir(odd) == odd.__all__ == ['called', 'dom', 'dumps', 'part', 'plan'], odd.__all__\n"
         "import json; assert odd.dumps is json.dumps is vars(odd)['dumps'] and (odd.part.x, odd.plan.x) == (1, 2)\n"
+        "assert odd.dom is sys.modules['xml.dom']\n"
         "import odd.called.inner; assert odd.called.inner.called == 1 and not hasattr(odd, 'unseen')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
@@ -106,7 +108,7 @@ def test_layers_that_nobody_asks_for_are_not_loaded() -> None:
     code = "import sys; from fsdpx import nn, optim, data, models; nn.Linear, nn.sort, optim.SGD; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "fsdpx.nn.linear" in loaded
-    heavy = "nn.moe nn.lowrank nn.decoders nn.unet optim.muon data.loader models.reading".split()
+    heavy = "ext.moe ext.lora ext.fields nn.decoders optim.muon data.loader models.pretrained_reader".split()
     assert [name for name in heavy if f"fsdpx.{name}" in loaded] == []
 
 

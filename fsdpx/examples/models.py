@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from fsdpx.ext.fields.conv import Conv2d
-from fsdpx.ext.fields.pool import MaxPool2d
 from fsdpx.nn.activation import GELU, ReLU
 from fsdpx.nn.container import Chain
 from fsdpx.nn.decoders import GPT
@@ -47,6 +45,9 @@ def mlp(layers: int, width: int, activation: bool = True) -> Chain:
 
 def digits() -> Chain:
     """A small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
+    from fsdpx.ext.fields.conv import Conv2d  # the others take no layers over cells
+    from fsdpx.ext.fields.pool import MaxPool2d
+
     return Chain(
         Conv2d(1, 16, 3, padding=1), BatchNorm(16), ReLU(), MaxPool2d(2),
         Conv2d(16, 32, 3, padding=1), ReLU(), MaxPool2d(2), Flatten(),

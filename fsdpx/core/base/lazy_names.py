@@ -33,8 +33,11 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             return import_module(f"{package}.{name}")
         from fsdpx.core.base.extensions import import_extension
 
-        home = import_extension(homes[name], f"{package}.{name}")
-        return vars(module).setdefault(name, getattr(home, name))
+        what = f"{package}.{name}"
+        home = import_extension(homes[name], what)
+        inside = getattr(home, name, home)
+        found = import_extension(f"{homes[name]}.{name}", what) if inside is home else inside  # a module of a package
+        return vars(module).setdefault(name, found)
 
     return import_name, names.copy, names
 
