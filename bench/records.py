@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.array.cores import cpuinfo
+from fsdpx.core.base.processor import cpuinfo
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = Path(__file__).parents[1] / "build" / "bench"
