@@ -138,7 +138,8 @@ def test_an_error_of_solver_or_trainer_ends_both(who: str) -> None:
 
 
 def test_a_sweep_trains_groups_of_ranks_side_by_side() -> None:
-    small = ("--steps", "3", "--batch", "4", "--data", str(ROOT / "fsdpx" / "comm"), "--rates", "1e-3", "1e-5", "3e-3")
+    source = str(ROOT / "fsdpx" / "core" / "comm")
+    small = ("--steps", "3", "--batch", "4", "--data", source, "--rates", "1e-3", "1e-5", "3e-3")
     lines = run(4, "fsdpx.examples.sweep", "--groups", "2", *small).stdout.splitlines()
     assert [line.split()[:2] for line in lines[:2]] == [["2", "groups"], ["rate", "group"]]
     rows = [line.split() for line in lines[2:5]]
@@ -188,7 +189,7 @@ def test_the_table_of_strategies_has_each_of_them() -> None:
     assert re.findall(r"`(\w+)`", " ".join(rows)) == list(strategies.CHOICES)
 
 
-SHORT = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "4", "--validate", "2")
+SHORT = ("--data", str(ROOT / "fsdpx" / "core" / "comm"), "--steps", "2", "--batch", "4", "--validate", "2")
 SHORT += ("--validation-batches", "1", "--no-tune", "--sample", "0")
 
 
