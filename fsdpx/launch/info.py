@@ -55,7 +55,7 @@ def info() -> Info:
     rows += [("CuPy", gpu_library), ("PyTorch", version("torch")), ("shared memory", shared())]
     rows += [("left in /dev/shm", leftovers())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
-    rows += [(f"bf16 by {name}", where) for name, where in blas.halves.available().items()]
+    rows += [(f"bf16 by {name}", where) for name, where in blas.halves().available().items()]
     rows += [("BLAS in use", blas.chosen())]
     rows += [(f"{config.half_name(kind)} in use", _products(kind)) for kind in ("bfloat16", "float16")]
     rows += _tuned()
@@ -69,8 +69,8 @@ def text(args: argparse.Namespace) -> str:
 
 def _products(kind: str) -> str:
     """The library that multiplies matrices of a 16-bit format, and the instructions it uses."""
-    able = " and ".join(blas.halves.instructions(kind)) or "no instructions of the processor: slower than float32"
-    return f"{blas.halves.chosen(kind)} ({able})"
+    able = " and ".join(blas.halves().instructions(kind)) or "no instructions of the processor: slower than float32"
+    return f"{blas.halves().chosen(kind)} ({able})"
 
 
 def _tuned() -> list[tuple[str, str]]:

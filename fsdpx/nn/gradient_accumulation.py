@@ -162,7 +162,7 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         return out
     if _halves(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
-        blas.halves.product(out, a, b)
+        blas.halves().product(out, a, b)
         return out
     if is_on_gpu(a) and gpu_function("takes")(a, b):
         out = xp.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
@@ -197,7 +197,7 @@ def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
         return out
     if _halves(xp, x, weight):
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
-        blas.halves.product(out, x, weight.T, bias=bias)
+        blas.halves().product(out, x, weight.T, bias=bias)
         return out
     y = product(xp, x, weight.T)
     if bias is not None and is_on_gpu(y):
@@ -240,7 +240,7 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
     if _blas(xp, a, b):
         blas.gemm(out, a, b, add)
     elif _halves(xp, a, b):
-        blas.halves.product(out, a, b, add)
+        blas.halves().product(out, a, b, add)
     elif is_on_gpu(a) and gpu_function("takes")(a, b):
         gpu_function("gemm")(out, a, b, add)
     else:

@@ -37,6 +37,7 @@ TABLE: dict[str, dict[str, str]] = {
         "take": "fsdpx.ext.gpu.visible_devices:take",
         "shared": "fsdpx.ext.gpu.visible_devices:shared",
     },
+    "half": {"matmul": "fsdpx.ext.half:matmul", "rounded": "fsdpx.ext.half.rounded:Rounded"},
     "strategy": {
         "async": "fsdpx.ext.asynchronous:Async",
         "gossip": "fsdpx.ext.asynchronous:Gossip",
@@ -76,6 +77,7 @@ codec : a function without arguments, or a class, that makes a `Codec`
 backend : a function of `core.comm.init.Asked` that opens a communicator
 code : what keeps machine code, see `core.array.jit.CodeStore`
 gpu : a function that is called with arrays of CuPy, or where `device="cuda"` is asked for
+half : arithmetic in 16 bits: the module of products, and the optimizer whose parameters are held in bfloat16
 strategy : makes a `PaceChoice`, of ranks that do not make every step together
 verbs : the table of verbs, to which the module adds its own when it is imported; for those who read other runs
 planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name

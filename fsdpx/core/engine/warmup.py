@@ -112,8 +112,8 @@ def _linear(x: Any, w: Any, s: Any) -> None:
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
-        blas.halves.product(y, x, weight, bias=w)
-        blas.halves.product(np.zeros((3, 3), np.float32), x.T, x)
+        blas.halves().product(y, x, weight, bias=w)
+        blas.halves().product(np.zeros((3, 3), np.float32), x.T, x)
         return
     kernels.add_bias(np, y, w)
     blas.affine(y, x, weight, w)

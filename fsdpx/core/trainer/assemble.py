@@ -15,6 +15,7 @@ from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.array.namespace import namespace
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
+from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.messages import say, slow
 from fsdpx.core.base.name_hints import demand_match
 from fsdpx.core.comm.backend import FakeCommunicator
@@ -49,7 +50,6 @@ from fsdpx.core.trainer.option_rules import (
 from fsdpx.core.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
-from fsdpx.ext.half.rounded import Rounded
 from fsdpx.nn.layer import Layer, runs_of
 from fsdpx.nn.linearize import Sorted, once, sort, with_numbers
 from fsdpx.nn.tensor_plan import Planned, parallelise
@@ -318,7 +318,7 @@ def _namespace(machinery: Machinery, world: Communicator) -> Any:
 def _asked(choice: str | Precision | None, xp: Any) -> Precision:
     """The formats that were asked for. "fp16" computes in 16 bits where the processor has instructions for it."""
     formats = config.precision(choice)
-    if config.half_name(choice) == "float16" and xp is np and blas.halves.chosen("float16") != blas.halves.WIDENED:
+    if config.half_name(choice) == "float16" and xp is np and blas.halves().chosen("float16") != blas.halves().WIDENED:
         return Precision("float16", loss_scale="dynamic")
     return formats
 
@@ -329,8 +329,8 @@ def _products(world: Communicator, formats: Precision, xp: Any) -> str:
     if formats.compute == formats.gradients or xp is not np:
         return ""
     name = dtype_of(formats.compute).name
-    library, able = blas.halves.chosen(name), blas.halves.instructions(name)
-    if library == blas.halves.WIDENED and world.rank == 0:
+    library, able = blas.halves().chosen(name), blas.halves().instructions(name)
+    if library == blas.halves().WIDENED and world.rank == 0:
         why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NOTHING
         warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
     return library
@@ -343,7 +343,7 @@ def _optimizer(training: Training, formats: Precision) -> Any:
     """The optimiser that updates the shard, in the format of the shard."""
     optimizer, narrow = training.optimizer, formats.updated != formats.gradients
     if narrow:
-        optimizer = Rounded(optimizer, formats.rounding == "kahan")
+        optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
     if training.average is not None:
         optimizer = Averaged(optimizer, training.average, "float32" if narrow else None)
     return optimizer
