@@ -120,7 +120,7 @@ import sys
 import numpy as np
 from fsdpx.core.comm.node import atomics
 row = np.array([1, 0, 0, 1, 0, 0, *[0] * 9], np.int64)
-for function in (shared.add32, shared.add64):
+for function in (atomics.add32, atomics.add64):
     function(row.__array_interface__["data"][0])
     print("numba" in sys.modules)
 """
