@@ -263,8 +263,8 @@ def test_a_codec_with_state_is_one_class(strategy: str, ranks: int, rows: set[st
 @pytest.fixture
 def forget() -> Iterator[Callable[[], None]]:
     """Programs made before a test changes the compiler do not serve it, and those made then nobody later."""
-    yield compiler.compile.cache_clear
-    compiler.compile.cache_clear()
+    yield compiler._compile.cache_clear
+    compiler._compile.cache_clear()
 
 
 def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]) -> None:

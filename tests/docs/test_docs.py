@@ -21,7 +21,8 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.config import PRESETS
 from fsdpx.core.base.extensions import load_extension, name_extensions
 from fsdpx.core.comm import Communicator
-from fsdpx.core.program import VERBS
+from fsdpx.core.engine.operations import OPERATIONS
+from fsdpx.core.program import PASSES, VERBS
 from fsdpx.core.trainer.call_runner import TrainerHost
 from fsdpx.core.trainer.inspect import Inspection
 from fsdpx.ext.elastic.call_runner import ElasticRanks
@@ -58,8 +59,11 @@ def test_blocks_run_and_print_what_follows(page: Path, tmp_path: Path, monkeypat
                 exec(compile(block["code"], name(page), "exec", dont_inherit=True), scope)
             if block["printed"] is not None:
                 assert out.getvalue() == block["printed"], block["code"]
-    finally:
+    finally:  # a page that fails leaves the tables to the next one as they were
         fsdpx.finalize()
+        for verb in [verb for verb, operation in OPERATIONS.items() if operation.__module__ == "page"]:
+            del VERBS[verb], OPERATIONS[verb]
+        PASSES[:] = [one for one in PASSES if one.__module__ != "page"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -123,7 +123,7 @@ def test_bytes_and_calls_are_those_of_whole_programs(
 
     if each is not None:
         monkeypatch.setattr(compiler, "reduce", reduce_seldom)
-    compiler.compile.cache_clear()
+    compiler._compile.cache_clear()
     options, data = options | {"microbatches": microbatches}, ranks // options["mesh"].pipe // options["mesh"].tensor
     rows = microbatches * data
     try:
@@ -135,7 +135,7 @@ def test_bytes_and_calls_are_those_of_whole_programs(
 
         demand_equal(found, fsdpx.spawn(run, ranks))
     finally:
-        compiler.compile.cache_clear()
+        compiler._compile.cache_clear()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])

@@ -119,8 +119,13 @@ PASSES: list[Callable[[list[Action], Request], list[Action]]] = []
 """What extensions make of the actions of a program, in this order: an extension adds its pass."""
 
 
-@lru_cache(maxsize=128)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
 def compile(request: Request) -> Program:
+    """Return the program of a request, as the passes that there are now make it."""
+    return _compile(request, tuple(PASSES))
+
+
+@lru_cache(maxsize=128)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
+def _compile(request: Request, passes: tuple[Callable[[list[Action], Request], list[Action]], ...]) -> Program:
     stage, kind = request.stage, KINDS[request.kind]
     actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
     if kind.alone is not None:
@@ -130,7 +135,7 @@ def compile(request: Request) -> Program:
         joins = request.sync.joins if kind.updates else ""
         actions = reduce(actions, stage, request.reduce_each, request.ahead, joins)
     actions += _update(actions, request) if kind.updates else []
-    for change in PASSES:
+    for change in passes:
         actions = change(actions, request)
     return _program(request, actions)
 
