@@ -11,7 +11,7 @@ from fsdpx.ext.native.code_cache import able, keep, load, one_at_a_time
 __all__ = ["STORE"]
 
 
-class CodeStore:
+class DiskStore:
     """What keeps the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
 
     def entry(self, function: Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
@@ -42,4 +42,4 @@ class CodeStore:
         return compile.prepared(dispatcher, wanted)
 
 
-STORE = CodeStore()
+STORE = DiskStore()
