@@ -17,10 +17,10 @@ from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
 from fsdpx.nn.sharding import Column, CutRequest, Features, Kind, Mark, Own, Positions, Samples, Whole
 from fsdpx.nn.tied_parameters import canonical
 
-__all__ = ["SEQUENCES", "Move", "Planned", "Walk", "matched", "parallelise", "paths"]
+__all__ = ["SEQUENCES", "LayerMove", "Planned", "Walk", "matched", "parallelise", "paths"]
 
 
-class Move(NamedTuple):
+class LayerMove(NamedTuple):
     """What a value goes through before a layer reads it, and how it lies then. name: how the step's name begins."""
 
     name: str
@@ -28,7 +28,7 @@ class Move(NamedTuple):
     kind: Kind
 
 
-Moves = Callable[[Layer, Sequence[Kind]], Sequence[Move | None]]
+Moves = Callable[[Layer, Sequence[Kind]], Sequence[LayerMove | None]]
 """From a layer and how its inputs are cut to what each of them needs before; None: nothing."""
 
 

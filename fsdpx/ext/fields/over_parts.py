@@ -10,7 +10,7 @@ from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sequence import Framed
 from fsdpx.nn.sharding import Kind, Parts
-from fsdpx.nn.tensor_plan import Move, Walk
+from fsdpx.nn.tensor_plan import LayerMove, Walk
 
 __all__ = ["over_parts"]
 
@@ -37,23 +37,23 @@ def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
     return made.rewired([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
 
 
-def _drop_ghosts(reader: Layer, kinds: Sequence[Kind]) -> list[Move | None]:
+def _drop_ghosts(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Fields lose their ghost cells before a layer that does not read these, or beside fields without any."""
     takes = isinstance(reader, Container) or (_takes_ghosts(reader) and len({*kinds}) == 1)
     return [
-        Move("interior", Shift(kind, kind.bare()), kind.bare())
+        LayerMove("interior", Shift(kind, kind.bare()), kind.bare())
         if isinstance(kind, Parts) and kind.ghosts and not takes
         else None
         for kind in kinds
     ]
 
 
-def _align(reader: Layer, kinds: Sequence[Kind]) -> list[Move | None]:
+def _align(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the one of them does whose
     largest part is the smallest, the first of equals."""
     first = min((kind for kind in kinds if isinstance(kind, Parts)), key=lambda kind: kind.largest, default=None)
     return [
-        Move("shift", Shift(kind, first), first)
+        LayerMove("shift", Shift(kind, first), first)
         if first is not None and isinstance(kind, Parts) and kind != first and kind.shape == first.shape
         else None
         for kind in kinds
