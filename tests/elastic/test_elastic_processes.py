@@ -15,7 +15,7 @@ from trials_elastic import POINTS, SAVING, Death, Plan, Trial, demand, run
 
 pytestmark = pytest.mark.jobs
 
-TIMEOUT = 2.0
+TIMEOUT = 5.0
 DEATH_BEFORE_DISTRIBUTE = """
 import os, signal
 import fsdpx
@@ -65,7 +65,7 @@ def test_stopped_ranks_count_as_dead(tmp_path: Path) -> None:
     assert len(said) == 3
     for line in said:
         assert re.match(r"fsdpx watchdog: rank \d is stopped \(process \d+ got SIGSTOP\) and all wait for it", line)
-        assert " since 2 s: it counts as dead. It was " in line
+        assert f" since {TIMEOUT:.0f} s: it counts as dead. It was " in line
     assert found.results[0]["lost"] == [[0, 2], [3]]
     assert len(found.detections) == 2
     assert all(TIMEOUT < waited < TIMEOUT + 10 for waited in found.detections)
@@ -75,7 +75,7 @@ def test_stopped_ranks_count_as_dead(tmp_path: Path) -> None:
     ("kind", "said"),
     [
         ("leave", r"rank 1 has come to the end of its script, after its call \d+, step, and rank [02] waits for it"),
-        ("loop", r"rank 1 does something else and all wait for it since 2 s: it counts as dead. It was in action "),
+        ("loop", rf"rank 1 does something else and all wait for it since {TIMEOUT:.0f} s: it counts as dead. It was in action "),
         ("end", ""),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_come_counts_as_dead(tmp_path: Path, kind: str, sai
     found = trial(tmp_path, Plan(3, "fsdp", deaths=(Death(1, 300, kind=kind),)), FSDPX_TIMEOUT=str(TIMEOUT))
     assert re.search(said, found.done.err), found.done.err
     assert found.results[0]["lost"] == [[1]]
-    assert max(found.detections) < 15.0  # generous: it takes 0, 2 or 3
+    assert max(found.detections) < TIMEOUT + 13.0  # generous: it takes 0, or a second longer than the timeout
 
 
 def test_one_is_killed_and_another_stopped_at_once(tmp_path: Path) -> None:
