@@ -60,8 +60,7 @@ def init(
 
     Parameters
     ----------
-    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.world`; found out if it is left
-    out.
+    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.world`; found out if left out.
     comm : used instead of all ranks: a Communicator, or one of mpi4py, which is duplicated.
     rank, size : of a fake communicator.
     """
