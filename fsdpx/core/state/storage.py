@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,16 +36,18 @@ class StateStorage(Protocol):
     def close(self) -> None: ...
 
 
-class StorageChoice:
+class StorageChoice(ABC):
     """What a user wants in a slower level between uses; inherit it for a level of your own.
 
     what: of "optimizer", "parameters", "activations" and "gradients"."""
 
     what: Any
 
+    @abstractmethod
     def check(self, optimizer: Any, average: Any) -> None:
         """ConfigError where there is nothing to store."""
 
+    @abstractmethod
     def records(self, pages: Mapping[int, bool], units: int, slots: bool) -> tuple[Slot, ...]:
         """The slots whose values lie there between uses.
 
@@ -54,8 +57,7 @@ class StorageChoice:
         units : how many there are
         slots : whether the optimizer keeps a state
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def open(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
         """The storage of this rank, with room for these rows. Collective."""
-        raise NotImplementedError
