@@ -2,9 +2,10 @@
 
     python tests/parts.py
 
-"imports" counts files of an extension that files of the core import: at run time, lazily or for types. "leaks" counts
-lines of the core that use an extension's words; a word that the core shares with it ("field" of a dataclass) is left
-out of its list.
+"imports" counts files of an extension that files of the core import: at run time, lazily or for types. "core" counts
+lines of the core that use an extension's words, "spine" those of the files that every step goes through, and "branch"
+those of the spine with a branch. A word that the core shares with an extension ("field" of a dataclass) is left out of
+its list.
 """
 
 import ast
@@ -31,6 +32,12 @@ WORDS = {
     "ext/gpu": r"\b(gpus?|GPUs?|cuda|CUDA|cupy|CuPy|nccl|NCCL|streams?|device_map|on_gpu)\b",
 }
 """Words by which a line of the core is seen to be about an extension."""
+SPINE = (
+    *("core/state", "core/engine", "core/trainer", "core/program", "optim", "nn/layer.py", "nn/container.py"),
+    *("nn/linearize.py", *(f"core/comm/{name}.py" for name in ("calls", "communicator", "backend", "mesh"))),
+)
+"""Where a path inside the package begins that belongs to the spine."""
+BRANCH = re.compile(r"\b(if|elif|else|and|or)\b")
 LOADED = """
 import sys
 import numpy as np
@@ -52,6 +59,16 @@ def part_of(file: Path) -> str:
 
 def is_core(part: str) -> bool:
     return part.split("/")[0] in CORE
+
+
+def is_spine(file: Path) -> bool:
+    inner = file.relative_to(PACKAGE).as_posix()
+    return any(inner == name or inner.startswith((f"{name}/", f"{name}_", f"{name}.py")) for name in SPINE)
+
+
+def leaks(files: list[Path], words: str) -> list[str]:
+    """The lines of these files that use one of an extension's words."""
+    return [line for file in files for line in file.read_text().splitlines() if re.search(words, line)]
 
 
 def imports(file: Path) -> set[str]:
@@ -86,15 +103,17 @@ def main() -> None:
             target = PACKAGE / f"{name}.py" if (PACKAGE / f"{name}.py").exists() else PACKAGE / name / "__init__.py"
             if not is_core(part_of(target)) and part_of(target) not in ("ext", "__init__"):
                 arrows[part_of(target)] += 1
-    leaks = {
-        part: sum(bool(re.search(words, line)) for file in core for line in file.read_text().splitlines())
-        for part, words in WORDS.items()
-    }
-    print(f"{'part':24}{'lines':>8}{'files':>7}{'imports':>9}{'leaks':>7}")
+    spine = [file for file in core if is_spine(file)]
+    print(f"{'part':24}{'lines':>8}{'files':>7}{'imports':>9}{'core':>7}{'spine':>7}{'branch':>8}")
     for part in sorted(lines, key=lambda part: (not is_core(part), -lines[part])):
-        print(f"{part:24}{lines[part]:8,}{number[part]:7}{arrows[part] or '':>9}{leaks.get(part, ''):>7}")
+        row = f"{part:24}{lines[part]:8,}{number[part]:7}{arrows[part] or '':>9}"
+        if part in WORDS:
+            inside = leaks(spine, WORDS[part])
+            row += f"{len(leaks(core, WORDS[part])):7}{len(inside):7}{sum(map(bool, map(BRANCH.search, inside))):8}"
+        print(row)
     total = sum(count[file] for file in core)
     print(f"\ncore {total:,} lines in {len(core)} files; all {sum(count.values()):,} in {len(files)}")
+    print(f"spine {sum(count[file] for file in spine):,} lines in {len(spine)} files")
     for steps in (0, 10):
         found = loaded(steps)
         of_extensions = [file for file in found if not is_core(part_of(file)) and file.parent != PACKAGE]
