@@ -226,6 +226,20 @@ def test_with_chunks_nothing_differs(size, strategy):
     assert first_difference(record(2, chunks=4), record(size, strategy, chunks=4)) is None
 
 
+@pytest.mark.parametrize(("strategy", "actions"), [("fsdp", "SETTLE"), ("ddp", "JOIN")])
+def test_the_whole_gradient_is_recorded_once_where_it_is_made(strategy, actions):
+    """Of a step of several microbatches, whichever action is the last to add."""
+    ranks = record(2, strategy, microbatches=2)
+    for step in range(STEPS):
+        found = [[row for row in kept.steps[step] if row.kind == "total"] for kept in ranks]
+        assert {row.action.rstrip("0123") for rows in found for row in rows} == {actions}
+        for rows in found:
+            named = [(row.tensor, row.runs) for row in rows]
+            assert len(named) == len(set(named))
+        trained = {row.tensor for row in ranks[0].steps[step] if row.kind == "grad"}
+        assert {row.tensor for rows in found for row in rows} == trained
+
+
 def test_a_strategy_alone_changes_nothing():
     assert first_difference(record(2, "ddp"), record(2, "zero2")) is None
 

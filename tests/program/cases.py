@@ -34,7 +34,9 @@ PLACEMENTS = {"ddp": (True, False), "zero2": (True, True), "fsdp": (False, True)
 def requests(
     kind: str, stage: Stage, microbatches: int, placement: str, ahead: int = 1, scales: tuple[str, ...] = ("SCALE",)
 ) -> Request:
-    keep_full, reduce_each = PLACEMENTS[placement]
+    """placement: one of PLACEMENTS, or "hybrid" for several replicas of shards."""
+    keep_full, reduce_each = PLACEMENTS["fsdp" if placement == "hybrid" else placement]
+    stage = replace(stage, joined=placement in ("ddp", "hybrid"))
     carried = frozenset(stage.trained) if kind == "update" else frozenset()
     return Request(
         kind, stage, microbatches, keep_full=keep_full, reduce_each=reduce_each, ahead=ahead,
@@ -65,12 +67,11 @@ def pipe(
     per_rank = {"interleaved": 2, "zbv": 2}.get(name, 1)
     made = schedule(name, 4 // per_rank, microbatches, per_rank)
     again = frozenset(range(4)) if recompute else frozenset()
-    request = replace(
-        requests("step", twins(made.home, frozen)[0], microbatches, placement), commit=commit, scales=scales
-    )
+    asked = [requests("step", stage, microbatches, placement, scales=scales) for stage in twins(made.home, frozen)]
+    orders = [(request, request.stage, made.ranks[request.stage.rank]) for request in asked]
     return [
-        compile(replace(request, stage=stage, order=made.ranks[stage.rank], recompute=again & set(stage.here)))
-        for stage in twins(made.home, frozen)
+        compile(replace(request, order=order, recompute=again & set(stage.here), commit=commit))
+        for request, stage, order in orders
     ]
 
 

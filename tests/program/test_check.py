@@ -1,6 +1,7 @@
 """Programs are checked before they run, slot by slot; their counts, and the golden ones."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from cases import CHAIN, PLACEMENTS, STAGES, TIED, everything, golden, kept, pip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fsdpx
+from fsdpx import nn, optim
 from fsdpx.core.program import (
     SLOTS,
     VERBS,
@@ -28,6 +31,7 @@ from fsdpx.core.program import (
     pipeline,
     traffic,
 )
+from fsdpx.core.program.pipeline import STANDING
 from fsdpx.errors import ProgramError
 
 PROGRAMS = golden()
@@ -168,7 +172,7 @@ def test_buffers_keep_number_and_microbatch() -> None:
 
 def test_every_kind_of_the_table_is_a_kind_of_slot() -> None:
     words = {word for verb in VERBS.values() for word in (*verb.takes, *verb.reads, *verb.adds, *verb.gives)}
-    assert {word.partition(":")[0] for word in words} - {"edge", "final", "record"} <= set(SLOTS)
+    assert {word.partition(":")[0] for word in words} - set(STANDING) <= set(SLOTS)
     assert {scratch.kind for verb in VERBS.values() for scratch in verb.scratch} <= set(SLOTS)
 
 
@@ -268,7 +272,7 @@ def test_each_move_has_the_bytes_of_its_format() -> None:
     sizes = Sizes(
         [90] * 5, [30] * 5, [10] * 5, 2, 4, {"shard": 3, "replica": 3}, ties=ties, tie_itemsize=8, edges=edges
     )
-    first = pipe("1f1b", 1)[0]
+    first = pipe("1f1b", 1, "hybrid")[0]
     moved = {key: (found.calls, found.bytes) for key, found in traffic(first, sizes).items()}
     sends, recvs = ([a.unit for a in first.actions if a.op == op] for op in ("SEND", "RECV"))
     assert moved == {
@@ -284,7 +288,7 @@ def test_each_move_has_the_bytes_of_its_format() -> None:
 def test_hybrid_reduces_shards_over_replicas() -> None:
     half = tuple(o // 2 for o in OWN)
     sizes = Sizes(ELEMENTS, OWN, half, 4, 4, {"shard": N, "replica": 2})
-    moved = traffic(compile(requests("step", CHAIN, 1, "fsdp")), sizes)
+    moved = traffic(compile(requests("step", CHAIN, 1, "hybrid")), sizes)
     assert moved["replica", "all_reduce"].bytes == 2 * 4 * (sum(OWN) - sum(half))
 
 
@@ -321,7 +325,7 @@ def ends(program: Program, kind: str) -> list[tuple[str, str]]:
 
 
 def test_scratch_lives_until_its_slot_is_read_or_taken() -> None:
-    program = compile(requests("step", CHAIN, 2, "fsdp"))
+    program = compile(requests("step", CHAIN, 2, "hybrid"))
     assert {life.slot.kind for life in lifetimes(program)} == {"full", "grad", "wire", "carry", "trade", "join"}
     assert ends(program, "wire")[:3] == [("GATHER0", "F0.0"), ("GATHER1", "F1.0"), ("GATHER2", "F2.0")]
     assert ends(program, "carry") == [(f"REDUCE{p}", f"SETTLE{p}") for p in (3, 2, 1, 0, 3, 2, 1, 0)]
@@ -364,3 +368,25 @@ def test_every_verb_is_in_some_golden_file() -> None:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_text_parses_back(name: str) -> None:
     assert parse(str(GOLDEN[name])) == GOLDEN[name].actions
+
+
+def test_no_program_joins_gradients_of_one_replica() -> None:
+    """A part is the whole gradient then: nothing renames it, and all who need a gradient read the part."""
+    for stage, kind in product(STAGES.values(), ("step", "update")):
+        for placement in PLACEMENTS:
+            program = compile(requests(kind, stage, 2, placement))
+            check(program)
+            joins = {a.unit for a in program.actions if a.op == "JOIN"}
+            assert joins == (set(stage.trained) if placement == "ddp" else set())
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "joins"), [("fsdp", 2, False), ("ddp", 1, False), ("ddp", 2, True)])
+def test_a_trainer_joins_where_there_are_several_replicas(strategy: str, ranks: int, joins: bool) -> None:
+    def text(comm: fsdpx.Communicator) -> str:
+        return str(
+            nn.Linear(3, 2)
+            .as_distributed(comm=comm, strategy=strategy, loss=nn.MSE(), optimizer=optim.SGD(0.1))
+            .program
+        )
+
+    assert ["JOIN" in one for one in fsdpx.spawn(text, ranks)] == [joins] * ranks

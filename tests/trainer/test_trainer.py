@@ -322,7 +322,7 @@ def test_report_says_what_was_moved_held_and_spent() -> None:
 
 def test_program_is_the_step_in_words() -> None:
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp", Sharding(ahead=0), group_bytes=1 << 20)
-    assert str(trainer.program) == "LOAD.0 GATHER0 F0.0 LOSS.0 MEAN B0.0 REDUCE0 SETTLE0 JOIN0 SCALE FREE0 UPDATE0"
+    assert str(trainer.program) == "LOAD.0 GATHER0 F0.0 LOSS.0 MEAN B0.0 REDUCE0 SETTLE0 SCALE FREE0 UPDATE0"
 
 
 def test_functional_default_is_used_inside_spawn() -> None:

@@ -204,8 +204,6 @@ def settle(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
 
 
 def join(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    if run.place.axes.replica.size == 1 and not run.place.accumulation.bitwise:
-        return (taken[0], *added)
     return (run.place.accumulation.join(taken[0], _reduction(run, action, "replica", False, added)), *added)
 
 

@@ -47,11 +47,10 @@ KINDS = {
 class Sync:
     """How ranks come together in a step that updates. By this one their gradients are added up, and that is all.
 
-    joins: the verb that makes the part of a gradient the whole one. before: verbs before the first update. after: verbs
-    after the update of a page, and the pages. rest: the same after all updates. kept: kinds of slots that are filled
-    before and after, of each trained page. begins, ends: more such slots. results: kinds that the caller collects."""
+    before: verbs before the first update. after: verbs after the update of a page, and the pages. rest: the same after
+    all updates. kept: kinds of slots that are filled before and after, of each trained page. begins, ends: more such
+    slots. results: kinds that the caller collects."""
 
-    joins: str = "JOIN"
     before: tuple[str, ...] = ()
     after: tuple[tuple[str, frozenset[int]], ...] = ()
     rest: tuple[tuple[str, frozenset[int]], ...] = ()
@@ -132,7 +131,7 @@ def _compile(request: Request, passes: tuple[Callable[[list[Action], Request], l
         return _program(request, kind.alone(actions, request))
     actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
     if _reduces(request):
-        joins = request.sync.joins if kind.updates else ""
+        joins = kind.updates and stage.joined
         actions = reduce(actions, stage, request.reduce_each, request.ahead, joins)
     actions += _update(actions, request) if kind.updates else []
     for change in passes:
@@ -178,8 +177,8 @@ def _update(actions: list[Action], request: Request) -> list[Action]:
     """The tail of a program that updates; what other programs left is reduced first."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
-        joins = (Action(sync.joins, p) for p in stage.trained)
-        tail = [*reduce_carried(sorted(request.grads), request.ahead), *joins]
+        joins = stage.trained if stage.joined else ()
+        tail = [*reduce_carried(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
     tail += [Action("TIE", p) for p in stage.ties]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
     tail += [*given, *map(Action, request.scales)]

@@ -115,17 +115,17 @@ def window_of(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dic
     return window
 
 
-def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: str) -> Actions:
+def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
     """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
-    The last SETTLE of a page is followed by the verb `join`, if there is one."""
+    With `join` the last SETTLE of a page is followed by JOIN."""
     added = [_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
     complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]
     result = _reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
     settled = {a.unit: i for i, a in enumerate(result) if join and a.op == "SETTLE"}
-    ends = {i: [Action(join, p)] for p, i in settled.items()}
+    ends = {i: [Action("JOIN", p)] for p, i in settled.items()}
     return [x for i, a in enumerate(result) for x in (a, *ends.get(i, []))]
 
 

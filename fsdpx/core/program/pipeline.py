@@ -54,10 +54,11 @@ class Stage:
     units: of the whole model, in execution order; what they take and read is known for the units of this rank alone.
     trainable: one flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages,
     each as its number and its units. edges: what travels between all ranks. twins: pages that hold the same parameter
-    for units that are apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the
-    loss is computed here. moving: units with running statistics. coded: pages whose codec keeps memory. constant:
-    values whose gradient is not needed, see `constants`; those inside of units may be among them. records: slots whose
-    values lie in a slower level between uses, of all ranks; those of activations without a microbatch."""
+    for units that are apart. partial: pages whose gradients other ranks find a part of. joined: JOIN makes the whole
+    gradient of the parts, else a part is the whole already. rank: of the pipe. scores: the loss is computed here.
+    moving: units with running statistics. coded: pages whose codec keeps memory. constant: values whose gradient is
+    not needed, see `constants`; those inside of units may be among them. records: slots whose values lie in a slower
+    level between uses, of all ranks; those of activations without a microbatch."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -67,6 +68,7 @@ class Stage:
     edges: tuple[Edge, ...] = ()
     twins: tuple[tuple[int, ...], ...] = ()
     partial: frozenset[int] = frozenset()
+    joined: bool = True
     rank: int = 0
     scores: bool = True
     moving: frozenset[int] = frozenset()
@@ -117,6 +119,11 @@ class Stage:
     @cached_property
     def tied(self) -> frozenset[int]:
         return frozenset(p for pages in self.ties.values() for p in pages)
+
+    @property
+    def whole(self) -> str:
+        """The kind of the slot in which the gradient summed over all ranks lies."""
+        return "total" if self.joined else "part"
 
     @cached_property
     def backward(self) -> frozenset[int]:
@@ -220,7 +227,11 @@ def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Sl
 
 def _final(over: str, action: Action, stage: Stage) -> list[Slot]:
     pages = stage.trained if over == "all" else (_unit(action),)
-    return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
+    return [Slot("tied" if p in stage.tied else stage.whole, p) for p in pages]
+
+
+def _whole(over: str, action: Action, stage: Stage) -> list[Slot]:
+    return [Slot(stage.whole, at, mb) for at, mb in OVER[over](action, stage, 1)]
 
 
 def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
@@ -229,7 +240,7 @@ def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
     return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
 
 
-STANDING: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {"edge": _of_edge, "final": _final}
+STANDING: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {"edge": _of_edge, "final": _final, "whole": _whole}
 """Words of the table that stand for slots of other kinds, by what follows the colon; extensions add theirs."""
 
 
@@ -283,6 +294,7 @@ def pipeline(
     home: Sequence[int],
     twins: tuple[tuple[int, ...], ...] = (),
     partial: Iterable[int] = (),
+    joined: bool = True,
     moving: Iterable[int] = (),
     coded: Iterable[int] = (),
     constant: frozenset[int] | None = None,
@@ -291,20 +303,21 @@ def pipeline(
     """What each rank of the pipe sees.
 
     units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial, moving, coded, constant, records: see `Stage`; constant is found from units if it is None.
-    The loss reads the outputs in the last stage; every rank has the inputs."""
+    stage. twins, partial, joined, moving, coded, constant, records: see `Stage`; constant is found from units if it is
+    None. The loss reads the outputs in the last stage; every rank has the inputs."""
     if constant is None:
         constant = constants(units, set(compress(count(), trainable)), inputs)
     shared = (tuple(trainable), tuple(inputs), tuple(outputs))
     edges = _edges(units, inputs, outputs, stages, home)
     partly, moves, keeps = (frozenset(some) for some in (partial, moving, coded))
+    apart = (edges, twins, partly, joined)
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
-        seen.append(Stage(made, *shared, parts, edges, twins, partly, rank, scores, moves, keeps, constant, records))
+        seen.append(Stage(made, *shared, parts, *apart, rank, scores, moves, keeps, constant, records))
     return tuple(seen)
 
 

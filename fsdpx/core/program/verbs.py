@@ -212,7 +212,7 @@ VERBS: dict[str, Verb] = {
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
     "JOIN": Verb(takes=("part:page",), gives=("total:page",), adds=("memory:coded",), about="page",
                  scratch=(Scratch("join"),), lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
-    "TIE": Verb(takes=("total:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
+    "TIE": Verb(takes=("whole:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
                 lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
     # update
     "SCALE": Verb(takes=("weight:scored",), reads=("mean", "final:all"), gives=("scale",), lane="host", about=""),

@@ -101,11 +101,14 @@ class InOrder:
             part += total
         return part
 
+    @property
+    def joins(self) -> bool:
+        """Whether parts are not yet the whole gradient when the last of them is settled."""
+        return self.axes.replica.size > 1
+
     def join(self, part: Any, reduction: Reduction) -> Transfer:
         """Start to sum a part over the replica axis, in place."""
         r = reduction
-        if r.comm.size == 1:
-            return Transfer(DONE, lambda: part)
         with r.measured(part, r.memory):
             handle = r.codec.reduce_all(r.comm, part, r.carry, r.memory, what=r.what)
         if r.carry.size:
@@ -215,6 +218,11 @@ class ByTree:
         foreign, rest = (page.size - page.mine.size) * itemsize, (page.mine.size - own) * itemsize
         trades = _trades(self._groups, self.replica[0], rest)
         return _trades(self._held, self.shard[0], foreign), (*trades, ("all_gather", rest))
+
+    @property
+    def joins(self) -> bool:
+        """Whether something is left to add, on this rank or on others."""
+        return True
 
     @property
     def _held(self) -> list[tuple[TreeNode, ...]]:

@@ -169,7 +169,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         xp=ranks.xp,
         model=model,
         layout=pages.layout,
-        stages=_stages(pages.layout, reducing, ranks.axes, optimizer, options.offload),
+        stages=_stages(pages.layout, reducing, ranks, optimizer, options.offload),
         axes=ranks.axes,
         sharding=ranks.sharding,
         formats=_formats(formats),
@@ -465,10 +465,10 @@ def _field_ranks(distribution: Distribution, mesh: Mesh, world: Communicator) ->
 
 
 def _stages(
-    layout: Layout, reducing: Reducing, axes: Axes, optimizer: Any, offload: StorageChoice | None
+    layout: Layout, reducing: Reducing, ranks: TrainingRanks, optimizer: Any, offload: StorageChoice | None
 ) -> tuple[Stage, ...]:
     """The view of each rank of the pipe."""
-    rules = reducing.codecs.rules
+    rules, axes = reducing.codecs.rules, ranks.axes
     coded = [p.index for p in layout.pages if p.trainable and any(memories(rules[p.codec][1], axes, 1, 1))]
     pages = {page.index: page.trainable for page in layout.pages}
     return pipeline(
@@ -480,6 +480,7 @@ def _stages(
         layout.spread.home,
         layout.twins,
         [page.index for page in layout.pages if page.partial],
+        reducing.accumulation.joins and not ranks.pace.replicas,
         moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
         coded=coded,
         constant=layout.constant(),

@@ -46,7 +46,6 @@ SLOTS.update({
 
 # fmt: off
 VERBS.update({
-    "OWN": Verb(takes=("part:page",), gives=("total:page",), lane="host", about="page"),
     "SHARE": Verb(reads=("mean", "trained"), gives=("share",), about="",
                   lane="world", moves=(Move("world", "all_gather", "numbers", "control"),)),
     "DELTA": Verb(reads=("shard:page", "outer:page", "share"), adds=("memory:coded",), gives=("delta:page",),
@@ -79,7 +78,7 @@ class Outer:
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
         share = ("SHARE",) if self.deltas else ()
         return Sync(
-            "OWN", share, (("DELTA", self.deltas),), (("OUTER", self.steps), ("ADOPT", self.adopts)),
+            share, (("DELTA", self.deltas),), (("OUTER", self.steps), ("ADOPT", self.adopts)),
             ("outer", "velocity"), _under_way(self.summing, self.coming), _under_way(summing, coming),
             tuple(map(str.lower, share)),
         )  # fmt: skip
@@ -409,10 +408,6 @@ def _of(run: ProgramRun) -> tuple[OfReplicas, Rounds, Outer]:
     return pace, pace.rounds, pace.rounds.at(run.step + 1)
 
 
-def own(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    return taken
-
-
 def share(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One message with the amount of data each replica has trained on in this round, and its loss; and with what the
     schedules say of this step and of the outer one that begins with it, which replicas must find alike."""
@@ -479,4 +474,4 @@ def adopt(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     return (master,)
 
 
-OPERATIONS.update({"OWN": own, "SHARE": share, "DELTA": delta, "OUTER": outer, "ADOPT": adopt})
+OPERATIONS.update({"SHARE": share, "DELTA": delta, "OUTER": outer, "ADOPT": adopt})

@@ -21,7 +21,7 @@ from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import about
 from fsdpx.core.engine.run import GradientScale, Mean
-from fsdpx.core.program import VERBS, Action, Program, Slot
+from fsdpx.core.program import KINDS, VERBS, Action, Program, Slot
 from fsdpx.core.state.flat_parameters import Range
 from fsdpx.core.state.gradients import same_memory
 from fsdpx.errors import ConfigError
@@ -145,7 +145,7 @@ class Recorder(Observer):
         kind, place = slot.kind, self.engine.placement
         if kind not in WHAT or value is None:
             return
-        if kind == "sum" and place.axes.replica.size == 1 and self._alone(slot, value):
+        if not self._program.stage.joined and self._completes(at, slot, value):
             kind = "total"
         whole = kind in WHOLE and place.pace.together
         words = about(place, action, self._program.kind)
@@ -155,12 +155,17 @@ class Recorder(Observer):
             row = Written(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 
-    def _alone(self, slot: Slot, value: Any) -> bool:
-        """Whether this sum is all that the gradient of a page is made of."""
+    def _completes(self, at: int, slot: Slot, value: Any) -> bool:
+        """Whether this is all that the gradient of a page is made of, where no JOIN follows: the part when it is
+        settled for the last time, or the only sum."""
         assert self._program is not None
-        reduces = [a for a in self._program.actions if a.op == "REDUCE" and a.unit == slot.at]
+        program = self._program
+        later = [a.op for a in program.actions[at:] if a.unit == slot.at]
+        if slot.kind == "part":
+            return KINDS[program.kind].updates and later.count("SETTLE") == (later[0] == "SETTLE")
+        reduces = [a for a in program.actions if a.op == "REDUCE" and a.unit == slot.at]
         part = self.engine.state.store.get(Slot("part", slot.at))
-        return len(reduces) == 1 and self._program.kind == "step" and same_memory(value, part)
+        return slot.kind == "sum" and len(reduces) == 1 and program.kind == "step" and same_memory(value, part)
 
 
 Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
