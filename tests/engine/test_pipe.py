@@ -14,6 +14,7 @@ from models import CASES, KNOWN, alike, make, part
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
+from fsdpx.core.state.step_inputs import ValueShapes
 from fsdpx.errors import ConfigError
 from fsdpx.testing import demand_close
 
@@ -347,3 +348,32 @@ def test_a_pipe_is_cut_by_measured_layers(tmp_path: Path) -> None:
             return [tuple(node.path for unit in units if unit.stage == s for node in unit.nodes) for s in range(2)]
 
     assert spawn(run, 2) == [[("0",), ("1", "2", "3")]] * 2
+
+
+def test_messages_are_planned_once_for_each_shape_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once per message: what travels follows from the program and the shapes of the batch."""
+    asked: list[int] = []
+    of = ValueShapes.of
+
+    def counted(self: ValueShapes, value: int, *given: Any) -> Any:
+        asked.append(value)
+        return of(self, value, *given)
+
+    monkeypatch.setattr(ValueShapes, "of", counted)
+
+    def main(comm: Communicator) -> list[int]:
+        trainer = make(comm, "deep", "ddp", mesh=Mesh(shard=1, pipe=2), microbatches=2)
+        seen = []
+        for rows in (8, 8, 8, 4, 4, 8):  # the second step is another one: it may share memory with the first
+            x, y = KNOWN["deep"].batch(np.random.default_rng(5), rows)
+            comm.barrier().wait()
+            before = len(asked)
+            comm.barrier().wait()
+            trainer.step(x, y)
+            comm.barrier().wait()
+            seen.append(len(asked) - before)
+        return seen
+
+    first, _, *rest = spawn(main, 2)[0]
+    assert first > 0
+    assert rest == [0, first, 0, 0]

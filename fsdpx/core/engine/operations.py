@@ -30,14 +30,13 @@ from fsdpx.core.engine.run import (
     Workspace,
     demand_alike,
     find_not_finite,
-    microbatch_of,
     number_of,
     words,
 )
-from fsdpx.core.program import VERBS, Action, Edge, Request, Slot, check, compile
+from fsdpx.core.program import VERBS, Action, Request, Slot, check, compile
 from fsdpx.core.state.flat_parameters import Range
 from fsdpx.core.state.gradients import Reduction
-from fsdpx.core.state.placement import Placement, tag
+from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import Tie, TrainState
 from fsdpx.errors import DataError, NumericsError, ShapeError
 from fsdpx.optim import Segments, rate
@@ -45,7 +44,7 @@ from fsdpx.optim.optimizer import UNSCHEDULED, scheduled, update_parameters
 
 __all__ = [
     "ABOUT", "OPERATIONS", "Executable", "ExecutableAction", "alone", "demand_finite_loss", "left_alone", "move",
-    "receive", "release", "send", "travelling", "update",
+    "receive", "release", "send", "update",
 ]  # fmt: skip
 
 
@@ -84,56 +83,31 @@ def left_alone(run: ProgramRun, segments: Segments, master: Any, slots: Mapping[
 
 def send(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start to send a value; the run waits for the end of the message at its own end."""
-    (value,) = (*taken, *read)
-    edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
-    if expected is None:
+    message = run.workspace.messages.of(action, run.batch(action))
+    if message is None:
         return ()
-    xp = run.place.xp
+    xp, (value,) = run.place.xp, (*taken, *read)
     if value is None:  # a gradient: nothing that counts depends on the value
-        value = xp.zeros(expected.shape, dtype=expected.dtype)
-    if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
+        value = xp.zeros(message.shape, dtype=message.dtype)
+    if tuple(value.shape) != message.shape or value.dtype != message.dtype:
         raise ShapeError(
-            f"{action}: value {edge.value} is {value.dtype}{list(value.shape)}, rank {edge.receiver} of the pipe "
-            f"expects {expected.dtype}{list(expected.shape)}: shapes of values may depend on shapes only"
+            f"{action}: value {message.edge.value} is {value.dtype}{list(value.shape)}, rank {message.peer} of the "
+            f"pipe expects {message.dtype}{list(message.shape)}: shapes of values may depend on shapes only"
         )
     flat = xp.ascontiguousarray(value).reshape(-1)
-    handle = run.place.axes.pipe.send(flat, edge.receiver, _tag(run, action), what=_what(run.place, edge, action))
+    handle = run.place.axes.pipe.send(flat, message.peer, message.tag, what=message.what)
     run.issue(action, Transfer(handle, lambda: flat))  # which keeps the array until it is sent
     return ()
 
 
 def receive(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The value, on its way; None where nothing travels."""
-    edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
-    if expected is None:
+    message = run.workspace.messages.of(action, run.batch(action))
+    if message is None:
         return (None,)
-    flat = run.place.xp.empty((expected.size,), dtype=expected.dtype)
-    handle = run.place.axes.pipe.recv(flat, edge.sender, _tag(run, action), what=_what(run.place, edge, action))
-    return (Transfer(handle, lambda: flat.reshape(expected.shape)),)
-
-
-def travelling(edge: Edge, value: Any) -> bool:
-    """Whether a value has a message on this edge: whole numbers have no gradient."""
-    return not (edge.gradient and np.dtype(value.dtype).kind in "iub")
-
-
-def _expected(run: ProgramRun, action: Action) -> Any:
-    """The array that travels, shape only; empty for a rank without samples."""
-    batch, edge = run.batch(action), run.place.stage.edges[number_of(action)]
-    if batch is None:
-        return None
-    value = run.place.shapes.of(edge.value, batch)
-    return value if travelling(edge, value) else None
-
-
-def _tag(run: ProgramRun, action: Action) -> int:
-    stage = run.place.stage
-    return tag(stage, stage.edges[number_of(action)], microbatch_of(action), len(run.feed.batch))
-
-
-def _what(placement: Placement, edge: Edge, action: Action) -> str:
-    node = placement.model.nodes[edge.value - len(placement.model.inputs)]
-    return f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
+    flat = run.place.xp.empty((message.size,), dtype=message.dtype)
+    handle = run.place.axes.pipe.recv(flat, message.peer, message.tag, what=message.what)
+    return (Transfer(handle, lambda: flat.reshape(message.shape)),)
 
 
 def mean(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:

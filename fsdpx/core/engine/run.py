@@ -15,6 +15,7 @@ from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import grouped
 from fsdpx.core.comm.mesh import REPLICA
+from fsdpx.core.engine.stage_messages import StageMessages
 from fsdpx.core.program import KINDS, Action, Program, Slot, Stage, lifetimes
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.core.state.gradients import Gradient
@@ -151,6 +152,7 @@ class Workspace:
         self.plan = _agreed(state, plan(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
+        self.messages = StageMessages(self.place, program.microbatches)
         pages, ledger = self.place.pages, state.ledger  # looked up once: what is kept stays where it is
         self._full = {p: ledger.array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(Key("part", p)))}

@@ -164,6 +164,12 @@ class Stage:
         """What a message carries, from whom to whom."""
         return self.edges[_unit(action)]
 
+    def tag(self, edge: Edge, mb: int, microbatches: int) -> int:
+        """A number of its own for each message between two ranks: they may be received in any order."""
+        pair = (edge.sender, edge.receiver)
+        before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
+        return before * microbatches + mb
+
     def record(self, action: Action) -> Slot:
         """The slot that an action brings, stores or lets go."""
         return self.records[_unit(action)]._replace(mb=action.mb)
@@ -310,14 +316,14 @@ def pipeline(
     shared = (tuple(trainable), tuple(inputs), tuple(outputs))
     edges = _edges(units, inputs, outputs, stages, home)
     partly, moves, keeps = (frozenset(some) for some in (partial, moving, coded))
-    apart = (edges, twins, partly, joined)
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
-        seen.append(Stage(made, *shared, parts, *apart, rank, scores, moves, keeps, constant, records))
+        known = (edges, twins, partly, joined, rank, scores, moves, keeps, constant, records)
+        seen.append(Stage(made, *shared, parts, *known))
     return tuple(seen)
 
 

@@ -17,7 +17,6 @@ from fsdpx.core.comm.mesh import Axes
 from fsdpx.core.compression import Codecs, Route
 from fsdpx.core.program import (
     Action,
-    Edge,
     PipelineSchedule,
     Request,
     Stage,
@@ -41,7 +40,7 @@ from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import Kept, inside, kept_of
 from fsdpx.optim.segments import Peers
 
-__all__ = ["Formats", "Options", "Pipe", "Placement", "Recompute", "recompute", "segments_of", "statistics_of", "tag"]
+__all__ = ["Formats", "Options", "Pipe", "Placement", "Recompute", "recompute", "segments_of", "statistics_of"]
 
 
 @dataclass
@@ -96,18 +95,11 @@ class Pipe:
             requests.append(replace(bare, stage=seen, order=order))
         prove(tuple(requests))
         last = request.microbatches - 1
-        if any(tag(stages[0], e, last, request.microbatches) >= TAGS for e in stages[0].edges):
+        if any(stages[0].tag(e, last, request.microbatches) >= TAGS for e in stages[0].edges):
             raise ConfigError(
                 f"{request.microbatches} microbatches and {len(stages[0].edges)} values between stages need more than "
                 f"{TAGS} different messages between two ranks: use fewer microbatches"
             )
-
-
-def tag(stage: Stage, edge: Edge, mb: int, microbatches: int) -> int:
-    """A number of its own for each message between two ranks: they may be received in any order."""
-    pair = (edge.sender, edge.receiver)
-    before = sum((e.sender, e.receiver) == pair for e in stage.edges[: edge.number])
-    return before * microbatches + mb
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.array import metered
@@ -13,7 +16,8 @@ from fsdpx.core.comm.mesh import Axes, connect
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.linearize import Sorted, shapes
 
-__all__ = ["Feed", "Microbatch", "ValueShapes"]
+__all__ = ["Feed", "Microbatch", "ValueShape", "ValueShapes"]
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -37,25 +41,41 @@ class Feed:
     batched: bool = True
 
 
+class ValueShape(NamedTuple):
+    """Of the array that a value of the model is on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
 class ValueShapes:
     """The shapes of all values of a model in one format, on any rank of the tensor axis; found once for each shape of a
     batch."""
 
     def __init__(self, model: Sorted, axes: Axes, dtype: Any) -> None:
         self._model, self._axes, self._dtype = model, axes, dtype
-        self._found: dict[Any, list[Any]] = {}
+        self._found: dict[Any, list[ValueShape]] = {}
         self._imagined: dict[int, Axes] = {}
 
-    def of(self, value: int, batch: Microbatch, tensor: int | None = None) -> Any:
-        """A value of a microbatch as a shape-only array; on rank `tensor` of the tensor axis."""
+    def of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
+        """A value of a microbatch; on rank `tensor` of the tensor axis."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
-        with metered():  # a dry run does not count as memory what only says shapes
-            if key not in self._found:
+        if key not in self._found:
+            with metered():  # a dry run does not count as memory what only says shapes
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 found = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
-                self._found[key] = [(one.shape, one.dtype) for one in found]
-            return ShapeArray(*self._found[key][value])
+                self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in found]
+        return self._found[key][value]
 
     def imagined(self, tensor: int) -> Axes:
         """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""

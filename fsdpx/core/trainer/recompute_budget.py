@@ -97,7 +97,7 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
     """Forward and the first half of backward on shapes alone."""
     one, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
-    values = {v: placement.shapes.of(v, batch, tensor) for v in (*row.takes, *row.reads)}
+    values = {v: xp.ShapeArray(*placement.shapes.of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
     read = list(values.values())
     axes, cores = placement.shapes.imagined(tensor), placement.options.recompute.cores
     root = Env(xp, axes, Random(0), True, recompute=cores, time=time_of(batch.inputs))

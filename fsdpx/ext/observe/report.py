@@ -16,7 +16,7 @@ from fsdpx.core.comm.communicator import split_evenly
 from fsdpx.core.compression import Plain, Route
 from fsdpx.core.engine.clock import Spent
 from fsdpx.core.engine.engine import Engine
-from fsdpx.core.engine.operations import travelling
+from fsdpx.core.engine.stage_messages import is_sent
 from fsdpx.core.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.core.state.footprint import Footprint, peak_rss, reading
 from fsdpx.core.state.placement import Placement
@@ -427,5 +427,5 @@ def _edges(engine: Engine) -> dict[tuple[int, int], int]:
         for mb, batch in enumerate(engine.batch):
             if batch is not None:
                 value = engine.placement.shapes.of(edge.value, batch)
-                found[edge.number, mb] = value.size * value.dtype.itemsize if travelling(edge, value) else 0
+                found[edge.number, mb] = value.nbytes if is_sent(edge, value.dtype) else 0
     return found

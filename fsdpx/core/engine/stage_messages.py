@@ -1,0 +1,68 @@
+"""What travels between two stages of a pipe: planned once for each action and shape of a batch, not per message."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.program import Action, Edge
+from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.step_inputs import Microbatch
+
+__all__ = ["StageMessage", "StageMessages", "is_sent"]
+
+MOST_PLANS = 1 << 14
+"""Of one program, which are forgotten then: batches of ever new shapes must not cost ever more memory."""
+
+
+class StageMessage(NamedTuple):
+    """A value, or its gradient, between this rank of the pipe and another one.
+
+    shape, dtype: of the array. size: its elements. peer: the other rank. tag: its number among all messages between the
+    two. what: it as text."""
+
+    edge: Edge
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    size: int
+    peer: int
+    tag: int
+    what: str
+
+
+class StageMessages:
+    """The messages of one program on this rank."""
+
+    def __init__(self, place: Placement, microbatches: int) -> None:
+        self._place, self._microbatches = place, microbatches
+        self._planned: dict[Any, StageMessage | None] = {}
+
+    def of(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
+        """What an action sends or receives; None where nothing travels: for a rank without samples, too."""
+        if batch is None:
+            return None
+        key = (action.unit, action.mb, *[(a.shape, a.dtype) for a in batch.inputs])
+        if key not in self._planned:
+            if len(self._planned) >= MOST_PLANS:
+                self._planned.clear()
+            self._planned[key] = self._plan(action, batch)
+        return self._planned[key]
+
+    def _plan(self, action: Action, batch: Microbatch) -> StageMessage | None:
+        place, stage = self._place, self._place.stage
+        edge = stage.edge(action)
+        value = place.shapes.of(edge.value, batch)
+        if not is_sent(edge, value.dtype):
+            return None
+        assert action.mb is not None
+        node = place.model.nodes[edge.value - len(place.model.inputs)]
+        what = f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
+        peer = edge.receiver if edge.sender == stage.rank else edge.sender
+        number = stage.tag(edge, action.mb, self._microbatches)
+        return StageMessage(edge, *value, value.size, peer, number, what)
+
+
+def is_sent(edge: Edge, dtype: Any) -> bool:
+    """Whether values of a format have a message on this edge: whole numbers have no gradient."""
+    return not (edge.gradient and np.dtype(dtype).kind in "iub")
