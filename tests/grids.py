@@ -13,7 +13,8 @@ import fsdpx
 from fsdpx import spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.mesh import FieldRanks, Mesh, alone, connect
+from fsdpx.core.comm.mesh import Mesh, alone, connect
+from fsdpx.ext.fields.sample_groups import group_ranks
 from fsdpx.nn import Env, Layer, Loss
 from fsdpx.nn.sharding import CutRequest, Parts
 
@@ -87,7 +88,7 @@ def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool =
     axes = alone()
     if comm is not None:
         mesh = Mesh(shard=comm.size).resolve(comm.size)
-        axes = connect(mesh, comm, check=True, field=FieldRanks.of(mesh, comm.rank, dims, [None] * comm.size))
+        axes = connect(mesh, comm, check=True, samples=group_ranks(mesh, comm.rank, dims, [None] * comm.size))
     return Env(np, axes, Random(5, "layer", 3), training)
 
 

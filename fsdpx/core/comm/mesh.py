@@ -16,7 +16,7 @@ from fsdpx.core.comm.desync_check import Guarded
 from fsdpx.core.comm.local import single
 from fsdpx.errors import MeshError
 
-__all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "FieldRanks", "Mesh", "alone", "connect"]
+__all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "Mesh", "SampleGroups", "alone", "connect"]
 
 AXES = ("pipe", "replica", "shard", "tensor")
 """From the slowest to the fastest in rank order by default: tensor neighbours are neighbours on the machine."""
@@ -40,7 +40,7 @@ class Coordinates(NamedTuple):
 class Mesh:
     """Widths of the four axes; one of them may be None and is then as wide as fills the world.
 
-    Ranks that hold parts of one field (`space`) are neighbours on the data axis, which is replica x shard: for weights
+    Ranks that hold parts of one sample (`space`) are neighbours on the data axis, which is replica x shard: for weights
     they are data ranks as all others. `Mesh(replica=2, space=(2, 2))` on 8 ranks is two members, each cut over 4 ranks.
 
     Parameters
@@ -70,10 +70,7 @@ class Mesh:
         if sorted(self.order) != sorted(AXES):
             raise MeshError(f"mesh order={self.order!r}: each of {', '.join(AXES)} once, the slowest first")
         object.__setattr__(self, "order", tuple(self.order))
-        space = tuple(self.space) if isinstance(self.space, Iterable) else (self.space,)
-        if len(space) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in space):
-            raise MeshError(f"mesh space={self.space!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
-        object.__setattr__(self, "space", tuple(map(int, space)))
+        object.__setattr__(self, "space", _along_dims("space", self.space))
         if self._widths().count(None) > 1:
             raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
 
@@ -88,12 +85,10 @@ class Mesh:
                 raise MeshError(f"--mesh {text}: {hint}")
             if axis in widths:
                 raise MeshError(f"--mesh {text}: {axis} is named twice")
-            if axis == "space" and all(n.isdecimal() for n in width.split("x")):
-                widths[axis] = tuple(map(int, width.split("x")))
-                continue
-            if not width.isdecimal() or int(width) < 1:
+            along = width.split("x")
+            if not all(n.isdecimal() and int(n) for n in along) or (axis in AXES and len(along) > 1):
                 raise MeshError(f"--mesh {text}: {axis}={width} must be a number of ranks, at least 1")
-            widths[axis] = int(width)
+            widths[axis] = int(width) if axis in AXES else tuple(map(int, along))
         return cls(**widths)
 
     def __str__(self) -> str:
@@ -129,8 +124,8 @@ class Mesh:
         if remainder or rest == 0 or (not is_open and rest != 1):
             needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
             raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
-        widths = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
-        return Mesh(**widths, order=self.order, space=self.space)
+        widths: dict[str, Any] = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
+        return replace(self, **widths)
 
     def filled(self, strategy: str | Sharding, world_size: int) -> Mesh:
         """This mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
@@ -177,12 +172,21 @@ class Mesh:
         return (self.pipe, self.replica, self.shard, self.tensor)
 
 
+def _along_dims(name: str, widths: Any) -> tuple[int, ...]:
+    """Ranks along each of some dims; MeshError, with the name of the option, for what is no such numbers."""
+    given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
+    if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
+        raise MeshError(f"mesh {name}={widths!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
+    return tuple(map(int, given))
+
+
 @dataclass(frozen=True)
 class Axes:
     """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all, and `group`
     those ranks that train together: all of them, or those of one replica where replicas train by themselves. parts: the
-    data ranks that have parts of the same samples, and space the same ranks along each dim of the field. samples: the
-    data ranks that have the same part of other samples."""
+    data ranks that have parts of the same samples, and space the same ranks along each dim that is cut. samples: the
+    data ranks that have the same part of other samples. groups: who they are; None: each data rank has samples of its
+    own, all of each."""
 
     mesh: Mesh
     coordinates: Coordinates
@@ -198,7 +202,7 @@ class Axes:
     counters: Counters
     space: tuple[Communicator, ...] = ()
     made: tuple[Communicator, ...] = ()
-    field: FieldRanks | None = None
+    groups: SampleGroups | None = None
 
     @property
     def summing(self) -> tuple[str, ...]:
@@ -209,10 +213,10 @@ class Axes:
     @cached_property
     def members(self) -> list[list[int]]:
         """The data ranks that work on the same samples, for each group of these."""
-        if self.field is None:
+        if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
         data = self.mesh.line(self.coordinates, ("replica", "shard"))
-        return [[data.index(rank) for rank in member] for member in self.field.members]
+        return [[data.index(rank) for rank in member] for member in self.groups.members]
 
     @property
     def uncounted(self) -> Communicator:
@@ -231,45 +235,18 @@ class Axes:
             comm.close()
 
 
-class FieldRanks(NamedTuple):
-    """The ranks of the world that hold parts of fields. dims: ranks along each dim of a field. here: the ranks that
-    hold this rank's field, in the order of the grid, where the last dim varies fastest. members: the ranks of each
-    field on this data axis, in the same order."""
+class SampleGroups(NamedTuple):
+    """The data ranks that have parts of the same samples. axis: the name under which their messages are counted. dims:
+    ranks along each dim that is cut. here: the ranks of the world that have parts of this rank's samples, of which the
+    last dim varies fastest. members: the ranks of each such group on this data axis, in the same order."""
 
+    axis: str
     dims: tuple[int, ...]
     here: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def of(cls, mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> FieldRanks:
-        """From what all ranks say. grids: for each rank the ranks of its field, or None where these are neighbours on
-        its data axis. MeshError where grids are not groups of data ranks."""
-        data = mesh.line(mesh.coordinates(rank), ("replica", "shard"))
-        width = prod(dims)
-        if len(data) % width:
-            raise MeshError(
-                f"space: a field is on {width} ranks, and the data axis of {mesh} has {len(data)}: their number must "
-                "be a multiple; train on the communicator of the grid, comm=grid.comm"
-            )
-        if grids[rank] is None:
-            found = [tuple(data[i : i + width]) for i in range(0, len(data), width)]
-        else:
-            places: dict[int, list[int]] = {}
-            for r, grid in enumerate(grids):
-                line = mesh.line(mesh.coordinates(r), ("replica", "shard"))
-                if r not in grid or any(list(grids[one]) != list(grid) or one not in line for one in grid):
-                    raise MeshError(
-                        f"space: rank {r} has a grid of ranks {list(grid)}, of which each must have the same grid and "
-                        f"stand on the data axis of rank {r}, {line}"
-                    )
-                at = [line.index(one) for one in grid]
-                if places.setdefault(line.index(r), at) != at:
-                    raise MeshError(f"space: the grid of rank {r} has another order than those along its pipe")
-            found = sorted({tuple(grids[r]) for r in data}, key=min)
-        return cls(tuple(dims), next(grid for grid in found if rank in grid), tuple(found))
-
     def line(self, rank: int, dim: int) -> list[int]:
-        """The ranks that differ from `rank` along one dim of its field."""
+        """The ranks that differ from `rank` along one dim."""
         at, step = self.here.index(rank), prod(self.dims[dim + 1 :])
         first = at - at // step % self.dims[dim] * step
         return [self.here[first + i * step] for i in range(self.dims[dim])]
@@ -280,10 +257,10 @@ def connect(
     comm: Communicator,
     check: bool = False,
     local: bool = False,
-    field: FieldRanks | None = None,
+    samples: SampleGroups | None = None,
 ) -> Axes:
     """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. local: replicas train by
-    themselves. field: who holds parts of which samples.
+    themselves. samples: who has parts of which samples.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
     by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
@@ -311,19 +288,20 @@ def connect(
     comms = {name: Counted(group(axes), name, counters) for name, axes in named.items()}
     comms.setdefault("group", comms["world"])
     one = single()
-    if field is None:
-        comms |= {"parts": Counted(one, "space", counters), "samples": comms["data"]}
+    if samples is None:
+        comms |= {"parts": Counted(one, "parts", counters), "samples": comms["data"]}
         return Axes(mesh, place, **comms, counters=counters, made=tuple(made))  # type: ignore[arg-type]
     # which groups are made must not depend on the rank: all of them make each one at the same time
-    parts = one if len(field.here) == 1 else opened(field.here)
-    others = [member[field.here.index(comm.rank)] for member in field.members]
-    samples = one if len(others) == 1 else opened(others)
+    here = samples.here
+    parts = one if len(here) == 1 else opened(here)
+    others = [member[here.index(comm.rank)] for member in samples.members]
+    alike = one if len(others) == 1 else opened(others)
     lines = []
-    for dim, width in enumerate(field.dims):
-        line = one if width == 1 else parts if width == len(field.here) else opened(field.line(comm.rank, dim))
-        lines.append(Counted(line, "space", counters))
-    comms |= {"parts": Counted(parts, "space", counters), "samples": Counted(samples, "data", counters)}
-    return Axes(mesh, place, counters=counters, space=tuple(lines), made=tuple(made), field=field, **comms)
+    for dim, width in enumerate(samples.dims):
+        line = one if width == 1 else parts if width == len(here) else opened(samples.line(comm.rank, dim))
+        lines.append(Counted(line, samples.axis, counters))
+    comms |= {"parts": Counted(parts, samples.axis, counters), "samples": Counted(alike, "data", counters)}
+    return Axes(mesh, place, counters=counters, space=tuple(lines), made=tuple(made), groups=samples, **comms)
 
 
 def alone() -> Axes:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from fsdpx.core.comm.mesh import Axes
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.mesh import Axes, Mesh, SampleGroups
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.sharding import Parts
 
-__all__ = ["SampleLayout", "Space", "WholeSamples"]
+__all__ = ["WHOLE", "SampleLayout", "Space", "WholeSamples"]
 
 Shape = tuple[int, ...]
 
@@ -123,9 +124,11 @@ class Space(ABC):
     Attributes
     ----------
     dims : ranks along each dim that is cut
+    excluded : the choice whose rows of the table in core/trainer/option_rules.py name what cannot be beside it
     """
 
     dims: tuple[int, ...]
+    excluded: ClassVar[str] = "`space`"
 
     @property
     @abstractmethod
@@ -155,9 +158,11 @@ class Space(ABC):
     def gather(self, array: Any) -> Any:
         """The whole, from the parts of all ranks, on every rank. Collective."""
 
-    @abstractmethod
-    def ranks(self, rank: int) -> tuple[int, ...] | None:
-        """What the ranks that have parts of the same samples give as `rank`; None: they do not exist. Collective."""
+    def groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+        """Which data ranks have parts of the same samples; None: each has samples of its own, all of each. Collective.
+
+        ConfigError or MeshError where they do not fit the mesh."""
+        return None
 
     @abstractmethod
     def cut(self, model: Layer, parts: Parts | None = None) -> tuple[Layer, Parts]:
@@ -165,6 +170,42 @@ class Space(ABC):
 
         ConfigError for layers that cannot work on a part."""
 
+    def join(self, model: Layer) -> Layer:
+        """What one process would run of a model."""
+        return model if self.joined is None else self.cut(model, self.joined)[0]
+
     @abstractmethod
     def sample_layout(self, model: Layer, axes: Axes) -> SampleLayout:
         """How samples of this model lie over the ranks of a mesh."""
+
+
+class NoSpace(Space):
+    """Where no `space` was given: samples are not cut."""
+
+    dims, excluded, own, offsets, comm, joined = (), "nothing", (), (), None, None
+
+    def __repr__(self) -> str:
+        return "None"
+
+    def local(self, what: Any) -> Any:
+        return what
+
+    def gather(self, array: Any) -> Any:
+        return array
+
+    def groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+        if mesh.space:
+            raise ConfigError(
+                f"Mesh(space={mesh.space}): which cells each rank has is not known; give space=fsdpx.Grid(comm, "
+                f"u.shape[:{len(mesh.space)}], dims={mesh.space}) as well"
+            )
+        return None
+
+    def cut(self, model: Layer, parts: Parts | None = None) -> tuple[Layer, Parts]:
+        return model, Parts.whole(())
+
+    def sample_layout(self, model: Layer, axes: Axes) -> SampleLayout:
+        return WholeSamples()
+
+
+WHOLE = NoSpace()

@@ -82,5 +82,5 @@ class ValueShapes:
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
             fake = FakeCommunicator(mesh.rank(place), mesh.size)
-            self._imagined[tensor] = connect(mesh, fake, field=self._axes.field)
+            self._imagined[tensor] = connect(mesh, fake, samples=self._axes.groups)
         return self._imagined[tensor]

@@ -21,7 +21,7 @@ from fsdpx.core.base.name_hints import demand_match
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import Guarded
-from fsdpx.core.comm.mesh import Axes, FieldRanks, Mesh, connect
+from fsdpx.core.comm.mesh import Axes, Mesh, connect
 from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.compression import Choice, Codec, Codecs
 from fsdpx.core.compression import codec as codec_of
@@ -33,7 +33,7 @@ from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatch
 from fsdpx.core.state.allocate import allocate
 from fsdpx.core.state.ledger import memories
 from fsdpx.core.state.placement import Formats, Options, Pipe, Placement, recompute, statistics_of
-from fsdpx.core.state.sample_layout import SampleLayout, WholeSamples
+from fsdpx.core.state.sample_layout import SampleLayout
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import TOGETHER, PaceChoice
 from fsdpx.core.state.tuning import Tuning, kept, tune_for
@@ -41,7 +41,6 @@ from fsdpx.core.state.units import Layout, Spread, cut_stages, deal, demand_laye
 from fsdpx.core.trainer.batch import share_errors, sum_of
 from fsdpx.core.trainer.option_rules import (
     CHUNKS,
-    SPACE,
     Beside,
     agree,
     check_whole,
@@ -98,15 +97,9 @@ def session_of(
 
 
 def _of_one_process(recipe: Recipe, place: Placement) -> Sorted:
-    """The model as one process has it, with its layers in order; over a field with ghost cells, those at its ends."""
-    space, dtype = recipe.distribution.space, place.formats.compute
-    joined = None if space is None else space.joined
-
-    def ordered() -> Sorted:
-        model = with_numbers(recipe.training.model, dtype)
-        return sort(model if space is None or joined is None else space.cut(model, joined)[0])
-
-    return once(("ordered", recipe.training.model, joined, dtype), ordered)
+    """The model as one process has it, with its layers in order."""
+    model, samples, dtype = recipe.training.model, recipe.distribution.samples, place.formats.compute
+    return once(("ordered", model, samples.joined, dtype), lambda: sort(samples.join(with_numbers(model, dtype))))
 
 
 def _speaks(world: Communicator) -> bool:
@@ -133,6 +126,14 @@ class TrainingRanks(NamedTuple):
     pace: PaceChoice
 
 
+class RankModel(NamedTuple):
+    """The model as this line of the tensor axis runs it on its part of the samples, and with its layers in order."""
+
+    planned: Planned
+    ordered: Sorted
+    samples: SampleLayout
+
+
 class Reducing(NamedTuple):
     """How gradients become the sums that update. microbatches: that a step was asked for. each: of this rank."""
 
@@ -143,9 +144,8 @@ class Reducing(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The model as this rank runs it, and where its parameters lie. pipe: the order of microbatches over stages."""
+    """Where parameters lie. pipe: the order of microbatches over stages."""
 
-    model: Sorted
     pipe: Pipe
     layout: Layout
 
@@ -159,15 +159,15 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     ranks = _ranks(recipe, world, tuning)
     with share_errors(world, "distribute", agree_at_end=True):
         formats = _asked(recipe.training.precision, ranks.xp)
-        planned, model = _model(recipe, ranks, formats)
-        reducing = _reducing(recipe, ranks, formats, model)
-        pages = _pages(recipe, ranks, formats, planned, model, reducing)
-        options = _options(recipe, ranks, formats, pages)
-    agree(world, _asked_for(recipe, ranks, formats, reducing, pages, options))
+        model = _model(recipe, ranks, formats)
+        reducing = _reducing(recipe, ranks, formats, model.ordered)
+        pages = _pages(recipe, ranks, formats, model, reducing)
+        options = _options(recipe, ranks, formats, model.ordered, pages)
+    agree(world, _asked_for(recipe, ranks, formats, model, reducing, pages, options))
     optimizer = _optimizer(recipe.training, formats)
     placed = Placement(
         xp=ranks.xp,
-        model=model,
+        model=model.ordered,
         layout=pages.layout,
         stages=_stages(pages.layout, reducing, ranks, optimizer, options.offload),
         axes=ranks.axes,
@@ -175,20 +175,14 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         formats=_formats(formats),
         codecs=reducing.codecs,
         optimizer=optimizer,
-        loss=planned.loss,
+        loss=model.planned.loss,
         options=options,
         tuning=ranks.tuning,
         pipe=pages.pipe,
-        output_dim=planned.output_dim,
-        sample_layout=_sample_layout(recipe, ranks.axes),
+        output_dim=model.planned.output_dim,
+        sample_layout=model.samples,
     )
-    return placed, planned.model, reducing.microbatches
-
-
-def _sample_layout(recipe: Recipe, axes: Axes) -> SampleLayout:
-    """How samples lie over the ranks."""
-    space = recipe.distribution.space
-    return WholeSamples() if space is None else space.sample_layout(recipe.training.model, axes)
+    return placed, model.planned.model, reducing.microbatches
 
 
 def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
@@ -202,17 +196,18 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
     return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
 
 
-def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> tuple[Planned, Sorted]:
-    """The model that this line of the tensor axis runs, also with its layers in order."""
+def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
+    """The model that this rank runs."""
     training, axes = recipe.training, ranks.axes
     made, dtype = recipe.distribution, dtype_of(formats.compute)
-    cut = made.tensor_plan, made.sequence, made.space
+    samples = made.samples.sample_layout(training.model, axes)
+    cut = made.tensor_plan, made.sequence, made.samples
     key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
-    planned = once(key, lambda: _planned(training, axes, made, dtype))
-    model = once(("sorted", planned.model), lambda: sort(planned.model))
+    planned = once(key, lambda: _planned(training, axes, made, dtype, samples))
+    ordered = once(("sorted", planned.model), lambda: sort(planned.model))
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         check_whole(optimizer, axes.tensor.size)
-    return planned, model
+    return RankModel(planned, ordered, samples)
 
 
 def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted) -> Reducing:
@@ -228,21 +223,21 @@ def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: S
 
 
 def _pages(
-    recipe: Recipe, ranks: TrainingRanks, formats: Precision, planned: Planned, model: Sorted, reducing: Reducing
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: Reducing
 ) -> Pages:
     """Stages, units and pages."""
-    axes = ranks.axes
-    distribution, pipe = _dealt(recipe.distribution, model, axes.pipe.size)
+    axes, ordered = ranks.axes, model.ordered
+    distribution, pipe = _dealt(recipe.distribution, ordered, axes.pipe.size)
     assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
-    demand_layers(model, axes.pipe.size, "")  # before a schedule of so many ranks is made
+    demand_layers(ordered, axes.pipe.size, "")  # before a schedule of so many ranks is made
     home = pipe.home(reducing.each)
-    starts = cut_stages(model, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
+    starts = cut_stages(ordered, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
     bitwise = reducing.accumulation.bitwise
-    spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, bitwise)
-    return Pages(model, pipe, _layout(recipe, ranks, formats, model, spread, reducing.codecs))
+    spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
+    return Pages(pipe, _layout(recipe, ranks, formats, ordered, spread, reducing.codecs))
 
 
-def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pages) -> Options:
+def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, pages: Pages) -> Options:
     """What a step is asked for beside; ConfigError for options that exclude each other."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
     recomputing, schedule = recompute(training.recompute), distribution.schedule
@@ -251,7 +246,7 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
     if distribution.offload is not None:
         distribution.offload.check(training.optimizer, training.average)
-    chosen = Beside(recipe, pages.model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
+    chosen = Beside(recipe, model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
     return Options(
         seed=training.seed,
@@ -267,7 +262,13 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, pages: Pa
 
 
 def _asked_for(
-    recipe: Recipe, ranks: TrainingRanks, formats: Precision, reducing: Reducing, pages: Pages, options: Options
+    recipe: Recipe,
+    ranks: TrainingRanks,
+    formats: Precision,
+    model: RankModel,
+    reducing: Reducing,
+    pages: Pages,
+    options: Options,
 ) -> dict[str, Any]:
     """What all ranks must have asked for alike, by its name in errors."""
     training, layout, pace = recipe.training, pages.layout, ranks.pace
@@ -277,14 +278,14 @@ def _asked_for(
         "precision": formats,
         "options": replace(options, pace=TOGETHER),
         "model": layout,
-        "layers": pages.model,
+        "layers": model.ordered,
         "stages": layout.spread.starts,
         "schedule": pages.pipe.words(reducing.each),
-        "space": repr(recipe.distribution.space),
+        "space": repr(recipe.distribution.samples),
         "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
         "optimizer": training.optimizer,
         "loss": training.loss,
-        "arrays": "" if recipe.distribution.space is not None else _arrays(training.model) + _arrays(training.loss),
+        "arrays": _arrays(training.model) + _arrays(training.loss) if model.samples.is_whole else "",
         "codec": reducing.codecs,
         "microbatches": reducing.microbatches,
         "device": recipe.machinery.device,
@@ -298,8 +299,7 @@ def _asked_for(
 
 
 def _arrays(thing: Any) -> str:
-    """A line for each layer or loss that holds arrays, such as masks and weights of cells, which its text leaves out:
-    with `space` each rank has its part of them."""
+    """A line for each layer or loss that holds arrays, such as masks and weights, which its text leaves out."""
     held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{thing!r} with arrays of sum {sum_of(held):08x}"] if held else []
@@ -387,14 +387,13 @@ def _check_patterns(optimizer: Any, layout: Layout) -> None:
         demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
 
 
-def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype) -> Planned:
-    """The model that this line of the tensor axis runs: the model itself, if there is no such axis. dtype: in which
-    it computes."""
-    model, loss = with_numbers(training.model, dtype), training.loss
-    plan, sequence = distribution.tensor_plan, distribution.sequence
-    if distribution.space is not None:
-        made, outputs = distribution.space.cut(model)
-        return Planned(made, loss.over(outputs), None, frozenset())
+def _planned(
+    training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype, samples: SampleLayout
+) -> Planned:
+    """The model that this line of the tensor axis runs on its part of the samples: the model itself, if there is no
+    such axis. dtype: in which it computes."""
+    model, _ = distribution.samples.cut(with_numbers(training.model, dtype))
+    loss, plan, sequence = samples.over(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
@@ -440,28 +439,10 @@ def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Shard
         width = mesh.width("replica") * mesh.width("shard")
         lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
         ahead = lifetimes.ahead if ahead is None else ahead
-        if distribution.space is not None:
-            demand_together(SPACE, Beside(recipe, mesh=mesh), "space: ")
-    field = _field_ranks(distribution, mesh, world)
-    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, field=field)
+        demand_together(distribution.samples.excluded, Beside(recipe, mesh=mesh), "space: ")
+    samples = distribution.samples.groups(mesh, world)
+    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, samples=samples)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
-
-
-def _field_ranks(distribution: Distribution, mesh: Mesh, world: Communicator) -> FieldRanks | None:
-    """Which ranks hold parts of which samples; ConfigError where grid and mesh do not fit. Collective with a grid."""
-    grid = distribution.space
-    if grid is None:
-        if mesh.space:
-            raise ConfigError(
-                f"Mesh(space={mesh.space}): which cells each rank has is not known; give space=fsdpx.Grid(comm, "
-                f"u.shape[:{len(mesh.space)}], dims={mesh.space}) as well"
-            )
-        return None
-    if mesh.space not in ((), grid.dims):
-        raise ConfigError(f"Mesh(space={mesh.space}): the grid has {grid.dims} ranks; leave the one or the other out")
-    mine = grid.ranks(world.rank)
-    grids = [None] * world.size if mine is None else world.all_gather_plain(list(mine))
-    return FieldRanks.of(mesh, world.rank, grid.dims, grids)
 
 
 def _stages(

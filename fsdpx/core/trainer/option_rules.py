@@ -22,6 +22,7 @@ from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Codec, Plain
 from fsdpx.core.state.accumulation import MOST_PIECES
 from fsdpx.core.state.placement import Options
+from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.units import Layout
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.nn import losses
@@ -122,7 +123,7 @@ def _compressed(c: Beside) -> str:
 
 
 ELASTIC = "elastic ranks"
-CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", "`space`"
+CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", Space.excluded
 TABLE: list[Excluded] = [
     Excluded(ELASTIC, "`backend`", lambda c:
         "" if c.option("backend") in (None, "mpi") else f"backend={c.option('backend')!r}: ",

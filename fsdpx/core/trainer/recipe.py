@@ -18,7 +18,7 @@ from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.state.accumulation import check_chunks
-from fsdpx.core.state.sample_layout import Space
+from fsdpx.core.state.sample_layout import WHOLE, Space
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice, pace_of
 from fsdpx.core.state.units import Stages
@@ -139,6 +139,11 @@ class Distribution:
     def pace(self) -> PaceChoice:
         """Whether ranks make every step together."""
         return pace_of(self.strategy)
+
+    @property
+    def samples(self) -> Space:
+        """How samples are cut over ranks."""
+        return self.space or WHOLE
 
     def within(self, ranks: int) -> str | Sharding:
         """The strategy of ranks that train together: of one replica, where replicas train by themselves."""

@@ -12,13 +12,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import demand_member, gather_plain, taken
 from fsdpx.core.comm.local import single
-from fsdpx.core.comm.mesh import Axes
+from fsdpx.core.comm.mesh import Axes, Mesh, SampleGroups
 from fsdpx.core.state.sample_layout import Space
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.over_parts import over_parts
 from fsdpx.ext.fields.overlaps import describe_ends, find_overlaps, overlap_warning
+from fsdpx.ext.fields.sample_groups import group_ranks
 from fsdpx.ext.fields.tiling import tile
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
@@ -234,6 +236,15 @@ class Grid(Space):
         """How fields, and the results of this model, lie over the ranks of a mesh."""
         return FieldParts(self, self.cut(model)[1], axes)
 
+    def groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
+        """Which data ranks have parts of the same fields: by the grids of all, or neighbors in a dry run."""
+        if mesh.space not in ((), self.dims):
+            wrong = f"Mesh(space={mesh.space}): the grid has {self.dims} ranks; leave the one or the other out"
+            raise ConfigError(wrong)
+        mine = self.ranks(world.rank)
+        grids = [None] * world.size if mine is None else world.all_gather_plain(list(mine))
+        return group_ranks(mesh, world.rank, self.dims, grids)
+
     def ranks(self, rank: int) -> tuple[int, ...] | None:
         """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
         over `comm`."""
@@ -434,11 +445,11 @@ class FieldParts:
 
     def find_mistakes(self, x: Any) -> str:
         """Whether parts of the field have cells in common. Collective."""
-        grid, field = self.grid, self.axes.field
-        assert field is not None
+        grid, groups = self.grid, self.axes.groups
+        assert groups is not None
         ends = self.axes.uncounted.all_gather_plain(describe_ends(grid.own, grid.ghosts, x))
         letters = grid.layout.replace("c", "")
-        shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in field.here])
+        shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.here])
         return overlap_warning(shared) if shared else ""
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,60 @@
+"""Which data ranks have parts of the same fields: neighbors, or those of the grids that ranks were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from fsdpx.core.comm.mesh import Mesh, SampleGroups
+from fsdpx.errors import MeshError
+
+__all__ = ["group_ranks"]
+
+
+def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
+    """Return the groups of a rank's data axis, from what all ranks say.
+
+    Parameters
+    ----------
+    mesh : with all widths
+    rank : of the world
+    dims : ranks along each dim of a field
+    grids : for each rank the ranks of its field, in the order of its grid; None where these are neighbors
+
+    Raises
+    ------
+    MeshError : grids are no groups of data ranks
+    """
+    data = _data_axis(mesh, rank)
+    width = prod(dims)
+    if len(data) % width:
+        raise MeshError(
+            f"space: a field is on {width} ranks, and the data axis of {mesh} has {len(data)}: their number must "
+            "be a multiple; train on the communicator of the grid, comm=grid.comm"
+        )
+    if grids[rank] is None:
+        found = [tuple(data[i : i + width]) for i in range(0, len(data), width)]
+    else:
+        _check_grids(mesh, grids)
+        found = sorted({tuple(grids[r]) for r in data}, key=min)
+    return SampleGroups("space", tuple(dims), next(grid for grid in found if rank in grid), tuple(found))
+
+
+def _check_grids(mesh: Mesh, grids: Sequence[Any]) -> None:
+    """MeshError unless each grid lies on a data axis, in the same order along the pipe."""
+    places: dict[int, list[int]] = {}
+    for r, grid in enumerate(grids):
+        line = _data_axis(mesh, r)
+        if r not in grid or any(list(grids[one]) != list(grid) or one not in line for one in grid):
+            raise MeshError(
+                f"space: rank {r} has a grid of ranks {list(grid)}, of which each must have the same grid and "
+                f"stand on the data axis of rank {r}, {line}"
+            )
+        at = [line.index(one) for one in grid]
+        if places.setdefault(line.index(r), at) != at:
+            raise MeshError(f"space: the grid of rank {r} has another order than those along its pipe")
+
+
+def _data_axis(mesh: Mesh, rank: int) -> list[int]:
+    return mesh.line(mesh.coordinates(rank), ("replica", "shard"))
