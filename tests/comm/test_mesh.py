@@ -8,7 +8,19 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.comm import Axes, Counted, Counters, FakeCommunicator, Guarded, Mesh, ReduceOp, alone, connect, spawn
+from fsdpx.core.comm import (
+    Axes,
+    Counted,
+    Counters,
+    FakeCommunicator,
+    Guarded,
+    Mesh,
+    ReduceOp,
+    alone,
+    connect,
+    single,
+    spawn,
+)
 from fsdpx.core.comm.communicator import Count
 from fsdpx.core.comm.mesh import AXES
 from fsdpx.errors import DesyncError, MeshError
@@ -209,3 +221,11 @@ def test_sums_and_differences():
     assert list(before) == [("shard", "all_gather", 1, 100)]
     counters.clear()
     assert list(counters) == []
+
+
+def test_ranks_that_do_not_exist_are_no_peers_also_inside_wrappers() -> None:
+    fake = Counted(FakeCommunicator(1, 4), "world", Counters())
+    assert (fake.has_peers, fake.subgroup([1, 2]).has_peers, single().has_peers) == (False, False, False)
+    assert spawn(lambda comm: (Counted(comm, "world", Counters()).has_peers, comm.split(comm.rank).has_peers), 2) == [
+        (True, False)
+    ] * 2

@@ -1,6 +1,7 @@
 """What a trainer offers beside the step: parameters, evaluation, prediction, fit, reports, precision, frozen ones."""
 
 import inspect
+import math
 import pydoc
 from typing import Any
 
@@ -10,7 +11,7 @@ from amount import in_full
 from bits import Bits, bits
 from models import CASES, make, mlp, part, placed, train
 
-from fsdpx import Precision, Sharding, Trainer, data, nn, optim, spawn
+from fsdpx import FakeCommunicator, Precision, Sharding, Trainer, data, distribute, nn, optim, spawn
 from fsdpx.core.comm import Communicator, Handle
 from fsdpx.core.comm.communicator import Call, Wrapper
 from fsdpx.core.trainer.fit_checkpoints import History
@@ -363,3 +364,12 @@ def test_samples_that_are_dealt_out_without_chunks_are_told_how() -> None:
 
     with pytest.raises(DataError, match=r"they have \[5, 3\]: DataLoader\(\.\.\., chunks=4\) cuts batches so"):
         spawn(run, 2)
+
+
+def test_a_rank_whose_others_do_not_exist_trains_on_numbers_and_names_itself_in_errors() -> None:
+    model, x = nn.Linear(4, 3), np.ones((8, 4), np.float32)
+    comm = FakeCommunicator(1, 4)
+    trainer = distribute(model, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+    assert trainer.step(x, np.ones(8, np.int64)) == pytest.approx(math.log(3))
+    with pytest.raises(DataError, match=r"^rank 1: the target has 7 samples"):
+        trainer.step(x, np.ones(7, np.int64))

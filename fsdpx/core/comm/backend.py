@@ -297,6 +297,10 @@ class FakeCommunicator(Backend):
     def __repr__(self) -> str:
         return f"FakeCommunicator(rank={self.rank}, size={self.size})"
 
+    @property
+    def has_peers(self) -> bool:
+        return False
+
     def move(self, call: Call) -> Handle:
         return DONE
 

@@ -166,6 +166,11 @@ class Communicator(ABC):
         if kind is None:
             (self.leave or self.close)()
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks to hear from; without them, all ranks say what this one says."""
+        return self.size > 1
+
     @abstractmethod
     def issue(self, call: Call) -> Handle:
         """Begin `call`; every verb below comes here."""
@@ -300,6 +305,10 @@ class Wrapper(Communicator):
     def wrap(self, group: Communicator) -> Communicator:
         """This wrapper around a group of `comm`."""
         return type(self)(group)
+
+    @property
+    def has_peers(self) -> bool:
+        return self.comm.has_peers
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         part = self.comm.split(color, key)

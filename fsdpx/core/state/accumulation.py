@@ -78,8 +78,8 @@ class InOrder:
         """Whether a batch that is only looked at can be cut as those that are trained on."""
         return True
 
-    def imagined(self, rows: int) -> tuple[int, ...]:
-        """What all ranks hold, imagined from what one does."""
+    def extrapolate(self, rows: int) -> tuple[int, ...]:
+        """The samples of every data rank where each is given as many as this one."""
         return (rows,) * self.ranks
 
     def share(self, rows: int, rank: int) -> range:
@@ -174,7 +174,7 @@ class ByTree:
         total = sum(rows)
         return bool(total and total % self.total == 0) and list(rows) == self._dealt(total)
 
-    def imagined(self, rows: int) -> tuple[int, ...]:
+    def extrapolate(self, rows: int) -> tuple[int, ...]:
         return tuple(self._dealt(rows // len(self.mine) * self.total)) if self.mine else (rows,) * self.ranks
 
     def share(self, rows: int, rank: int) -> range:

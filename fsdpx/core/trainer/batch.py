@@ -16,7 +16,6 @@ import numpy as np
 from fsdpx.core.array.devices import current, is_on_gpu, where
 from fsdpx.core.array.namespace import from_host, to_host, unmasked
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.desync_check import compare, grouped
 from fsdpx.core.comm.mesh import REPLICA, Axes
@@ -27,8 +26,8 @@ from fsdpx.nn.gradient_accumulation import as_taken
 
 __all__ = [
     "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "as_given", "begin", "call_records",
-    "check_places", "cut", "different", "exchange", "given_of", "inputs_of", "largest", "largest_microbatch", "number",
-    "share_errors", "sum_of", "target_of",
+    "check_places", "cut", "different", "exchange", "given_of", "inputs_of", "largest", "largest_microbatch",
+    "name_rank", "number", "share_errors", "sum_of", "target_of",
 ]  # fmt: skip
 
 WIDTH, CALL = 4, 2
@@ -47,12 +46,13 @@ class CallRecord(NamedTuple):
 
 
 def exchange(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
-    """The numbers of every rank, by rank: one all-gather of 32 bytes, the same for every call."""
+    """The numbers of every rank, by rank: one all-gather of 32 bytes for every call. Without peers: one row."""
+    if not comm.has_peers:
+        return np.array([row], np.int64)
     table = np.zeros((comm.size, WIDTH), np.int64)
     table[comm.rank] = row
-    if comm.size > 1:
-        flat = table.reshape(-1)
-        comm.all_gather(flat[WIDTH * comm.rank : WIDTH * (comm.rank + 1)], flat, what=what).wait()
+    flat = table.reshape(-1)
+    comm.all_gather(flat[WIDTH * comm.rank : WIDTH * (comm.rank + 1)], flat, what=what).wait()
     return table
 
 
@@ -71,7 +71,7 @@ def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> I
 
     The others meet it in the exchange that `call` begins with, so a call without an error sends nothing more.
     agree_at_end: where no such exchange follows, one ends the block. Collective."""
-    if comm.size == 1 or isinstance(comm, FakeCommunicator):
+    if not comm.has_peers:
         yield
         return
     try:
@@ -123,7 +123,13 @@ def raise_first(everyone: Sequence[CallRecord]) -> None:
     """Raise the error of the lowest rank that has met one, with its number."""
     for rank, one in enumerate(everyone):
         if one.kind is not None:
-            raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")
+            raise name_rank(one.kind(one.text), rank)
+
+
+def name_rank(error: FsdpxError, rank: int) -> FsdpxError:
+    """The error with the number of the rank that has met it, if its text does not begin with that already."""
+    text = str(error)
+    return error if text.startswith(f"rank {rank}: ") else type(error)(f"rank {rank}: {text}")
 
 
 def different(calls: dict[int, str]) -> str:
@@ -303,6 +309,10 @@ def agree(
     texts travel only when something is wrong. features ENDED: this rank has no batch. comm: the ranks of one
     replica, if these train by themselves: the others are taken to have as many rows."""
     comm = comm or axes.world
+    if not comm.has_peers and error is not None:
+        raise name_rank(error, axes.world.rank)
+    if not comm.has_peers:
+        return (rows,) * axes.data.size, True
     kind, _, digest = features.partition(DIGEST)
     table = exchange(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
     alone = comm.size < axes.world.size

@@ -217,7 +217,7 @@ class TrainerHost(ABC):
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
         """ConfigError on all ranks if some give other arguments. Collective, where ranks make each call together."""
-        if self.fixed and not self.apart and not self.place.imaginary:
+        if self.fixed and not self.apart:
             batches.begin(self.world, call, {name: str(value) for name, value in arguments.items()})
 
     def begin(self, call: str) -> None:
@@ -338,7 +338,7 @@ class FixedRanks(TrainerHost):
 
     def no_batch(self) -> None:
         self.session.note("step")
-        if not self.place.imaginary and not self.place.pace.own_speed:
+        if not self.apart:
             batches.agree(self.place.axes, "step", batches.ENDED, 0, None)
 
     def remember(self, trainer: Any) -> Callable[[], None]:

@@ -59,7 +59,7 @@ class Session:
         self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
         # beside a solver a rank waits for its neighbors alone
-        together = not self.place.imaginary and self.place.sample_layout.has_one_group
+        together = self.place.sample_layout.has_one_group
         self._settled = Settled(self.place.axes.world, self._predict_zeros) if together else None
         # by request and what ran before; those of `LOOKS` by what their requests depend on as well
         self._executables: dict[tuple[Any, ...], Executable] = {}
@@ -94,8 +94,6 @@ class Session:
         """Return when all ranks have come to `call`; DesyncError on all of them if some call something else. Where
         replicas train by themselves, what is no part of a step waits for all that is under way."""
         self.note(call)
-        if self.place.imaginary:
-            return
         self.meet()
         if call == "close" and self.place.pace.lost():
             return  # dead ranks do not come, and living ranks need nothing of each other any more
@@ -173,9 +171,9 @@ class Session:
             error = batches.as_given(problem, x, y)
         settled = self._settled if kind == "predict" else None
         if error is not None and by_itself:
-            raise error
-        if by_itself or (place.axes.world.size == 1 and error is None):
-            everyone = place.accumulation.imagined(rows)
+            raise batches.name_rank(error, place.axes.world.rank)
+        if by_itself:
+            everyone = place.accumulation.extrapolate(rows)
         elif settled is not None and settled.start((features, rows), error):
             everyone = (rows,) * place.axes.data.size
         else:
@@ -202,7 +200,7 @@ class Session:
 
     def _by_itself(self, kind: str) -> bool:
         """Whether no other rank comes to a program of this kind."""
-        return self.place.imaginary or (self.place.pace.own_speed and kind == "step")
+        return not self.place.axes.world.has_peers or (self.place.pace.own_speed and kind == "step")
 
     def _microbatches(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
@@ -327,7 +325,7 @@ class Session:
         """Look once whether samples seem to be cut wrongly, and say so. Collective where all ranks step together."""
         self._noticed.add(CUT)
         axes = self.place.axes
-        if self.place.imaginary or self._meeting("step") is not axes.world:
+        if self._meeting("step") is not axes.world:
             return
         text = self.place.sample_layout.find_mistakes(x)
         if text and axes.world.rank == 0:

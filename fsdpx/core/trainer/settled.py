@@ -44,7 +44,7 @@ class Settled:
         self._comm, self._run_idle = comm, run_idle
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._window: Window | None = None
-        self._able = comm.size > 1
+        self._able = comm.has_peers
         self._known: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0

@@ -447,6 +447,8 @@ class FieldParts:
         """Whether parts of the field have cells in common. Collective."""
         grid, groups = self.grid, self.axes.groups
         assert groups is not None
+        if getattr(x, "holds_no_data", False):
+            return ""
         ends = self.axes.uncounted.all_gather_plain(describe_ends(grid.own, grid.ghosts, x))
         letters = grid.layout.replace("c", "")
         shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.here])
