@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.state.flat_parameters import Page, Run
-from fsdpx.core.state.ledger import Key, LedgerRow, recut_of, saved_name, tensor_name
+from fsdpx.core.state.ledger import Key, LedgerRow, saved_name, tensor_name
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.nn.layer import Spec
@@ -210,7 +210,7 @@ class CodecMemory:
 
     @property
     def adds(self) -> bool:
-        return recut_of(self.placement, self.row.key) == "sum"
+        return self.placement.route(self.page.index).recut_of(self.row.key.name) == "sum"
 
     def parts(self) -> Iterator[SavedPart]:
         axis, memory = self._whose

@@ -124,8 +124,9 @@ class Mesh:
         if remainder or rest == 0 or (not is_open and rest != 1):
             needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
             raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
-        widths: dict[str, Any] = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
-        return replace(self, **widths)
+        widths = (rest if width is None else width for width in self._widths())
+        filled: dict[str, Any] = dict(zip(AXES, widths, strict=True))
+        return replace(self, **filled)
 
     def filled(self, strategy: str | Sharding, world_size: int) -> Mesh:
         """This mesh with all widths; where it does not say how the data axis is cut, the strategy does."""

@@ -108,10 +108,8 @@ class InOrder:
 
     def join(self, part: Any, reduction: Reduction) -> Transfer:
         """Start to sum a part over the replica axis, in place."""
-        r = reduction
-        with r.measured(part, r.memory):
-            handle = r.codec.reduce_all(r.comm, part, r.carry, r.memory, what=r.what)
-        if r.carry.size:
+        handle = reduction.carrier.reduce_all(part)
+        if reduction.carrier.scratch.size:
             handle.wait()  # its memory is lent for this action only
         return Transfer(handle, lambda: part)
 
@@ -199,8 +197,8 @@ class ByTree:
         return total
 
     def join(self, part: Subtrees, reduction: Reduction) -> Transfer:
-        r = reduction
-        total = part.join(r.comm, self._groups, r.part, r.what)
+        carrier = reduction.carrier
+        total = part.join(carrier.comm, self._groups, reduction.part, carrier.what)
         return Transfer(DONE, lambda: total)
 
     def scratch_nbytes(self, kind: str, route: Route, page: ShardedPage, itemsize: int) -> int:

@@ -76,15 +76,15 @@ class Field:
 class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
-    partial: each rank of the tensor axis computes only a part of its gradient. codec: the number of what carries its
-    gradient."""
+    partial: each rank of the tensor axis computes only a part of its gradient. rule: the number of that by which its
+    gradient is carried."""
 
     index: int
     fields: tuple[Field, ...]
     size: int
     trainable: bool
     partial: bool = False
-    codec: int = 0
+    rule: int = 0
 
     @classmethod
     def of(
@@ -94,7 +94,7 @@ class Page:
         trainable: bool,
         partial: bool = False,
         sources: Mapping[str, str] | None = None,
-        codec: int = 0,
+        rule: int = 0,
     ) -> Page:
         """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
         sizes = [prod(shape) for _, shape in shapes]
@@ -104,7 +104,7 @@ class Page:
             Field(name, tuple(shape), o, n, known.get(name, name))
             for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
         )
-        return cls(index, fields, offsets[-1], trainable, partial, codec)
+        return cls(index, fields, offsets[-1], trainable, partial, rule)
 
     def named(self, flat: Any) -> dict[str, Any]:
         """Name -> the elements of a flat array of the page, in their shape."""

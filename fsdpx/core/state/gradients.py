@@ -5,16 +5,13 @@ number. As all sums follow this tree, their bits do not depend on which rank com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import DONE, Communicator, Handle, split_evenly
-from fsdpx.core.compression import Codec
+from fsdpx.core.compression import Carrier
 from fsdpx.core.state.flat_parameters import ShardedPage
 
 __all__ = [
@@ -100,43 +97,13 @@ def depth(chunks: int, run: range) -> int:
 
 class Reduction(NamedTuple):
     """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
-    is nothing in it yet. memory: of the codec. carry, scratch: short-lived memory of the codec, of a tree. sizes: of
-    the last gradient with all that was owed, and of what is owed after it; Euclidean, of a part of the elements, for
-    reports."""
+    is nothing in it yet. scratch: short-lived memory of a tree."""
 
-    comm: Communicator
-    codec: Codec
+    carrier: Carrier
     page: ShardedPage
     part: Any
     first: bool
-    memory: Mapping[str, Any]
-    carry: Any
     scratch: Any
-    sizes: list[float]
-    what: str
-
-    def measured(self, grad: Any, memory: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it."""
-        error = memory.get("error")
-        return self._owed(grad, error) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
-
-    @contextmanager
-    def _owed(self, grad: np.ndarray, error: Any) -> Iterator[None]:
-        with np.errstate(all="ignore"):
-            whole = float(np.linalg.norm(_sample(grad) + _sample(error)))
-        yield
-        with np.errstate(all="ignore"):
-            self.sizes[:] = whole, float(np.linalg.norm(_sample(error)))
-
-
-SAMPLED, SPAN = 1024, 1 << 14
-"""Of large arrays SAMPLED elements of each SPAN are looked at."""
-
-
-def _sample(array: Any) -> Any:
-    """Enough of a flat array to tell how large it is."""
-    rows = array.size // SPAN
-    return array if rows < 16 else array[: rows * SPAN].reshape(rows, SPAN)[:, :SAMPLED]
 
 
 class WholeGradient:
@@ -163,18 +130,15 @@ class WholeGradient:
 
         The first sum goes straight to where the part is kept, others into the gradient's own memory."""
         full, r = self.buffer, reduction
-        if r.comm.size == 1:
-            if r.memory:  # no other axis sums, either
-                r.codec.alone(full, r.memory)
+        if r.carrier.comm.size == 1:
+            r.carrier.keep(full)
             if r.first and not same_memory(full, r.part):
                 r.part[...] = full
             return Transfer(DONE, lambda: r.part if r.first else full)
         mine = r.page.mine
         spare = full[mine.start : mine.stop] if self.at_home else full[: mine.size]
         out = r.part if r.first else spare
-        with r.measured(full, r.memory):
-            handle = r.codec.reduce(r.comm, full, out, r.page.counts, r.carry, r.memory, what=r.what)
-        return Transfer(handle, lambda: out)
+        return Transfer(r.carrier.reduce(full, out, r.page.counts), lambda: out)
 
 
 class ChunkGradients:
@@ -208,8 +172,8 @@ class ChunkGradients:
         Bytes per rank: nodes x (n - n/N), where nodes is how many subtrees the rank's chunks make up: one when the
         number of ranks is a power of two that divides the number of chunks."""
         self._close()
-        r = reduction
-        trade = Trade(r.comm, self.stack.entries, self.held, r.page.counts, self.stack.chunks, r.scratch, r.what)
+        r, (_, comm, *_, what) = reduction, reduction.carrier
+        trade = Trade(comm, self.stack.entries, self.held, r.page.counts, self.stack.chunks, r.scratch, what)
         return Transfer(trade, lambda: Subtrees(trade.finish(), r.scratch[trade.used :], self.stack.chunks))
 
     def _close(self) -> None:

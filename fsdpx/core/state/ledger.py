@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.comm.mesh import Axes
-from fsdpx.core.compression import Codec, Recut, Route
 from fsdpx.core.state.flat_parameters import Range, ShardedPage
 from fsdpx.core.state.placement import Placement
-from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
 
 __all__ = [
-    "KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime", "local_gradient", "memories", "of_replica",
-    "recut_of", "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
+    "KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime", "local_gradient", "of_replica",
+    "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
 ]  # fmt: skip
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Ledger:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[Key, Any] = {}
         self.sizes: dict[tuple[str, int], list[float]] = {}
-        """(axis, page) -> of the last reduce there, for reports: see `state.gradients.Reduction`."""
+        """(axis, page) -> of the last reduce there, for reports: see `core.compression.carrier.Carrier`."""
         self._slower = slower
         self.planned = self.nbytes()
         self.most = Counter(self.planned)
@@ -245,45 +242,13 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
 
 
 def _memory(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
-    """What codecs keep, "axis/name"."""
-    p, mine = page.page.index, page.mine
-    for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size):
-        span = mine if axis == "replica" else Range(0, page.size)
-        key = Key("trace" if recut == "reset" else "memory", p, f"{axis}/{name}")
-        held = span if recut == "sum" else Range(0, elements)
-        if held.size != elements:
-            raise ConfigError(
-                f"codec memory {name!r} has {elements} elements for a gradient of {span.size}: its recut is 'sum', so "
-                "there must be as many"
-            )
-        yield LedgerRow(key, placement.formats.gradients, held, "private")
-
-
-def memories(route: Route, axes: Axes, size: int, own: int) -> Iterator[tuple[str, str, int, Recut]]:
-    """Axis, name, elements and recut of all that codecs keep of a gradient of `size` elements, `own` of them in this
-    rank's shard. A rank by itself does not keep memory whose recut is "reset"."""
-    for axis in axes.summing:
-        codec: Codec = getattr(route, axis)
-        for name, elements in codec.memory(size if axis == "shard" else own).items():
-            recut = _recut(codec, name)
-            if recut != "reset" or axes.data.size > 1:
-                yield axis, name, elements, recut
-
-
-def recut_of(placement: Placement, key: Key) -> str:
-    """How a codec's memory reaches other ranks."""
-    assert key.page is not None
-    axis, _, name = key.name.partition("/")
-    route = placement.route(key.page)
-    codec = route.replica if axis == "replica" else route.shard
-    return _recut(codec, name)
-
-
-def _recut(codec: Codec, name: str) -> Recut:
-    found = codec.recut.get(name, "reset")
-    if found not in get_args(Recut):
-        raise ConfigError(f"{type(codec).__name__}: recut of {name!r} is {found!r}: choose 'sum', 'same' or 'reset'")
-    return found
+    """What is kept from step to step to carry a gradient."""
+    p, axes, spans = page.page.index, placement.axes, {"shard": Range(0, page.size), "replica": page.mine}
+    sizes = {axis: spans[axis].size for axis in axes.summing}
+    for kept in placement.route(p).kept(sizes, alone=axes.data.size == 1):
+        key = Key("trace" if kept.recut == "reset" else "memory", p, kept.name)
+        span = spans[kept.axis] if kept.recut == "sum" else Range(0, kept.elements)
+        yield LedgerRow(key, placement.formats.gradients, span, "private")
 
 
 def local_gradient(placement: Placement, page: int) -> LedgerRow:

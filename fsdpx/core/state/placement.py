@@ -276,9 +276,8 @@ class Placement:
         """Page -> what carries the gradients of this rank, and knows the tensors in them."""
         found = {}
         for p, page in self.pages.items():
-            shard, replica = self.codecs.rules[page.page.codec][1]
-            whole = Range(0, page.size)
-            found[p] = Route(shard.shaped(page.page.shapes(whole)), replica.shaped(page.page.shapes(page.mine)))
+            whole, mine = page.page.shapes(Range(0, page.size)), page.page.shapes(page.mine)
+            found[p] = self.codecs.route(page.page.rule).shaped(whole, mine)
         return found
 
     @cached_property

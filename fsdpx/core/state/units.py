@@ -172,25 +172,25 @@ def lay_out(
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], group_bytes, a)]
     alone = {*copies, *copies.values(), *_shared_between(model, groups)}
-    codecs = {name: carried(names) for name, names in _names(model, specs).items()}
+    rules = {name: carried(names) for name, names in _names(model, specs).items()}
 
     def kind(name: str) -> Kind:
-        """A page is trainable or not, partial or not, has a tied parameter alone, and has one codec.
+        """A page is trainable or not, partial or not, has a tied parameter alone, and is carried by one rule.
 
         A parameter of several units is gathered for each, and its gradient is whole from the first to the last of them:
         so would be whatever shares its page."""
         own, spec = copies.get(name, name), held[name]
-        codec, together = codecs.get(own, (0, False))
+        rule, together = rules.get(own, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
-        number = codec if spec.trainable else 0
+        number = rule if spec.trainable else 0
         return not spec.trainable, own in spread.partial, name if name in alone else "", number, apart
 
     pages: list[Page] = []
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for (still, partial, _, codec, _), chosen in _together(names, kind):
+        for (still, partial, _, rule, _), chosen in _together(names, kind):
             shapes = [(n, spread.shape(held[n])) for n in chosen]
-            pages.append(Page.of(len(pages), shapes, not still, partial, copies, codec))
+            pages.append(Page.of(len(pages), shapes, not still, partial, copies, rule))
     home = {f.name: page.index for page in pages for f in page.fields}
     twins: dict[str, list[int]] = {}
     for alias, name in copies.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,15 +23,13 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import Guarded
 from fsdpx.core.comm.mesh import Axes, Mesh, connect
 from fsdpx.core.comm.mpi.start_watchdog import ranks_text
-from fsdpx.core.compression import Choice, Codec, Codecs
-from fsdpx.core.compression import codec as codec_of
+from fsdpx.core.compression import Codecs
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.warmup import make_ready, warm_calls
 from fsdpx.core.program import Stage, pipeline
 from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.core.state.allocate import allocate
-from fsdpx.core.state.ledger import memories
 from fsdpx.core.state.placement import Formats, Options, Pipe, Placement, recompute, statistics_of
 from fsdpx.core.state.sample_layout import SampleLayout
 from fsdpx.core.state.storage import StorageChoice
@@ -89,7 +87,9 @@ def session_of(
             make_ready(warm_calls(runs, optimizers, place.codecs, dtypes, norm), _share(world), count)
     state = allocate(place, initial)
     observer = None if watch is None else watch(place.axes)
-    _remark(place)
+    shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
+    for text in place.codecs.remarks(shapes):
+        say(world, text)
     engine = Engine(state, [] if observer is None else [observer])
     session = Session(engine, _of_one_process(recipe, place), training.loss, microbatches, commit)
     session.placed()
@@ -214,9 +214,9 @@ def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: S
     """What carries gradients, and in which tree they add up."""
     training, axes = recipe.training, ranks.axes
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
-    codecs = _codecs(recipe.distribution.codec, formats, ranks.pace.carried)
+    codecs = Codecs.chosen(recipe.distribution.codec, formats, ranks.pace.carried)
     if training.chunks is not None:
-        chosen = Beside(recipe, model, formats, axes.mesh, xp=ranks.xp, codecs=codecs)
+        chosen = Beside(recipe, model, formats, axes.mesh, xp=ranks.xp, rounding=codecs.rounding)
         demand_together(CHUNKS, chosen, f"chunks={training.chunks}: ")
     sums = accumulation(training.chunks, axes)
     return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
@@ -365,14 +365,10 @@ def _layout(
     group = ranks.tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
 
-    def carried(names: Sequence[str]) -> tuple[int, bool]:
-        number = codecs.number(names)
-        return number, not all(codec.elementwise for codec in codecs.rules[number][1])
-
     still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
     frozen = ("*",) if still else training.frozen
-    layout = lay_out(model, dtype.itemsize, group, frozen, spread, carried)
-    for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
+    layout = lay_out(model, dtype.itemsize, group, frozen, spread, codecs.rule_of)
+    for pattern in codecs.patterns:
         layout.matching(pattern, "codec")
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         _check_patterns(optimizer, layout)
@@ -397,29 +393,6 @@ def _planned(
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
-
-
-def _codecs(choice: Choice, formats: Precision, outer: Codec | None) -> Codecs:
-    """outer: between replicas that train by themselves."""
-    found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients))
-    if outer is not None:
-        found = Codecs(tuple((pattern, route._replace(replica=outer)) for pattern, route in found.rules))
-    for codec in found:
-        codec.check(formats.gradients)
-        if codec.feedback and formats.loss_scale == "dynamic":
-            raise ConfigError(
-                f"codec {type(codec).__name__} keeps what it lost in units of the loss scale, which is dynamic: choose "
-                "a fixed loss_scale, or precision='bf16'"
-            )
-    return found
-
-
-def _remark(place: Placement) -> None:
-    """Report what users should know about how their parameters are carried."""
-    for codec in dict.fromkeys(place.codecs):
-        pages = (page for page in place.layout.pages if codec in place.codecs.rules[page.codec][1] and page.trainable)
-        if text := codec.remark({field.name: field.shape for page in pages for field in page.fields}):
-            say(place.axes.world, text)
 
 
 def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Distribution, Pipe]:
@@ -449,8 +422,9 @@ def _stages(
     layout: Layout, reducing: Reducing, ranks: TrainingRanks, optimizer: Any, offload: StorageChoice | None
 ) -> tuple[Stage, ...]:
     """The view of each rank of the pipe."""
-    rules, axes = reducing.codecs.rules, ranks.axes
-    coded = [p.index for p in layout.pages if p.trainable and any(memories(rules[p.codec][1], axes, 1, 1))]
+    sizes, alone = dict.fromkeys(ranks.axes.summing, 1), ranks.axes.data.size == 1
+    trained = [page for page in layout.pages if page.trainable]
+    coded = [page.index for page in trained if any(reducing.codecs.route(page.rule).kept(sizes, alone))]
     pages = {page.index: page.trainable for page in layout.pages}
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],

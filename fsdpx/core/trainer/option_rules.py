@@ -19,7 +19,6 @@ from fsdpx.core.base.extensions import load_extension, name_extensions
 from fsdpx.core.base.name_hints import patterns_of
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.compression import Codec, Plain
 from fsdpx.core.state.accumulation import MOST_PIECES
 from fsdpx.core.state.placement import Options
 from fsdpx.core.state.sample_layout import Space
@@ -49,7 +48,7 @@ class Beside:
     mesh : with all widths
     state : names of running statistics
     xp : the namespace of arrays
-    codecs : what carries gradients
+    rounding : the kind of the codec that rounds gradients on their way
     """
 
     recipe: Any
@@ -58,7 +57,7 @@ class Beside:
     mesh: Any = None
     state: Iterable[str] = ()
     xp: Any = np
-    codecs: Iterable[Codec] = ()
+    rounding: str = ""
 
     @property
     def layer(self) -> Any:
@@ -117,11 +116,6 @@ def if_collective(text: str) -> Callable[[Beside], str]:
     return lambda c: "" if c.layer is None else text.format(path=c.layer.path, layer=c.layer.layer)
 
 
-def _compressed(c: Beside) -> str:
-    found = next((codec for codec in c.codecs if not isinstance(codec, Plain)), None)
-    return "" if found is None else f"codec {type(found).__name__} "
-
-
 ELASTIC = "elastic ranks"
 CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", Space.excluded
 TABLE: list[Excluded] = [
@@ -135,7 +129,8 @@ TABLE: list[Excluded] = [
     Excluded(CHUNKS, "a layer that takes statistics over the global batch", if_collective("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave chunks out"),
-    Excluded(CHUNKS, "compression (`codec`, or `Precision(reduce=)` of fewer bits)", _compressed,
+    Excluded(CHUNKS, "compression (`codec`, or `Precision(reduce=)` of fewer bits)", lambda c:
+        f"codec {c.rounding} " if c.rounding else "",
         "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
     Excluded(SPACE, "`chunks`", if_given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
         "leave chunks out"),
