@@ -92,7 +92,7 @@ $(OLDEST)/.ready: pyproject.toml tests/oldest.txt
 	touch $@
 
 test-oldest: $(OLDEST)/.ready
-	OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/array tests/comm tests/optim -m "not world and not jobs" \
+	OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/core/array tests/core/comm tests/optim -m "not world and not jobs" \
 		-n $(JOBS) --dist worksteal $(ARGS)
 	for ranks in $(OLD_RANKS); do OPENBLAS_NUM_THREADS=1 $(OLDEST)/bin/mpiexec -n $$ranks $(OLDEST)/bin/python -m pytest tests \
 		-m world --with-mpi -p no:cacheprovider $(ARGS) || exit; done
@@ -115,29 +115,29 @@ test-processors: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) tests/processors.py $(ARGS)
 
 thorough: $(VENV)/.ready
-	$(PY) -m pytest tests/engine/test_parity.py tests/elastic/test_every_kill.py tests/launch/test_start.py \
+	$(PY) -m pytest tests/core/engine/test_parity.py tests/ext/elastic/test_every_kill.py tests/launch/test_start.py \
 		--hypothesis-profile=thorough --timeout=0
-	$(PY) tests/facade/odd_arguments.py
-	$(PY) tests/facade/odd_arguments.py --ranks
-	$(PY) tests/checkpoint/fuzz.py 10000
-	$(PY) tests/comm/window_kills.py 300
-	$(PY) tests/checkpoint/kills.py 300
-	$(PY) tests/checkpoint/kills_ranks.py 100
+	$(PY) tests/odd_arguments.py
+	$(PY) tests/odd_arguments.py --ranks
+	$(PY) tests/core/checkpoint/fuzz.py 10000
+	$(PY) tests/core/comm/window_kills.py 300
+	$(PY) tests/core/checkpoint/kills.py 300
+	$(PY) tests/core/checkpoint/kills_ranks.py 100
 
 chaos: $(VENV)/.ready
-	$(PY) -m pytest tests/watch/test_chaos.py --hypothesis-profile=thorough --timeout=0
+	$(PY) -m pytest tests/ext/watch/test_chaos.py --hypothesis-profile=thorough --timeout=0
 	$(MAKE) --no-print-directory MPI=openmpi chaos-elastic
 
 # Only Open MPI lets a job outlive its ranks.
 ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
-	$(PY) -m pytest -m jobs -n 3 --dist worksteal tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
-		tests/elastic/test_apart_processes.py tests/watch/test_leaving.py \
-		tests/launch/test_start.py tests/launch/test_left.py tests/launch/test_run_jobs.py tests/facade
+	$(PY) -m pytest -m jobs -n 3 --dist worksteal tests/ext/elastic/test_ulfm.py tests/ext/elastic/test_elastic_processes.py \
+		tests/ext/elastic/test_apart_processes.py tests/ext/watch/test_leaving.py \
+		tests/launch/test_start.py tests/launch/test_left.py tests/launch/test_run_jobs.py tests/core/trainer/test_place.py
 
 chaos-elastic: $(VENV)/.ready
-	$(PY) tests/elastic/chaos_elastic.py 60
-	$(PY) tests/elastic/edges.py 30
+	$(PY) tests/ext/elastic/chaos_elastic.py 60
+	$(PY) tests/ext/elastic/edges.py 30
 else
 test-elastic chaos-elastic:
 	$(MAKE) --no-print-directory MPI=openmpi $@
@@ -167,7 +167,7 @@ check-threads: $(VENV)/.ready
 		{ [[ $$? != 1 ]] || $(CHECK) --last-failed --last-failed-no-failures none; false; }
 
 replay: $(VENV)/.ready
-	$(PY) tests/program/write_golden.py
+	$(PY) tests/core/program/write_golden.py
 	git --no-pager diff --stat -- tests/golden
 
 bench: $(VENV)/.ready

@@ -215,7 +215,7 @@ def tests(options: argparse.Namespace) -> int:
     """The tests for GPUs: which passed, failed and were skipped."""
     with TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "tests/cuda", "tests/engine", "-m", "gpu", "-rs", "-n", "6"]
+        command = [sys.executable, "-m", "pytest", "tests/ext/gpu", "tests/core/engine", "-m", "gpu", "-rs", "-n", "6"]
         try:
             status = subprocess.run(
                 [*command, f"--junitxml={report}"], cwd=ROOT, timeout=SECONDS_OF_TESTS, check=False

@@ -36,7 +36,7 @@ def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
         kind, parameters = getattr(item, "cls", None), getattr(getattr(item, "callspec", None), "params", {})
         several = kind is not None and issubclass(kind, CommunicatorContract) and "dtype" in parameters
         turn = (EVERY.index(parameters["dtype"]) + classes.index(kind) + size) % 3 if several else 0
-        if parameters.get("world") in TRANSPORTS and "tests/comm/" not in item.nodeid:
+        if parameters.get("world") in TRANSPORTS and "tests/core/comm/" not in item.nodeid:
             others = [value for name, value in parameters.items() if name != "world"]
             place = names.setdefault(f"{item.nodeid.partition('[')[0]} {others}", len(names))
             turn = (TRANSPORTS.index(parameters["world"]) + place + size // 2) % 2

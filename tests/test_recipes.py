@@ -301,8 +301,8 @@ def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forge
 
 
 # -- a communicator: one class; a schedule: one function ---------------------------------------------------------------
-# A backend and a wrapper stand in tests/comm/test_recipes.py, a schedule in tests/program/test_recipes.py; here a whole
-# training runs on a wrapper and on a schedule of its own.
+# A backend and a wrapper stand in tests/core/comm/test_recipes.py, a schedule in tests/core/program/test_recipes.py;
+# here a whole training runs on a wrapper and on a schedule of its own.
 
 
 def test_a_wrapper_is_one_class() -> None:

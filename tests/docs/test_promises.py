@@ -12,7 +12,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
-KEPT = sorted((ROOT / "tests" / "checkpoint" / "kept").iterdir())
+KEPT = sorted((ROOT / "tests" / "core" / "checkpoint" / "kept").iterdir())
 """A checkpoint of each version, of a Linear(3, 2) after two steps of AdamW on `BATCH`."""
 BATCH = np.arange(12.0).reshape(4, 3) / 12, np.ones((4, 2))
 

@@ -83,7 +83,7 @@ def test_above_communicators_there_is_one_transport_and_with_two_ranks_more_the_
         return SimpleNamespace(nodeid=name, callspec=SimpleNamespace(params={"world": world, "strategy": "fsdp"}))
 
     cases = [case(name, world) for world in ("node", "mpi") for name in ("tests/a.py::one[x]", "tests/a.py::two[x]")]
-    below = [case("tests/comm/a.py::one[x]", world) for world in ("node", "mpi")]
+    below = [case("tests/core/comm/a.py::one[x]", world) for world in ("node", "mpi")]
     for size in (2, 3, 4):
         kept, then = in_turn(cases + below, size), in_turn(cases + below, size + 2)
         assert [one for one in kept if one in then] == below

@@ -4,13 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from setting import env, gradients, normal, parameters
 
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.testing import LayerContract
-
-from .setting import env, gradients, normal, parameters
 
 
 def run(layer, p, *x):

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 from amount import few, in_full
+from setting import env, gradients, normal, parameters
 
 from fsdpx import nn
 from fsdpx.core.array.namespace import dtype as dtype_of
@@ -15,8 +16,6 @@ from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.gradient_accumulation import Entries, Gradients, destination
 from fsdpx.nn.layer import branches
 from fsdpx.testing import LayerContract
-
-from .setting import env, gradients, normal, parameters
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
+from setting import env, normal
 
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.array import shapes
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import LossContract
-
-from .setting import env, normal
 
 LABELS = np.array([0, 3, -100, 4, 1, -100])
 CASES = [

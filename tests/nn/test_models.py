@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
+from setting import env, gradients, normal, parameters
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn import init
-
-from .setting import env, gradients, normal, parameters
 
 rng = np.random.default_rng(3)
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tensor_ranks import compare, environment, full, local, on_axis
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.tensor_plan import parallelise
-
-from .ranks import compare, environment, full, local, on_axis
 
 rng = np.random.default_rng(0)
 

@@ -7,6 +7,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_ranks import assembled, check, compare, environment, full, local, on_axis, once
 
 from fsdpx import FakeCommunicator, nn
 from fsdpx.core.array import shapes
@@ -15,8 +16,6 @@ from fsdpx.core.comm import Axes, Mesh, connect
 from fsdpx.core.comm.init import world as open_world
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.layer import Env
-
-from .ranks import assembled, check, compare, environment, full, local, on_axis, once
 
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 rng = np.random.default_rng(0)

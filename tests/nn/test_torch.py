@@ -5,9 +5,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fsdpx import nn  # noqa: E402
+from setting import env, gradients, normal  # noqa: E402
 
-from .setting import env, gradients, normal  # noqa: E402
+from fsdpx import nn  # noqa: E402
 
 tnn = torch.nn
 

@@ -1,0 +1,296 @@
+"""MPI ranks keep the contract: mpiexec -n N python -m pytest --with-mpi tests/core/comm/test_mpi.py, for any N."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import together
+
+import fsdpx
+from fsdpx import nn
+from fsdpx.core.base import environment
+from fsdpx.core.comm import Communicator, Guarded, Mesh, ReduceOp, connect, split_evenly
+from fsdpx.core.comm.communicator import Survivor, survives
+from fsdpx.core.comm.init import resilient
+from fsdpx.core.trainer import functional
+from fsdpx.data import DistributedSampler, channel_statistics
+from fsdpx.errors import CommTimeout, ConfigError, DesyncError
+from fsdpx.testing.communicator import CommunicatorContract
+
+pytestmark = [pytest.mark.world, pytest.mark.mpi]
+
+
+@pytest.fixture(scope="module")
+def world():
+    from fsdpx.core.comm.mpi.mpi import MpiCommunicator
+
+    comm = MpiCommunicator(timeout=30)
+    yield comm
+    comm.close()
+
+
+class OnEveryRank(CommunicatorContract):
+    """A failure on one rank is a failure on all: else the others would run into the next test without it."""
+
+    @pytest.fixture(autouse=True)
+    def _take_world(self, world):
+        self.world = world
+
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        together(self.world, self.adapt(self.world), body)
+
+    def adapt(self, world: Communicator) -> Communicator:
+        return world
+
+
+class TestContract(OnEveryRank):
+    pass
+
+
+class TestContractInChunks(OnEveryRank):
+    """Every transfer of more than 7 elements goes through the code for more than 2^31 - 1: arrays of the contract have
+    fewer, as many, and several times as many and some."""
+
+    def adapt(self, world):
+        chunked = world.split(0, world.rank)
+        chunked.limit = 7
+        return chunked
+
+
+class TestContractGuarded(OnEveryRank):
+    def adapt(self, world):
+        return Guarded(world)
+
+
+def test_the_callers_communicator_is_duplicated(world):
+    from mpi4py import MPI
+
+    from fsdpx.core.comm.mpi.mpi import MpiCommunicator
+
+    def body(comm):
+        mine = MpiCommunicator(MPI.COMM_WORLD)
+        stray = MPI.COMM_WORLD.irecv(source=comm.rank, tag=0)
+        buf = np.zeros(2)
+        handles = mine.recv(buf, comm.rank), mine.send(np.ones(2), comm.rank)
+        for handle in handles:
+            handle.wait()
+        assert buf.tolist() == [1, 1]
+        MPI.COMM_WORLD.send("theirs", comm.rank, tag=0)
+        assert stray.wait() == "theirs"
+        mine.close()
+        mine.close()
+
+    together(world, world, body)
+
+
+def test_a_wait_ends_with_the_name_of_what_it_waits_for(world):
+    def body(comm):
+        impatient = comm.split(0, comm.rank)
+        impatient.timeout = 0.2
+        if comm.rank == 0:
+            handle = impatient.recv(np.zeros(3), 0, 9, what="ACT1")
+            with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"):
+                handle.wait()
+            impatient.send(np.zeros(3), 0, 9).wait()
+            handle.wait()
+
+    together(world, world, body)
+
+
+def test_a_guard_names_who_called_what_and_who_did_not_come(world):
+    def body(comm):
+        if comm.size == 1:
+            return
+        guarded = Guarded(comm)
+        with pytest.raises(DesyncError, match=r"rank 0: all_reduce of a.*: all_reduce of b"):
+            guarded.all_reduce(np.zeros(3), what="a" if comm.rank == 0 else "b")
+        late = Guarded(comm, timeout=0.5)
+        if comm.rank != 1:
+            # on a busy machine others may be late as well
+            with pytest.raises(DesyncError, match=r"ranks \[(0, )?1\b.* did not arrive at barrier of end"):
+                late.barrier(what="end")
+
+    together(world, world, body)
+
+
+def test_a_mesh_of_mpi_ranks(world):
+    def body(comm):
+        axes = connect(Mesh(shard=1, replica=None), comm, check=True)
+        x = np.ones(6, np.float32)
+        axes.replica.all_reduce(x, ReduceOp.SUM).wait()
+        axes.shard.all_reduce(x, ReduceOp.SUM).wait()
+        assert x.tolist() == [comm.size] * 6
+        axes.close()
+
+    together(world, world, body)
+
+
+def test_the_functional_api_on_mpi(world):
+    from mpi4py import MPI
+
+    def body(comm):
+        excepthook, threadhook = sys.excepthook, threading.excepthook
+        try:
+            functional.init("mpi")
+            assert (functional.rank(), functional.world_size()) == (comm.rank, comm.size)
+            assert sorted(comm.all_gather_object(functional.local_rank())) == list(range(comm.size))
+            x = np.full((2, 3), comm.rank + 1.0)
+            assert np.all(functional.all_reduce(x, "max") == comm.size)
+            assert functional.all_gather(x).shape == (comm.size, 2, 3)
+            assert (
+                functional.reduce_scatter(np.ones((7, 2))).sum()
+                == 2 * comm.size * split_evenly(7, comm.size)[comm.rank]
+            )
+            functional.finalize()
+            functional.init(comm=MPI.COMM_WORLD)
+            assert functional.broadcast(x, root=comm.size - 1)[0, 0] == comm.size
+            functional.finalize()
+        finally:
+            sys.excepthook, threading.excepthook = excepthook, threadhook
+
+    together(world, world, body)
+
+
+class Petsc:
+    """As `PETSc.Comm`: a communicator that is none of mpi4py's, and gives one."""
+
+    def __init__(self, comm):
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+
+    def tompi4py(self):
+        return self.comm
+
+
+def test_communicators_that_give_one_of_mpi4py_are_taken(world):
+    from mpi4py import MPI
+
+    def body(comm):
+        petsc = Petsc(MPI.COMM_WORLD)
+        assert fsdpx.Grid(petsc, (4,), offsets=(4 * comm.rank,)).shape == (4 * comm.size,)
+        assert len(DistributedSampler(comm.size, comm=petsc)) == 1
+        assert channel_statistics([np.full((1, 1), comm.rank)], comm=petsc).mean == ((comm.size - 1) / 2,)
+        trainer = nn.Linear(2, 2).as_distributed(comm=petsc)
+        assert trainer.host.world.size == comm.size
+        trainer.close()
+        functional.init(comm=petsc)
+        assert functional.all_reduce(np.ones(1)).tolist() == [comm.size]
+        functional.finalize()
+        apart = resilient(petsc)
+        assert apart.size == comm.size
+        apart.close()
+
+    excepthook, threadhook = sys.excepthook, threading.excepthook
+    try:
+        together(world, world, body)
+    finally:
+        sys.excepthook, threading.excepthook = excepthook, threadhook
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: functional.init(comm=comm),
+        lambda comm: nn.Linear(2, 2).as_distributed(comm=comm),
+        lambda comm: DistributedSampler(4, comm=comm),
+        lambda comm: fsdpx.Grid(comm, (4,)),
+        lambda comm: channel_statistics([np.ones((2, 2))], comm=comm),
+    ],
+)
+def test_only_ranks_of_an_intracommunicator_are_taken(world, call):
+    """Of other communicators collectives mean something else, and a rank that `Split` leaves out has none."""
+    from mpi4py import MPI
+
+    def body(comm):
+        if comm.rank == comm.size - 1:
+            with pytest.raises(ConfigError, match=r"^comm is MPI\.COMM_NULL: this rank is not in it, or it was freed"):
+                call(MPI.COMM_NULL)
+        with pytest.raises(ConfigError, match=r"^comm is an MPI\.Group: the ranks of one Intracomm are needed$"):
+            call(MPI.COMM_WORLD.Get_group())
+        if comm.size == 1:
+            return
+        half = MPI.COMM_WORLD.Split(comm.rank % 2, comm.rank)
+        between = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - comm.rank % 2)
+        with pytest.raises(ConfigError, match=r"^comm is an MPI\.Intercomm: the ranks of one Intracomm are needed$"):
+            call(between)
+        between.Free()
+        half.Free()
+
+    together(world, world, body)
+
+
+def test_other_transfers_go_on_while_a_wait_lasts(world):
+    """A big reduce ends on rank 0 although rank 1 waits for a message that rank 0 sends afterwards only."""
+
+    def body(comm):
+        big, note = np.ones(300_000, np.float16), np.zeros(1)
+        handle = comm.all_reduce(big)
+        if comm.rank == 0:
+            handle.wait()
+            for other in range(1, comm.size):
+                comm.send(note, other).wait()
+        else:
+            comm.recv(note, 0).wait()
+        handle.wait()
+        assert np.all(big == comm.size)
+
+    together(world, world, body)
+
+
+class TestWithoutDeaths(OnEveryRank):
+    def adapt(self, world: Communicator) -> Communicator:
+        return resilient(world)
+
+    def test_agreement(self) -> None:
+        def body(comm: Survivor) -> None:
+            assert comm.agree(6 + comm.rank % 2) == 6
+            assert comm.agree(2**31 - 1) == 2**31 - 1
+            assert comm.agree(0 if comm.rank == comm.size - 1 else 1) == 0
+            assert comm.lost() == ()
+
+        self.run(body)
+
+    def test_shrink_keeps_all(self) -> None:
+        def body(comm: Survivor) -> None:
+            pair = comm.subgroup([comm.rank])
+            new = comm.shrink()
+            assert (new.rank, new.size) == (comm.rank, comm.size)
+            assert new.all_gather_object(new.rank) == list(range(new.size))
+            for each in (pair, new, comm):
+                each.close()
+                each.close()
+
+        self.run(body)
+
+    def test_a_handle_keeps_its_buffers(self) -> None:
+        def body(comm: Survivor) -> None:
+            arrays = np.ones(comm.size), np.ones(1)
+            left = [weakref.ref(array) for array in arrays]
+            handle = comm.reduce_scatter(*arrays)
+            del arrays
+            assert all(array() is not None for array in left) or comm.size == 1
+            handle.wait()
+            assert all(array() is None for array in left)
+
+        self.run(body)
+
+    def test_from_whatever_there_is(self) -> None:
+        from mpi4py import MPI
+
+        from fsdpx.core.comm.mpi.mpi import MpiCommunicator
+        from fsdpx.core.comm.node.node import NodeCommunicator
+
+        def body(comm: Survivor) -> None:
+            for given in (MPI.COMM_WORLD, NodeCommunicator(MpiCommunicator()), Guarded(MpiCommunicator()), comm):
+                made = resilient(given)
+                assert (made.rank, made.size) == (comm.rank, comm.size)
+                assert survives(made) == environment.read().ulfm
+                made.barrier().wait()
+                made.close()
+
+        self.run(body)

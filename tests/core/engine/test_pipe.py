@@ -1,0 +1,379 @@
+"""Pipelines: the same result as one process for every schedule, cut and placement; one hash with chunks."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few, in_full, pairs
+from bits import Bits, bits
+from meshes import OPTIONS, compare, train
+from models import CASES, KNOWN, alike, make, part
+
+import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.core.state.step_inputs import ValueShapes
+from fsdpx.errors import ConfigError
+from fsdpx.testing import demand_close
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
+
+
+@pytest.mark.parametrize(("schedule", "width"), few(pairs(SCHEDULES, [4, 3, 2]), 2))
+def test_every_schedule_equals_one_process(schedule: str, width: int) -> None:
+    """Of any width what runs is proved before it runs: tests/core/program/test_schedules.py."""
+    compare("deep", Mesh(shard=1, pipe=width), "ddp", delays=width, schedule=schedule)
+
+
+@in_full
+@pytest.mark.parametrize(
+    ("strategy", "schedule"), few(pairs(["hybrid", "fsdp", "zero1", "zero2"], reversed(SCHEDULES)), len(SCHEDULES))
+)
+def test_every_placement_under_a_pipe_equals_one_process(strategy: str, schedule: str) -> None:
+    mesh = Mesh(replica=2, shard=2, pipe=2) if strategy == "hybrid" else Mesh(shard=2, pipe=2)
+    compare("deep", mesh, strategy, delays=1, schedule=schedule, microbatches=3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_model_in_two_stages(case: str) -> None:
+    """Values that skip stages, layers without parameters, statistics over the batch."""
+    microbatches = 1 if case == "norms" else 3
+    compare(case, Mesh(shard=2, pipe=2), "fsdp", microbatches=microbatches)
+
+
+def test_a_value_may_skip_stages() -> None:
+    """ "up" is read in the stage after next, and its gradient comes back by the same way."""
+    compare("graph", Mesh(shard=1, pipe=4), "ddp", stages=["up", "mid", "act", "sum"], microbatches=2)
+    compare("graph", Mesh(shard=1, pipe=2), "ddp", stages=["up", "mid", "act", "sum"], schedule="interleaved")
+
+
+MAPS = [
+    (2, {"2": 1, "*": 0}),  # the first pattern that matches counts
+    (2, ["0", "1", "3"]),
+    (2, {"0": 1, "2": 0, "4": 1}),
+    (3, {"0": 0, "1": 2, "2": 1, "3": 2, "4": 0}),
+    (3, ["0", "1", "2", "3"]),
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("width", "stages"), MAPS)
+def test_stages_on_any_rank_equal_one_process(width: int, stages: Any, schedule: str) -> None:
+    """Any number of stages on any ranks, in any order."""
+    compare("mlp", Mesh(shard=1, pipe=width), "ddp", stages=stages, schedule=schedule, microbatches=3)
+
+
+CHUNKS = [
+    (Mesh(shard=1), "ddp", None),
+    (Mesh(shard=3), "fsdp", None),
+    *((Mesh(shard=1, pipe=2), "ddp", schedule) for schedule in SCHEDULES),
+    (Mesh(shard=2, pipe=2), "fsdp", "1f1b"),
+    (Mesh(shard=2, pipe=2), "zero1", "zbv"),
+    (Mesh(replica=2, shard=1, pipe=3), "ddp", "interleaved"),
+    (Mesh(shard=1, pipe=4), "zero2", "zb-h2"),
+]
+
+
+@in_full
+@pytest.mark.parametrize("case", few(["deep", "mlp"], 2))
+def test_one_hash_with_chunks(case: str) -> None:
+    hashes = {}
+    for mesh, strategy, schedule in few(CHUNKS, 4):
+        if case == "mlp" and (schedule in ("interleaved", "zbv") or mesh.pipe == 4):
+            continue  # five layers are too few stages
+        more = {} if schedule is None else {"schedule": schedule}
+
+        def run(comm: Communicator, mesh: Mesh = mesh, strategy: str = strategy, more: Any = more) -> Bits:
+            options = {"chunks": 6, "precision": "float32", **more}
+            return bits(train(comm, case, mesh, strategy, sizes=(12, 12, 6), **options)[2])
+
+        hashes[f"{mesh} {strategy} {schedule}"] = set(fsdpx.spawn(run, mesh.size))
+    assert len(set.union(*hashes.values())) == 1, hashes
+
+
+@in_full
+@pytest.mark.parametrize("mesh", few([Mesh(shard=1, pipe=2), Mesh(shard=2)], 2))
+def test_recompute_changes_no_bit(mesh: Mesh) -> None:
+    some_units = "60KiB" if mesh.pipe == 1 else "110KiB"
+
+    def run(comm: Communicator, recompute: Any) -> tuple[Bits, str]:
+        trainer = train(comm, "deep", mesh, "fsdp", recompute=recompute, microbatches=2)[2]
+        return bits(trainer), str(trainer.program)
+
+    plain, *found = (fsdpx.spawn(run, 2, choice)[0] for choice in (None, "all", 2, "attention", some_units))
+    assert [one for one, _ in found] == [plain[0]] * len(found)
+    counts = [sum(word.startswith("R") and word[1].isdigit() for word in text.split()) for _, text in found]
+    assert counts[2] == 0  # attention is recomputed inside its layer
+    assert counts[0] > max(counts[1], counts[3]) >= min(counts[1], counts[3]) > 0
+
+
+PIPE = Mesh(shard=1, pipe=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "text"),
+    [
+        ("mlp", {"mesh": Mesh(shard=1, pipe=6)}, r"6 stages, but the model has only 5 layers to cut between \('0'"),
+        ("mlp", {"mesh": PIPE, "stages": ["0", "7"]}, "stages: there is no layer '7' to begin a stage with"),
+        ("mlp", {"mesh": PIPE, "stages": ["0", "0"]}, "stages follow each other, and the first begins at '0'"),
+        ("mlp", {"mesh": PIPE, "stages": ["1", "3"]}, "stages follow each other, and the first begins at '0'"),
+        ("mlp", {"mesh": PIPE, "stages": [2, 2]}, "each stage has at least one layer, all together 5"),
+        ("mlp", {"mesh": PIPE, "stages": ["0"]}, "1 stages cannot be dealt out to 2 ranks of the pipe"),
+        ("mlp", {"mesh": PIPE, "stages": {"0": 0, "x": 1}}, "stages: the pattern 'x' matches no layer; there are '0'"),
+        ("mlp", {"mesh": PIPE, "stages": {0: 0, 3: 1}}, "stages: 0 is no pattern of layer paths: write '0'; there"),
+        ("mlp", {"mesh": PIPE, "costs": {0: 1.0}}, "costs: 0 is no pattern of layer paths: write '0'"),
+        ("mlp", {"mesh": PIPE, "stages": {"0": 0, "1": 2}}, "stages: '1' is on 2, and the pipe has ranks 0 to 1"),
+        ("mlp", {"mesh": PIPE, "stages": {"1": 0, "2": 1}}, "no pattern matches the first layer, '0': say on which"),
+        ("mlp", {"mesh": PIPE, "stages": {"*": 1}}, "no layer is on rank 0 of the pipe, which has 2 ranks"),
+        (
+            "mlp",
+            {"mesh": PIPE, "stages": {"0": 0, "1": 1, "2": 0}, "schedule": "zbv"},
+            "'zbv' goes down the ranks and comes back in a V, .*; here 3 stages are dealt out to ranks 0, 1, 0: choose",
+        ),
+        (
+            "mlp",
+            {"mesh": PIPE, "stages": ["0", "1", "2"], "schedule": "zb-h1"},
+            "'zb-h1' has one stage on each rank, in order; here 3 stages are dealt out to ranks 0, 1, 0: choose",
+        ),
+        (
+            "mlp",
+            {"mesh": Mesh(shard=1, pipe=3), "schedule": "zbv"},
+            r"6 stages \(schedule 'zbv' puts 2 on each of 3 ranks\), but the model has only 5 layers to cut between "
+            r"\('0', .*\): use fewer ranks in the pipe, or '1f1b', which has one stage on each",
+        ),
+        ("mlp", {"mesh": Mesh(shard=1, pipe=3), "schedule": "interleaved"}, "'interleaved' puts 2 on each of 3"),
+        ("mlp", {"mesh": PIPE, "schedule": "2f2b"}, "2f2b.*gpipe.*1f1b.*interleaved"),
+        ("mlp", {"mesh": PIPE, "schedule": "zbv", "stages": ["0", "2"]}, "zbv"),
+        ("mlp", {"mesh": PIPE, "costs": {"2": -1.0}}, "costs: '2' is -1.0, a number of at least 0"),
+        ("mlp", {"mesh": PIPE, "costs": {"2": float("inf")}}, "costs: '2' is inf, a number of at least 0"),
+        ("mlp", {"mesh": PIPE, "costs": {"x": 1.0}}, "costs: 'x' matches no layer; there are '0', '1'"),
+        ("mlp", {"mesh": PIPE, "costs": [1, 2]}, r"costs=\[1, 2\]\): a dict"),
+        ("mlp", {"mesh": PIPE, "stages": 2}, "stages=2: a list is needed"),
+        ("mlp", {"mesh": PIPE, "stages": ["0", 2]}, "name the first layers of all stages, or give numbers"),
+        ("mlp", {"mesh": PIPE, "schedule": 3}, "schedule=3: a name, a function or the path"),
+        ("mlp", {"mesh": PIPE, "schedule": lambda: []}, r"must take \(ranks, microbatches, per_rank\)"),
+        ("mlp", {"mesh": PIPE, "schedule": lambda a, b, c: None}, "returned None: a PipelineSchedule or a list"),
+        ("mlp", {"mesh": PIPE, "recompute": 100}, "recompute=100: the model has . units; take a number up to that"),
+        ("mlp", {"mesh": PIPE, "recompute": "1.2.3MiB"}, "recompute='1.2.3MiB': a number of bytes is needed"),
+    ],
+)
+def test_pipes_that_cannot_work_are_refused(case: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        fsdpx.spawn(lambda comm: make(comm, case, "ddp", **options), options["mesh"].size)
+
+
+def test_costs_decide_where_a_model_is_cut() -> None:
+    def starts(comm: Communicator, **options: Any) -> tuple[int, ...]:
+        return make(comm, "mlp", "ddp", mesh=PIPE, **options).inspect.placement.layout.spread.starts
+
+    assert fsdpx.spawn(lambda comm: starts(comm, costs={"0": 100.0, "*": 1.0}), 2) == [(0, 1)] * 2
+    assert fsdpx.spawn(lambda comm: starts(comm, costs={"4": 100.0, "*": 1.0}), 2) == [(0, 4)] * 2
+    assert fsdpx.spawn(lambda comm: starts(comm, stages=[3, 2]), 2) == [(0, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (lambda rank: {"stages": [[2, 3], [1, 4]][rank]}, r"stages: rank 0 has \(0, 2\), rank 1 has \(0, 1\)"),
+        (lambda rank: {"costs": {"0": [1.0, 99.0][rank], "*": 1.0}}, "stages: rank 0 has"),
+        (lambda rank: {"schedule": [mine, mine_too][rank]}, "schedule: rank 0 has F0.0 F0.1 I0.0"),
+    ],
+)
+def test_ranks_that_cut_differently_are_told(options: Any, text: str) -> None:
+    """With each layer a unit of its own all else is alike."""
+
+    more = {"mesh": PIPE, "group_bytes": 0, "microbatches": 2}
+    said = alike(2, lambda comm: make(comm, "mlp", "ddp", **more, **options(comm.rank)))
+    assert re.search(f"ConfigError: ranks differ in ({text})", said)
+
+
+class Dropping(nn.Composite):
+    """It keeps neither of its arguments; one is a function, which each rank makes for itself."""
+
+    def __init__(self, p: float, init: Any) -> None:
+        self.linear, self.drop = nn.Linear(4, 4, init=init), nn.Dropout(p)
+
+    def compose(self, x: Any) -> Any:
+        return self.drop(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda rank: nn.GPT(31, 16, 1, [2, 4][rank], 8), "blocks.0 = TransformerBlock("),
+        (lambda rank: nn.Llama(31, 16, 1, 2, 8, window=[None, 3][rank]), "blocks.0 = AttentionBlock("),
+        (lambda rank: nn.Chain(Dropping(0.25 * rank, nn.init.normal(0.1))), "0.drop = Dropout(p=0.0)"),
+        (lambda rank: nn.Chain(nn.Residual(Dropping(0.25 * rank, nn.init.normal(0.1)))), "0 = Residual(Dropping("),
+        (lambda rank: nn.LoRALinear(nn.Linear(4, 4, init=lambda *_: 0.0), 2, 1.0 + rank), " = LoRALinear(Linear("),
+    ],
+)
+def test_layers_that_differ_are_told(model: Any, text: str) -> None:
+    def act(comm: Communicator) -> None:
+        model(comm.rank).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+
+    assert f"ConfigError: ranks differ in layers: rank 0 has {text}" in alike(2, act)
+
+
+class Table(nn.Layer):
+    """An array of one's own, which its text leaves out."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self._table = table
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x + env.xp.asarray(self._table, x.dtype), ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy, ()
+
+    def backward_params(self, env: Any, g: Any, kept: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "text"),
+    [
+        (lambda n: nn.Chain(nn.Mask(np.arange(4) > n)), lambda n: None, "Mask(0.0) with"),
+        (lambda n: nn.Residual(Table(np.full(4, float(n)))), lambda n: None, "Table("),
+        (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "MSE(weights=<an array>) with"),
+    ],
+)
+def test_arrays_that_differ_are_told(model: Any, weights: Any, text: str) -> None:
+    def act(comm: Communicator, rank: int) -> None:
+        model(rank).as_distributed(loss=nn.MSE(weights(rank)), optimizer=optim.SGD(lr=0.1), comm=comm)
+
+    assert f"ConfigError: ranks differ in arrays: rank 0 has {text}" in alike(2, lambda comm: act(comm, comm.rank))
+    spawn(act, 2, 1)
+
+
+def mine_too(ranks: int, microbatches: int, per_rank: int) -> list[str]:
+    ends = range(microbatches)
+    return [" ".join([f"F{r}.{m}" for m in ends] + [f"B{r}.{m}" for m in ends]) for r in range(ranks)]
+
+
+mine_too.__name__ = "mine"
+
+
+def mine(ranks: int, microbatches: int, per_rank: int) -> list[str]:
+    """All forwards, then backwards with their second half apart."""
+    ends = range(microbatches)
+    return [" ".join([f"F{r}.{m}" for m in ends] + [f"I{r}.{m} W{r}.{m}" for m in ends]) for r in range(ranks)]
+
+
+@in_full
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    compare("deep", PIPE, "fsdp", schedule=mine, microbatches=3)
+    file = tmp_path / "own.txt"
+    file.write_text("# two ranks, two microbatches\nF0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1\n")
+    compare("deep", PIPE, "zero1", schedule=str(file), microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["F0.0 B0.0", "B1.0 F1.0"], "F1.0"),
+        (["F0.0", "F1.0 B1.0"], "rank 0 has no B .or I and W. of stage 0, microbatch 0"),
+        (["B0.0 F0.0", "F1.0 B1.0"], "B0.0"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_shown(lines: list[str], text: str) -> None:
+    """Before any communication, on all ranks alike, with the place."""
+
+    options = {"mesh": PIPE, "schedule": lambda ranks, microbatches, per_rank: lines, "microbatches": 1}
+    said = alike(2, lambda comm: make(comm, "mlp", "ddp", **options))
+    assert re.search(f"^ProgramError: (.|\n)*{text}", said)
+
+
+@in_full
+def test_the_other_calls_of_a_trainer() -> None:
+    """accumulate, no_sync, gradients, evaluate, predict and the three calls, on a mesh of pipe and data."""
+
+    def run(comm: Communicator, mesh: Mesh) -> Any:
+        trainer = make(comm, "deep", "zero2", mesh=mesh, microbatches=2, **OPTIONS)
+        x, y = KNOWN["deep"].batch(np.random.default_rng(5), 8)
+        mine = part(trainer.data, 8)
+        trainer.accumulate(x[mine][:1], y[mine][:1])
+        with trainer.no_sync():
+            trainer.accumulate(x[mine][1:], y[mine][1:])
+        gradients = trainer.gradients()
+        norm = trainer.update()
+        outputs = trainer.forward(x[mine])
+        trainer.backward(np.ones_like(outputs) / 8)
+        trainer.update()
+        predicted = trainer.predict(x)
+        return gradients, trainer.parameters(), norm, trainer.evaluate(x[mine], y[mine]), predicted
+
+    (want,) = fsdpx.spawn(lambda comm: run(comm, Mesh(shard=1)), 1)
+    for got in fsdpx.spawn(lambda comm: run(comm, Mesh(shard=1, pipe=3)), 3):
+        for a, b in zip(want[:2], got[:2], strict=True):
+            demand_close(b, a, 1e-12)
+        np.testing.assert_allclose(got[2:4], want[2:4], rtol=1e-12)
+        np.testing.assert_allclose(got[4], want[4], rtol=1e-10, atol=1e-12)
+
+
+def test_measured_steps_are_what_ran() -> None:
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "deep", "ddp", mesh=PIPE, schedule="zb-h1", microbatches=3, **OPTIONS)
+        x, y = KNOWN["deep"].batch(np.random.default_rng(5), 6)
+        return trainer.inspect.measure(x, y, steps=2)
+
+    for measured in fsdpx.spawn(run, 2):
+        for rank, program in enumerate(measured.programs):
+            assert [e.action for e in measured.events if e.rank == rank] == list(program.actions)
+        assert 0 <= measured.idle < 1
+        took = {(e.rank, e.action): e.end - e.start for e in measured.events}
+        for event in measured.simulated():
+            if event.action.op in "FIW":
+                assert event.end - event.start == pytest.approx(took[event.rank, event.action])
+        for some in (measured.costs.forward, measured.costs.backward_input, measured.costs.backward_params):
+            assert len(some) == 2
+            assert min(some) > 0
+
+
+def test_a_pipe_is_cut_by_measured_layers(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> list[tuple[str, ...]]:
+        model = nn.Chain(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
+        options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "tune": False}
+        x = np.ones((4, 8), np.float32)
+        with model.as_distributed(comm=comm, trace=tmp_path / "traced", **options) as first:
+            first.step(x, x)
+            layers = first.report().layers
+        costs = {path: one.forward + one.backward for path, one in layers.items()}
+        assert list(costs) == ["0", "1", "2", "3"]
+        assert min(costs.values()) > 0
+        cut = costs | {"0": 9.0, "1": 1.0, "2": 1.0, "3": 1.0}  # as if the first were slow, so that nothing is chance
+        with model.as_distributed(comm=comm, mesh=Mesh(pipe=2), costs=cut, **options) as trainer:
+            units = trainer.inspect.placement.layout.units
+            return [tuple(node.path for unit in units if unit.stage == s for node in unit.nodes) for s in range(2)]
+
+    assert spawn(run, 2) == [[("0",), ("1", "2", "3")]] * 2
+
+
+def test_messages_are_planned_once_for_each_shape_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once per message: what travels follows from the program and the shapes of the batch."""
+    asked: list[int] = []
+    of = ValueShapes.of
+
+    def counted(self: ValueShapes, value: int, *given: Any) -> Any:
+        asked.append(value)
+        return of(self, value, *given)
+
+    monkeypatch.setattr(ValueShapes, "of", counted)
+
+    def main(comm: Communicator) -> list[int]:
+        trainer = make(comm, "deep", "ddp", mesh=Mesh(shard=1, pipe=2), microbatches=2)
+        seen = []
+        for rows in (8, 8, 8, 4, 4, 8):  # the second step is another one: it may share memory with the first
+            x, y = KNOWN["deep"].batch(np.random.default_rng(5), rows)
+            comm.barrier().wait()
+            before = len(asked)
+            comm.barrier().wait()
+            trainer.step(x, y)
+            comm.barrier().wait()
+            seen.append(len(asked) - before)
+        return seen
+
+    first, _, *rest = spawn(main, 2)[0]
+    assert first > 0
+    assert rest == [0, first, 0, 0]

@@ -1,0 +1,548 @@
+"""What users call: where a rank is, run files, options and names of other libraries."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few, in_full
+from bits import bits
+from trials import environment as variables_of_jobs
+from trials import job, none_left
+
+import fsdpx
+from fsdpx import Machinery, data, nn, optim, spawn
+from fsdpx.__main__ import main
+from fsdpx.core.base import environment
+from fsdpx.core.base import name_hints as words
+from fsdpx.core.comm import Communicator, default_communicator
+from fsdpx.core.comm import default_communicator as places
+from fsdpx.core.comm.default_communicator import with_arguments
+from fsdpx.core.comm.init import carrier_of
+from fsdpx.core.trainer.functional import _local_rank, finalize
+from fsdpx.errors import ConfigError
+
+HALF = """
+import numpy as np
+from mpi4py import MPI
+import fsdpx
+from fsdpx import nn, optim
+
+world = MPI.COMM_WORLD
+half = world.Split(world.rank % 2)
+if world.rank % 2 == 0:
+    trainer = nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=half)
+    trainer.step(np.ones((2, 6)), np.array([0, 1]))
+    found = fsdpx.info()
+    places = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), found["rank"], found["size"], trainer.host.rank
+    print("at", world.rank, *places, flush=True)
+else:
+    print("at", world.rank, fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), flush=True)
+world.Barrier()
+"""
+BEFORE = """
+import sys
+import fsdpx
+place = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank()
+assert "mpi4py" not in sys.modules
+with fsdpx.init() as comm:
+    assert place[:2] == (comm.rank, comm.size)
+    assert place == (fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank())
+    assert fsdpx.info()["backend"] == "node"
+assert not fsdpx.is_initialized()
+if comm.rank == 0: print(f"rank {comm.rank} of {fsdpx.world_size()}", fsdpx.info()["world"], flush=True)
+"""
+
+
+@pytest.mark.jobs
+def test_half_of_the_ranks_ask_and_the_others_do_not_come(tmp_path: Path) -> None:
+    done = job(tmp_path, HALF, ranks=4)
+    assert done.status == 0, done.err
+    said = [[int(word) for word in line.split()[1:]] for line in done.out.splitlines() if line.startswith("at ")]
+    assert sorted(numbers[:3] + numbers[4:] for numbers in said) == [
+        [0, 0, 4, 0, 4, 0], [1, 1, 4], [2, 2, 4, 2, 4, 1], [3, 3, 4],
+    ]  # fmt: skip
+    assert sorted(numbers[3] for numbers in said) == [0, 1, 2, 3]  # of the host
+    note = "fsdpx: rank() is of all ranks of MPI (MPI_COMM_WORLD), 4 in number; the communicator given to distribute() "
+    assert done.err.count(f"{note}has 2, and trainer.host.rank is the rank there") == 1
+
+
+@pytest.mark.jobs
+def test_before_init_the_launcher_says_and_mpi_is_not_loaded(tmp_path: Path) -> None:
+    done = job(tmp_path, BEFORE)
+    assert done.status == 0, done.err
+    assert "rank 0 of 3 all ranks of MPI (MPI_COMM_WORLD)" in done.out
+    assert none_left(tmp_path)
+
+
+@in_full
+@pytest.mark.parametrize("call", few(["rank()", "init()"], 2))
+def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path, call: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import fsdpx; fsdpx.{call}"],
+        cwd=tmp_path, env=variables_of_jobs(RANK="1", WORLD_SIZE="2"), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "LaunchError: RANK=1 and WORLD_SIZE=2 say that this process is one of 2" in done.stderr.splitlines()[-1]
+
+
+@in_full
+def test_a_process_of_a_slurm_allocation_trains_alone_with_a_note(tmp_path: Path) -> None:
+    code = "import fsdpx; print(fsdpx.init().size, fsdpx.rank())"
+    for tasks, notes in (("1", 0), ("8", 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path, env=variables_of_jobs(SLURM_JOB_ID="7", SLURM_NTASKS=tasks, SLURM_PROCID="0"),
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout == "1 0\n"
+        assert done.stderr.count("fsdpx: this process is alone, in a Slurm job of 8 tasks") == notes
+
+
+def test_a_launcher_that_does_not_say_which_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsdpx.finalize()  # what a test before has left open
+    monkeypatch.setattr(places, "running_mpi", lambda: None)
+    monkeypatch.setenv("FSDPX_EXPECT_SIZE", "4")
+    with pytest.raises(ConfigError, match="FSDPX_EXPECT_SIZE does not say which rank of how many this is: call "):
+        fsdpx.rank()
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert (fsdpx.rank(), fsdpx.world_size()) == (3, 4)
+    with pytest.raises(ConfigError, match=r"local_rank is not known of all ranks that the launcher started: call "):
+        fsdpx.local_rank()
+
+
+def test_numbers_on_a_host_are_the_launchers_where_it_numbers_all_of_them() -> None:
+    said = [("a", 1), ("b", 0), ("a", 0), ("b", None)]
+    assert [_local_rank(rank, said) for rank in range(4)] == [1, 0, 0, 1]  # Open MPI may number backwards
+    half = [("a", 0), ("a", 2)]  # of a communicator of one's own
+    assert [_local_rank(rank, half) for rank in range(2)] == [0, 1]
+
+
+def test_info_is_a_dict_and_its_text_a_table() -> None:
+    found = fsdpx.info()
+    assert isinstance(found, dict)
+    assert (found["rank"], found["size"], found["local_rank"], found["backend"]) == (0, 1, 0, "local")
+    assert found["device"] in ("cpu", "cuda")
+    lines = str(found).splitlines()
+    assert len(lines) == len(found)
+    assert any(line.startswith("NumPy ") and np.__version__ in line for line in lines)
+
+
+def test_with_closes_the_default_communicator_and_the_trainer() -> None:
+    with fsdpx.init() as comm:
+        assert fsdpx.is_initialized()
+        with nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1)) as trainer:
+            assert fsdpx.init() is comm
+            trainer.step(np.ones((2, 6)), np.array([0, 1]))
+        with pytest.raises(ConfigError, match="this trainer is closed"):
+            trainer.step(np.ones((2, 6)), np.array([0, 1]))
+    assert not fsdpx.is_initialized()
+
+
+def test_with_leaves_the_communicator_of_a_thread_rank_open() -> None:
+    def body(comm: Any) -> float:
+        with fsdpx.init() as own:
+            assert own is comm
+        return float(fsdpx.all_reduce(1.0))
+
+    assert fsdpx.spawn(body, 2) == [2.0, 2.0]
+
+
+def test_after_an_exception_nothing_collective_is_called() -> None:
+    """The other ranks would not come to it."""
+
+    def body() -> None:
+        with fsdpx.init() as comm:
+            comm.leave = lambda: pytest.fail("closed")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
+    finalize()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("check", True, r"check \(rank 0: None; rank 1: True\)"),
+        ("tune", False, r"tune \(rank 0: None; rank 1: False\)"),
+        ("backend", "node", r"backend \(rank 0: None; rank 1: 'node'\)"),
+        ("elastic", True, r"elastic \(rank 0: False; rank 1: True\)"),
+    ],
+)
+def test_arguments_of_distribute_on_some_ranks_are_named(name: str, value: Any, words: str) -> None:
+    def run(comm: Communicator) -> None:
+        given = {name: value} if comm.rank else {}
+        nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **given)
+
+    with pytest.raises(ConfigError, match=rf"ranks differ in {words}\. Give all ranks the same"):
+        spawn(run, 2)
+
+
+def test_what_ranks_agree_on_is_of_the_environment() -> None:
+    found = environment.read(
+        {"FSDPX_CHECK": "yes", "FSDPX_NODE": "0", "FSDPX_TUNE": "again", "FSDPX_TIMEOUT": "7"}
+    ).agreed
+    assert found == {
+        "FSDPX_CHECK": "1", "FSDPX_NODE": "0", "FSDPX_TUNE": "again", "FSDPX_WATCH": "1", "FSDPX_TIMEOUT": "7.0",
+    }  # fmt: skip
+
+
+def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
+    with with_arguments(backend="mpi", check=True), with_arguments(backend=None) as inner:
+        assert inner == {"backend": "None"}
+        assert fsdpx.core.comm.default_communicator.given_to_call() == {"backend": "'mpi'", "check": "True"}
+
+
+@pytest.mark.world
+def test_variables_on_some_ranks_are_named(world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if world.size == 1 or "Gloo" in repr(carrier_of(world)):
+        pytest.skip("needs two ranks of MPI")
+    from mpi4py import MPI
+
+    for name, value in (("CHECK", "1"), ("NODE", "0"), ("WATCH", "0"), ("TUNE", "0"), ("TIMEOUT", "300")):
+        with monkeypatch.context() as patch:
+            patch.delenv(f"FSDPX_{name}", raising=False)
+            if world.rank == 1:
+                patch.setitem(os.environ, f"FSDPX_{name}", value)
+            with pytest.raises(ConfigError, match=rf"ranks differ in FSDPX_{name} \(.*rank 1: {value}.*mpiexec -x"):
+                fsdpx.core.comm.world(comm=MPI.COMM_WORLD)
+
+
+@pytest.mark.world
+def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> None:
+    """Before there is a default communicator, and after."""
+    if world.size == 1 or "Gloo" in repr(carrier_of(world)):
+        pytest.skip("needs two ranks of MPI")
+    from mpi4py import MPI
+
+    given = {"comm": MPI.COMM_WORLD} if world.rank == 1 else {}
+    before = default_communicator.current()
+    default_communicator.put(None)
+    words = r"ranks differ in comm \(.*rank 1: 'Intracomm'.*\)\. Give all ranks the same"
+    with pytest.raises(ConfigError, match=words):
+        fsdpx.init(**given)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=words):
+            nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **given)
+        fsdpx.init()
+    fsdpx.finalize()
+    default_communicator.put(before)
+
+
+ROOT = Path(__file__).parents[3]
+PLAN = {
+    "model": {"make": "Chain", "args": [{"make": "Linear", "args": [4, 8], "bias": False}, {"make": "GELU"}]},
+    "loss": {"make": "MSE"},
+    "optimizer": {"make": "AdamW", "lr": {"make": "WarmUp", "steps": 4, "then": 0.1}, "groups": {"use": "no_decay"}},
+    "distribute": {"mesh": "replica=1,shard=2", "codec": {"make": "PowerSGD", "rank": 2}, "group_bytes": 0},
+}
+
+
+def test_a_plan_trains_as_the_same_calls_do():
+    r = np.random.default_rng(0)
+    x, y = r.standard_normal((6, 4)), r.standard_normal((6, 8))
+
+    def both(comm):
+        built = fsdpx.ModelBuilder(PLAN).build(comm)
+        called = fsdpx.distribute(
+            nn.Chain(nn.Linear(4, 8, bias=False), nn.GELU()),
+            loss=nn.MSE(),
+            optimizer=optim.AdamW(lr=optim.schedules.WarmUp(4, 0.1), groups=optim.no_decay),
+            comm=comm, mesh=fsdpx.Mesh(replica=1, shard=2), codec=fsdpx.PowerSGD(2), group_bytes=0,
+        )  # fmt: skip
+        for trainer in (built, called):
+            for _ in range(2):
+                trainer.step(x[comm.rank :: 2], y[comm.rank :: 2])
+        assert built.inspect.lr == called.inspect.lr == pytest.approx(0.075)
+        return bits(built), bits(called)
+
+    for built, called in fsdpx.spawn(both, 2):
+        assert built == called
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"modle": 1}, "plan: there is no section [modle]; did you mean 'model'?"),
+        ({"loss": "MSE"}, 'plan: [loss] says nothing to make: make = "Name"'),
+        ({"optimizer": {"make": "AdamV"}}, "plan: [optimizer] there is no 'AdamV' in fsdpx; did you mean 'Adam.*'?"),
+        ({"optimizer": {"make": "Qqq"}},
+         "plan: [optimizer] there is no 'Qqq' in fsdpx; names of your own are written module:name"),
+        ({"optimizer": {"make": "SGD", "lrr": 1}},
+         "plan: [optimizer] SGD(lrr=...): no such option; did you mean 'lr'?"),
+        ({"model": {"make": "Chain", "args": [{"make": "Linear"}]}},
+         "plan: [model.args[0]] Linear: missing a required argument: 'in_features'"),
+        ({"model": {"make": "no.such:Layer"}}, "plan: [model] no.such:Layer: No module named 'no'"),
+        ({"model": {"make": "math:layer"}}, "plan: [model] math:layer: module 'math' has no attribute 'layer'"),
+        ({"distribute": {"stratgy": "ddp"}},
+         "plan: [distribute] distribute(stratgy=...): no such option; did you mean 'strategy'?"),
+        ({"distribute": 3}, "plan: distribute is a section: write [distribute] and its values below"),
+        ({"model": 3}, 'plan: [model] says nothing to make: make = "Name"'),
+        ({"loss": object}, "loss=<class 'object'>: an object is needed.*"),
+        ({"model": {"make": "Linear", "args": 3}}, "plan: [model] args = 3: a list is needed, args = [3]"),
+        ({"model": {"make": ["Linear"]}}, "plan: [model] ['Linear'] is no name"),
+        ({"optimizer": {"make": "SGD", "groups": {"make": "no_decay"}}},
+         'plan: [optimizer.groups] no_decay is no function: use = "no_decay"'),
+        ({"optimizer": {"make": "SGD", "groups": {"use": "no_decay", "lr": 1}}},
+         'plan: [optimizer.groups] lr: use takes nothing; make = "Name" is a call'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_with_its_place(change, said):
+    with pytest.raises(ConfigError) as error:
+        fsdpx.ModelBuilder({**PLAN, "distribute": {}, **change}).build()
+    assert re.fullmatch(re.escape(said).replace(r"\.\*", ".*"), str(error.value)), error.value
+
+
+def test_sections_that_are_missing():
+    with pytest.raises(ConfigError, match=re.escape("plan: the section [optimizer] is missing")):
+        fsdpx.ModelBuilder({name: PLAN[name] for name in ("model", "loss")})
+    trainer = fsdpx.ModelBuilder({**PLAN, "distribute": {}}).build()
+    with pytest.raises(ConfigError, match=re.escape("plan: the section [data] is missing")):
+        fsdpx.ModelBuilder(PLAN).loaders(trainer)
+
+
+def test_changes_of_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nmake = "GELU"\n[loss]\nmake = "MSE"\n[optimizer]\nmake = "SGD"\nlr = 0.1\n')
+    changes = ["optimizer.lr=0.5", "distribute.strategy=ddp", "fit.validation.every = 3"]
+    plan = fsdpx.ModelBuilder.read(file, changes).plan
+    assert plan["optimizer"] == {"make": "SGD", "lr": 0.5}
+    assert plan["distribute"] == {"strategy": "ddp"}
+    assert plan["fit"] == {"validation": {"every": 3}}
+    changes = ["model.a=True", "model.b= no", "model.c=Off", "model.d=true", "model.e='no'", "model.f=none"]
+    plan = fsdpx.ModelBuilder.read(file, changes).plan["model"]
+    assert plan == {"make": "GELU", "a": True, "b": False, "c": False, "d": True, "e": "no", "f": "none"}
+    for change, said in (("lr=3", "a change is written section.key=value"), ("optimizer.lr.x=1", "lr is a value")):
+        with pytest.raises(ConfigError, match=said):
+            fsdpx.ModelBuilder.read(file, [change])
+    with pytest.raises(ConfigError, match="no run file can be read there: No such file or directory"):
+        fsdpx.ModelBuilder.read(tmp_path / "other.toml")
+    file.write_text("[model\n")
+    with pytest.raises(ConfigError, match="this is not TOML: "):
+        fsdpx.ModelBuilder.read(file)
+
+
+@in_full
+def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, capsys):
+    block = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "run-file.md").read_text(), re.S)
+    assert block is not None
+    assert (ROOT / "launch" / "run.toml").read_text().endswith(block[1])
+    monkeypatch.chdir(tmp_path)
+    text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes()
+    Path("docs").mkdir()
+    Path("docs", "some.md").write_bytes(text)
+    small = ["model.d_model=16", "model.seq_len=8", "data.seq_len=8", "validation.seq_len=8", "loader.batch_size=4"]
+    line = ["train", str(ROOT / "launch" / "run.toml"), "--set", *small, "fit.every=4", "fit.validation_batches=1"]
+    fsdpx.finalize()
+    try:
+        assert main([*line, "fit.steps=4"]) == 0
+        assert re.search(r"\n4 steps, [\d,]+ samples/s, training loss 5\.\d+, validation", capsys.readouterr().out)
+        assert main([*line, "fit.steps=6", "--resume"]) == 0
+        assert "\n2 steps, " in capsys.readouterr().out
+        (folder,) = Path("runs").iterdir()
+        assert folder.name.startswith("run-")
+        for name in ("config.json", "report.html", "metrics.jsonl", "model/model.safetensors", "checkpoints/step-6"):
+            assert (folder / name).exists(), name
+        assert main([*line, "fit.validation_batches=0"]) == 2
+        assert "[fit] validation_batches=0: a whole number, at least 1" in capsys.readouterr().err
+        assert main(["train", "run.toml"]) == 2
+        assert "fsdpx train: run.toml: no run file can be read there" in capsys.readouterr().err
+    finally:
+        fsdpx.finalize()
+
+
+def test_objects_stand_for_themselves():
+    plan = {
+        **PLAN,
+        "model": nn.Linear(3, 2),
+        "loss": nn.CrossEntropy(),
+        "optimizer": optim.SGD(lr=0.5),
+        "distribute": {},
+    }
+    builder = fsdpx.ModelBuilder(plan)
+    assert builder.model() is plan["model"]
+    assert builder.build().inspect.placement.optimizer is plan["optimizer"]
+    with pytest.raises(ConfigError, match=r"plan: \[loss\] says nothing to make"):
+        fsdpx.ModelBuilder({**plan, "loss": 3}).build()
+
+
+def test_tables_in_tuples_are_calls() -> None:
+    model = {"make": "Chain", "args": ({"make": "Linear", "args": (3, 4)}, {"make": "ReLU"})}
+    optimizer = {"make": "Adam", "betas": (0.8, 0.9)}
+    builder = fsdpx.ModelBuilder({**PLAN, "model": model, "optimizer": optimizer, "distribute": {}})
+    assert repr(builder.model()) == repr(nn.Chain(nn.Linear(3, 4), nn.ReLU()))
+    assert builder.build().inspect.placement.optimizer.betas == (0.8, 0.9)
+
+
+def test_modules_and_losses_of_pytorch_stand_for_themselves() -> None:
+    torch = pytest.importorskip("torch")
+    plan = {"model": torch.nn.Linear(3, 2), "loss": torch.nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
+    table = {**plan, "model": {"make": "torch.nn:Linear", "args": [3, 2]}, "loss": {"make": "torch.nn:MSELoss"}}
+    for one in (plan, table):
+        builder = fsdpx.ModelBuilder(one)
+        assert isinstance(builder.model(), nn.Layer)
+        assert np.isfinite(builder.build().step(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)))
+    with pytest.raises(ConfigError, match=r"torch.optim.SGD: use fsdpx.optim.SGD"):
+        fsdpx.ModelBuilder({**plan, "optimizer": torch.optim.SGD(plan["model"].parameters(), lr=0.1)}).build()
+
+
+def made(**options: object) -> fsdpx.Trainer:
+    model = nn.Chain(*(nn.Linear(4, 4) for _ in range(3)))
+    return model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **options)
+
+
+def test_a_value_and_its_fields_by_name_are_the_same_choice() -> None:
+    few, many = made(), made(machinery=Machinery(group_bytes=0))
+    assert len(few.inspect.placement.layout.units) == 1
+    assert len(many.inspect.placement.layout.units) == len(made(group_bytes="0MiB").inspect.placement.layout.units) == 3
+    both = made(machinery=Machinery(group_bytes=0, check_finite=True), group_bytes=1 << 20)
+    assert len(both.inspect.placement.layout.units) == 1
+    with pytest.raises(fsdpx.errors.NumericsError, match="input 'x'"):
+        both.step(np.full((2, 4), np.nan, "f4"), np.zeros((2, 4), "f4"))
+
+
+def test_what_is_no_machinery_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"machinery=\{'tune': False\}: say fsdpx.Machinery\(...\)"):
+        made(machinery={"tune": False})
+    with pytest.raises(ConfigError, match=r"distribute\(group_byte=...\): no such option; did you mean"):
+        made(group_byte=0)
+    with pytest.raises(ConfigError, match="ahead=-1: a number of pages"):
+        Machinery(ahead=-1)
+
+
+def test_a_call_has_few_parameters_and_each_choice_is_declared_once() -> None:
+    named = [*signature(fsdpx.distribute).parameters]
+    assert len(named) <= 24
+    assert not set(named) & {field.name for field in fields(Machinery)}
+
+
+MODEL: Any = nn.Linear(2, 2)
+GIVEN: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"stratgy": "ddp"}, r"distribute\(stratgy=\.\.\.\): no such option; did you mean 'strategy'\?"),
+        ({"find_unused_parameters": True}, "here that is nothing: parameters without a gradient are found"),
+        ({"micro_batch_size": 4}, "here that is microbatches=, their number, not their size"),
+        ({"qqqq": 1}, r"distribute\(qqqq=\.\.\.\): no such option: model, loss, optimizer"),
+        ({"strategy": "FULL_SHARD"}, "unknown strategy 'FULL_SHARD': .*; here that is strategy=\"fsdp\""),
+        ({"strategy": "ZeRO-3"}, 'here that is strategy="zero3"'),
+        ({"strategy": "DDP"}, 'here that is strategy="ddp"'),
+        ({"strategy": "ShardingStrategy.NO_SHARD"}, 'here that is strategy="ddp"'),
+        ({"strategy": "hybird"}, r"did you mean 'hybrid'\?"),
+    ],
+)
+def test_unknown_names_are_told_what_is_meant(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        fsdpx.distribute(MODEL, **{**GIVEN, **given})
+
+
+def test_fit_knows_them_too() -> None:
+    with pytest.raises(ConfigError, match=r"fit\(num_epochs=...\): no such option; here that is trainer.fit\(lo"):
+        MODEL.as_distributed(**GIVEN).fit([], num_epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            lambda: fsdpx.init(init_method="env://"),
+            r"^init\(init_method=...\): no such option; here that is fsdpx.init\(\), ",
+        ),
+        (
+            lambda: fsdpx.init(world_size=4),
+            r"^init\(world_size=...\): no such option; here that is mpiexec -n, or fsdpx run",
+        ),
+        (
+            lambda: data.DataLoader([], 2, num_workers=4),
+            r"^DataLoader\(num_workers=...\): no such option; here that is prefetch=, batches that a thread",
+        ),
+        (
+            lambda: fsdpx.Precision(param_dtype="bf16"),
+            r"^Precision\(param_dtype=...\): no such option; here that is precision=fsdpx.Precision\(compute=...\)$",
+        ),
+        (
+            lambda: fsdpx.Sharding(reshard_after_forward=False),
+            r"^Sharding\(reshard_after_forward=...\): no such option; here that is strategy=\"fsdp\" for True,",
+        ),
+        (lambda: fsdpx.Sharding(replicas=2), r"^Sharding\(replicas=...\): no such option; did you mean 'replica'\?$"),
+        (lambda: fsdpx.Mesh(tp=2), r"^Mesh\(tp=...\): no such option; here that is mesh=fsdpx.Mesh\(tensor=...\)$"),
+        (
+            lambda: fsdpx.Mesh(2, dp=2),
+            r"^Mesh\(dp=...\): no such option; here that is mesh=fsdpx.Mesh\(replica=...\) for copies, shard=... for",
+        ),
+        (lambda: fsdpx.Mesh(pip=2), r"^Mesh\(pip=...\): no such option; did you mean 'pipe'\?$"),
+        (lambda: fsdpx.Mesh.parse("pp=2"), r"^--mesh pp=2: the axes are .*; here that is mesh=fsdpx.Mesh\(pipe=...\)$"),
+        (lambda: fsdpx.spawn(print, world_size=2), r"^spawn\(world_size=...\): no such option; here that is size=$"),
+        (lambda: fsdpx.spawn(print, nprocs=2), r"^spawn\(nprocs=...\): no such option; here that is size=$"),
+        (lambda: fsdpx.spawn(print, 2, args=(1,)), r"^spawn\(args=...\): no such option: fn, size, timeout, delays"),
+        (
+            lambda: fsdpx.launch("train.py", nproc_per_node=2),
+            r"^launch\(nproc_per_node=...\): no such option; here that is per_node=$",
+        ),
+        (
+            lambda: fsdpx.LaunchConfig(ranks=2, nnodes=2),
+            r"^LaunchConfig\(nnodes=...\): no such option; here that is nodes=$",
+        ),
+        (
+            lambda: fsdpx.Offload("d", cpu_offload=True),
+            r"^Offload\(cpu_offload=...\): no such option; here that is off",
+        ),
+        (
+            lambda: fsdpx.Elastic(min_nodes=2),
+            r"^Elastic\(min_nodes=...\): no such option: copies, every, ranks, resize$",
+        ),
+    ],
+)
+def test_other_calls_know_them_too(call: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        call()
+
+
+@pytest.mark.parametrize("name", words.CALLS)
+def test_a_trainer_says_what_others_call_otherwise(name: str) -> None:
+    trainer = MODEL.as_distributed(**GIVEN)
+    with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}; use {words.CALLS[name]}")):
+        getattr(trainer, name)
+
+
+def test_options_that_differ_are_printed_alone() -> None:
+    def run(comm: Any) -> None:
+        MODEL.as_distributed(**GIVEN, comm=comm, seed=comm.rank, check_finite=comm.rank == 1)
+
+    line = r"^ranks differ in options: rank 0 has seed=0, check_finite=False, rank 1 has seed=1, check_finite=True\n"
+    with pytest.raises(ConfigError, match=line.replace(r"\n", "")) as caught:
+        spawn(run, 2)
+    assert "clip_norm" not in str(caught.value)
+
+
+def test_an_optimiser_of_pytorch_is_named_with_its_counterpart() -> None:
+    torch = pytest.importorskip("torch")
+    weights = [torch.zeros(2, requires_grad=True)]
+    theirs = torch.optim.AdamW(weights, lr=0.5, weight_decay=0.1)
+    for given, line in (
+        (theirs, r"^torch\.optim\.AdamW: use fsdpx\.optim\.AdamW\(lr=0\.5, weight_decay=0\.1\)$"),
+        (torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 9), r"^torch.*CosineAnnealingLR: .*schedules\.Cosine\("),
+        (torch.optim.Rprop(weights), r"^torch\.optim\.Rprop is not in fsdpx: choose one of .*AdamW"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            MODEL.as_distributed(loss=nn.MSE(), optimizer=given)
+
+
+def test_the_page_of_names_has_the_whole_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text()
+    rows = [f"| `{word}` | {ours} |" for word, ours in words.OTHERS.items()]
+    assert "\n".join(rows) in page
+    assert "\n".join(f"| `{word}` | {ours} |" for word, ours in words.CALLS.items()) in page

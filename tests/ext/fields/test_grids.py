@@ -1,0 +1,92 @@
+"""Layers give on each part of a field what they give on the whole: results, gradients of inputs and of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import GRIDS, cuts_of, env_of, run_alone, run_over
+from setting import normal, parameters
+
+from fsdpx import nn
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.testing import demand_close
+
+SIZES = {2: (9, 12), 3: (6, 9, 8)}
+LAYERS: dict[str, Callable[[int], nn.Layer]] = {
+    "Dropout": lambda dims: nn.Dropout(0.4),
+    "FillNaN": lambda dims: nn.FillNaN(),
+    "GroupNorm": lambda dims: nn.GroupNorm(2, 6),
+    "InstanceNorm": lambda dims: nn.InstanceNorm(6, affine=True),
+    "Normalize": lambda dims: nn.Normalize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
+    "Denormalize": lambda dims: nn.Denormalize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
+    "Derivative": lambda dims: nn.Derivative(1, 2, (0.5, 2.0, 1.0)[:dims], (True, False, True)[:dims], 4),
+    "DerivativeAlong": lambda dims: nn.Derivative(0, along=(1, 0, 2)[:dims]),
+    "Gradient": lambda dims: nn.Gradient(0.5, (False, True, False)[:dims], 4),
+    "Divergence": lambda dims: nn.Divergence(0.5, False, 2, (1, 0, 2)[:dims]),
+    "Curl": lambda dims: nn.Curl((0.5, 1.0, 2.0)[:dims], (True, False, False)[:dims], 4, (1, 0, 2)[:dims]),
+    "Laplacian": lambda dims: nn.Laplacian(0.5, (False, True, True)[:dims]),
+    "Pad": lambda dims: nn.Pad(((2, 1), (0, 3), (1, 0))[:dims]),
+    "PadRound": lambda dims: nn.Pad(((3, 1), (0, 2), (1, 1))[:dims], "circular"),
+    "PadMirrored": lambda dims: nn.Pad(((1, 2), (2, -1), (0, 1))[:dims], "reflect"),
+    "Crop": lambda dims: nn.Pad(((-2, 0), (-1, -5), (0, -3))[:dims]),
+    "Conserve": lambda dims: nn.Conserve(),
+    "Mean": lambda dims: getattr(nn, f"AdaptiveAvgPool{dims}d")(1),
+    "Means": lambda dims: getattr(nn, f"AdaptiveAvgPool{dims}d")((4, 13, 3)[:dims]),
+}
+"""By name, for a number of dims."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dims", GRIDS, ids=str)
+def test_parts_give_what_the_whole_gives(name: str, dims: tuple[int, ...]) -> None:
+    """Parts of any sizes, some of them empty."""
+    layer, sizes = LAYERS[name](len(dims)), SIZES[len(dims)]
+    p, one, other = parameters(layer), normal(2, 6, *sizes), normal(2, 6, *sizes, seed=2)
+    x: Any = one if layer.n_inputs == 1 else (one, other)
+    want = run_alone(layer, p, x, lambda y: normal(*y.shape, seed=1))
+    for seed in range(3):
+        found = run_over(layer, p, x, normal(*want.y.shape, seed=1), dims, cuts_of(sizes, dims, seed))
+        demand_close({"y": found.y, "dx": found.dx, **found.g}, {"y": want.y, "dx": want.dx, **want.g}, 1e-12)
+
+
+def test_padding_is_that_of_numpy() -> None:
+    x = normal(2, 3, 5, 6)
+    modes = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
+    for mode, theirs in modes.items():
+        y, _ = nn.Pad(((2, 1), (0, 3)), mode).forward(env_of(None), {}, x)
+        np.testing.assert_array_equal(y, np.pad(x, ((0, 0), (0, 0), (2, 1), (0, 3)), theirs))  # type: ignore[call-overload]
+    y, _ = nn.Pad(((-2, -1), (1, -3))).forward(env_of(None), {}, x)
+    np.testing.assert_array_equal(y, np.pad(x[:, :, 2:4, :3], ((0, 0), (0, 0), (0, 0), (1, 0))))
+
+
+@pytest.mark.parametrize(
+    ("padding", "mode", "message"),
+    [
+        ((), "zeros", "Pad: padding=(): give (before, after) for each of 1 to 3 dims"),
+        ((1, 1), "zeros", "Pad: padding=(1, 1): give (before, after) for each of 1 to 3 dims"),
+        (((1, 0.5),), "zeros", "Pad: padding=((1, 0.5),): give (before, after) for each of 1 to 3 dims"),
+        (((1, 1),), "wrap", "Pad: mode='wrap': choose one of zeros, circular"),
+        (((-3, -2),), "zeros", "nothing is left of a field of shape (5,)"),
+        (((0, 5),), "reflect", "takes fields of at least 6 cells, got 5"),
+        (((1, 1), (1, 1)), "zeros", "wants an input of shape (samples, channels, height, width), got (1, 1, 5)"),
+    ],
+)
+def test_padding_that_cannot_be(padding: Any, mode: str, message: str) -> None:
+    with pytest.raises((ConfigError, ShapeError)) as error:
+        nn.Pad(padding, mode).forward(env_of(None), {}, normal(1, 1, 5))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("dims", GRIDS, ids=str)
+def test_one_mask_of_the_whole_field(dims: tuple[int, ...]) -> None:
+    """Bit for bit that of one rank, in each sample and channel; long rows as well."""
+    for sizes in (SIZES[len(dims)], (3,) * (len(dims) - 1) + (1100,)):
+        x = normal(2, 3, *sizes)
+        want = run_alone(nn.Dropout(0.4), {}, x, np.ones_like)
+        assert 0.2 < (want.y == 0).mean() < 0.6
+        found = run_over(nn.Dropout(0.4), {}, x, np.ones_like(x), dims, cuts_of(sizes, dims, 1))
+        np.testing.assert_array_equal(found.y, want.y)
+        np.testing.assert_array_equal(found.dx, want.dx)

@@ -1,0 +1,374 @@
+"""Ranks that leave by themselves, and jobs that are asked to stop."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trials import ENDLESS, MPIEXEC, STEPS, TRAINER, asked_to_stop, job, none_left
+
+from fsdpx import nn, optim, spawn
+from fsdpx.errors import ConfigError
+from fsdpx.ext.watch.flight_recorder import FlightRecorder, read
+from fsdpx.ext.watch.preempt import PREEMPTED, Preempted, Preemption
+from fsdpx.ext.watch.rank_exits import all_left, missed, parted
+
+ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
+SECONDS = 40.0
+"""Generous: it takes 2 to 6, the default deadline is half an hour."""
+
+
+def ended(folder: Path, how: str, steps: str = STEPS, **variables: str):
+    done = job(folder, TRAINER + ENDS.format(how=how) + steps, **variables)
+    assert none_left(folder)
+    assert "ended well" not in done.out
+    assert done.seconds < SECONDS, done.err
+    return done
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ("sys.exit(0)", 1, "has come to the end of its script"),
+        ("sys.exit(3)", 3, "has ended with status 3"),
+        ("sys.exit('no more')", 1, "has ended with status 1"),
+        ("raise SystemExit(5)", 1, "has come to the end of its script"),  # nobody is told this one
+    ],
+)
+def test_a_script_that_comes_to_its_end_in_the_middle(tmp_path, how, status, said):
+    done = ended(tmp_path, how)
+    assert done.status == status, done.err
+    assert "os._exit" not in done.err  # the end that the watchdog makes is not told as the script's
+    (line,) = re.findall(r"^fsdpx watchdog: .*$", done.err, re.MULTILINE)
+    assert re.fullmatch(
+        rf"fsdpx watchdog: rank 2 {said}, after its call 4, step, and rank [01] waits for it in call 5 for all_gather "
+        rf"of the batch on rank [01] of 3: the job ends with status {status}",
+        line,
+    ), line
+    assert list((tmp_path / "tmp").glob("fsdpx-*")) == []
+
+
+@pytest.mark.jobs
+def test_a_loop_that_ends_early(tmp_path):
+    steps = STEPS.replace("    outside(step)\n", "    if step == 3 and comm.rank == 0: break\n").partition("if comm")[0]
+    done = job(tmp_path, TRAINER + steps)
+    assert none_left(tmp_path)
+    assert done.status == 1, done.err
+    assert "rank 0 has come to the end of its script, after its call 4, step, and rank " in done.err
+    assert done.seconds < SECONDS
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("end", ["raise RuntimeError('my own bug')", "os._exit(0)"])
+@pytest.mark.parametrize("streams", ["full", "closed", "gone"])
+def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
+    """So that none waits for it, no rank can: the logs of all may lie on the same disk."""
+    broken = {
+        "full": "sys.stdout, sys.stderr = open('/dev/full', 'w'), open('/dev/full', 'w')\nprint('in the buffer')\n",
+        "closed": "sys.stdout.close()\nsys.stderr.close()\n",
+        "gone": "sys.stdout = sys.stderr = None\n",
+    }
+    script = f"import os, sys\n{broken[streams]}{TRAINER}{ENDS.format(how=end)}{STEPS}"
+    done = job(tmp_path, script)
+    assert none_left(tmp_path)
+    assert done.status == 1, done.err
+    assert streams == "closed" or ("Error: my own bug" if "raise" in end else "calls os._exit(0) while") in done.err
+    assert done.seconds < SECONDS
+
+
+BEHIND = """
+import os, sys, time, fsdpx
+from fsdpx.ext.watch.watchdog import Watchdog
+made = Watchdog.__init__
+def late(*arguments, **options):
+    time.sleep(1)
+    made(*arguments, **options)
+if (os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) != "1": Watchdog.__init__ = late
+"""
+"""The other ranks have no watchdog yet when rank 1 could end."""
+
+
+@pytest.mark.jobs
+def test_before_distribute_and_outside_of_calls(tmp_path):
+    """What others wait for is no call of a trainer: nobody can help them when all of them wait."""
+    program = "comm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
+    done = job(tmp_path, BEHIND + program)
+    assert none_left(tmp_path)
+    assert done.status == 6, done.err
+    assert "rank 1 has ended with status 6, before its first call, and rank " in done.err
+    assert done.seconds < SECONDS
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("status", "wanted"), [(0, 1), (4, 4)])
+def test_a_process_that_ends_at_once(tmp_path, status, wanted):
+    done = ended(tmp_path, f"os._exit({status})")
+    assert done.status == wanted, done.err
+    assert f"fsdpx: rank 2 calls os._exit({status}) while others may wait for it: all end with {wanted}\n" in done.err
+
+
+@pytest.mark.jobs
+def test_a_rank_that_calls_something_else(tmp_path):
+    """Every pair of calls: tests/core/trainer/test_calls.py."""
+    done = ended(tmp_path, "trainer.save('here')")
+    assert done.status == 1, done.err
+    assert "DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: save. All ranks" in done.err
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("call", ["barrier()", "broadcast(np.ones(300000), 2)"])
+def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
+    done = ended(tmp_path, f"fsdpx.{call}")
+    assert done.status == 124, done.err
+    name = call.partition("(")[0]
+    assert (
+        f"fsdpx watchdog: ranks wait for each other in different calls: ranks 0, 1: step; rank 2: {name}. All ranks "
+        "make the same calls, in the same order: the job ends with status 124\n"
+    ) in done.err
+
+
+@pytest.mark.jobs
+def test_ranks_that_end_together_at_different_times_end_well(tmp_path):
+    """Who has ended is not waited for: others may do what they like, and communicate among themselves."""
+    late = "\nhalf = comm.split(comm.rank > 0)\nif comm.rank == 0: sys.exit(0)\n"
+    late += "for n in range(5):\n    time.sleep(2 * (comm.rank == 1)); half.barrier().wait()\n"
+    done = job(tmp_path, TRAINER + "outside = lambda step: None\n" + STEPS + late)
+    assert done.status == 0, done.err
+    assert "ended well" in done.out
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# -- what is seen in the records ---------------------------------------------------------------------------------------
+
+
+def dead() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def records(tmp_path):
+    made = [FlightRecorder(tmp_path / f"rank-{rank:05}.flight", rank, 3, "here") for rank in range(3)]
+    paths = sorted(tmp_path.glob("*.flight"))
+    return made, paths
+
+
+def test_who_ends_before_a_call_is_missed_in_it(records):
+    made, paths = records
+    for record in made:
+        record.enter("step")
+    made[2].leave(3)
+    assert missed(made[0], 60.0, paths[1:], everyone=False) is None  # it may have done its part of the first call
+    made[0].enter("save")
+    assert missed(made[0], 0.5, paths[1:], everyone=False) is None
+    found = missed(made[0], 2.0, paths[1:], everyone=False)
+    assert found is not None
+    assert (found.rank, found.left, found.calls, found.call) == (2, 3, 1, "step")
+
+
+def test_who_dies_in_an_action_is_missed(records, monkeypatch):
+    made, paths = records
+    for record in made:
+        record.enter("step")
+        record.begin("F0.0", 1.0)
+    assert missed(made[0], 2.0, paths[1:], everyone=False) is None
+    gone = dead()
+    monkeypatch.setattr(os, "getpid", lambda: gone)
+    again = FlightRecorder(paths[1], 1, 3, "here")
+    again.enter("step")
+    again.begin("F0.0", 1.0)
+    found = missed(made[0], 2.0, paths[1:], everyone=False)
+    assert found is not None
+    assert (found.rank, found.left) == (1, None)
+    again.acted(None, 0.0, 0.0, 2.0, 0, ())
+    assert missed(made[0], 2.0, paths[1:], everyone=False) is None
+
+
+def test_what_all_wait_for_together_will_not_come(records):
+    made, paths = records
+    made[2].leave(0)
+    assert missed(made[0], 60.0, paths[1:], everyone=True) is None  # rank 1 does something
+    made[1].note(time.perf_counter(), "barrier")
+    assert missed(made[0], 60.0, paths[1:], everyone=True) is None  # it has just begun to wait
+    made[1].note(time.perf_counter() - 60, "barrier")
+    assert missed(made[0], 2.0, paths[1:], everyone=True) is None
+    found = missed(made[0], 60.0, paths[1:], everyone=True)
+    assert found is not None
+    assert found.rank == 2
+    assert missed(made[0], 60.0, paths[1:], everyone=False) is None  # ranks of another host may come
+
+
+def test_the_last_one_sees_that_all_have_left(records):
+    made, paths = records
+    for record, path in zip(made, paths, strict=True):
+        assert not all_left(paths)
+        record.leave(0)
+        flight = read(path)
+        assert flight is not None
+        assert flight.left == 0
+    assert all_left(paths)
+    paths[0].unlink()  # it had closed before
+    assert all_left(paths)
+
+
+def test_ranks_that_wait_in_different_calls_are_named(records):
+    made, paths = records
+    long_ago = time.perf_counter() - 60
+    for record in made:
+        record.enter("step")
+        record.note(long_ago, "all_gather")
+    assert parted(paths) == {}
+    for record, name in zip(made, ("step", "barrier", "step"), strict=True):
+        record.enter(name)
+    assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}
+    made[2].note(time.perf_counter(), "all_gather")
+    assert parted(paths) == {}  # it has just begun to wait
+    made[2].note(0.0, "")
+    assert parted(paths) == {}  # it does something, and may help the others
+    made[2].note(long_ago, "all_gather")
+    made[1].enter("step")
+    assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
+    made[1].enter("step")
+    assert parted(paths) == {}
+
+
+X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])
+
+
+def trainer(comm=None):
+    return nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+
+
+@pytest.mark.parametrize("asked", [[0], [2], [1, 2]])
+def test_all_ranks_end_after_the_step_in_which_some_were_asked(asked):
+    saved = []
+
+    def body(comm):
+        t = trainer(comm)
+        preempt = Preemption(save=lambda: saved.append((comm.rank, t.steps)))
+
+        def batches():
+            for i in range(9):
+                if i == 4 and comm.rank in asked:
+                    preempt.ask()
+                yield X, Y
+
+        with pytest.raises(Preempted) as caught:
+            t.fit(batches(), preempt=preempt, progress=False)
+        return caught.value.code, caught.value.rank, caught.value.step
+
+    assert spawn(body, 3) == [(PREEMPTED, asked[0], 5)] * 3
+    assert sorted(saved) == [(rank, 5) for rank in range(3)]
+
+
+def test_handlers_are_set_during_fit_and_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    saved = []
+
+    def batches():
+        for i in range(9):
+            if i == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield X, Y
+
+    t = trainer()
+    with pytest.raises(Preempted, match="rank 0 was asked to stop by SIGUSR1; all ranks ended together after step 3"):
+        t.fit(batches(), preempt=Preemption(save=lambda: saved.append(t.steps)), progress=False)
+    assert saved == [3]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_handler_of_the_program_is_called_too_and_put_back(number: signal.Signals) -> None:
+    heard = []
+    own, before = (lambda number, frame: heard.append(number)), signal.getsignal(number)
+    try:
+        signal.signal(number, own)
+        with Preemption() as preemption:
+            signal.raise_signal(number)
+            with pytest.raises(Preempted, match=f"asked to stop by {number.name}"):
+                preemption.check(trainer())
+        assert (heard, signal.getsignal(number)) == ([number], own)
+        other = lambda number, frame: None  # noqa: E731
+        with Preemption():
+            signal.signal(number, other)
+        assert signal.getsignal(number) is other
+    finally:
+        signal.signal(number, before)
+
+
+QUITS = """
+import faulthandler, signal, sys
+from fsdpx import Preemption
+from fsdpx.core.base.hooks import SignalHandler
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+numbers = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
+if sys.argv[1:]: faulthandler.register(signal.SIGQUIT)
+said = lambda: [(one.function, one.record[:8]) for one in map(SignalHandler.of, numbers)]
+before = said()
+with Preemption() as preemption:
+    assert signal.getsignal(signal.SIGTERM) == preemption._note
+    signal.raise_signal(signal.SIGHUP)
+    if sys.argv[1:]: signal.raise_signal(signal.SIGQUIT)
+    assert not preemption._asked
+assert said() == before
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("dumps", [["dumps"], []])
+@pytest.mark.parametrize("ignored", ["", "trap '' INT QUIT; "])  # as a shell does for what it starts with &
+def test_nohup_and_stacks_at_quit_stay_what_they_are(dumps: list[str], ignored: str) -> None:
+    words = ["sh", "-c", f'{ignored}exec "$@"', "sh", sys.executable, "-c", QUITS, *dumps]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("most recent call first" in done.stderr) == bool(dumps), done.stderr
+
+
+def test_nobody_asked_nothing_happens():
+    assert len(trainer().fit([(X, Y)] * 3, preempt=Preemption(), progress=False).losses) == 3
+
+
+@pytest.mark.parametrize("name", ["KILL", "NONE", "STOP", ""])
+def test_signals_that_cannot_be_caught(name):
+    with pytest.raises(ConfigError, match=f"'{name}' is no signal that can be caught; use USR1, USR2 or TERM"):
+        Preemption(signals=[name])
+
+
+def test_requeue_asks_slurm(tmp_path, monkeypatch, capsys):
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $@ > {tmp_path}/said\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    preempt = Preemption(requeue=True)
+    preempt.ask()
+    with pytest.raises(Preempted):
+        trainer().fit([(X, Y)] * 3, preempt=preempt, progress=False)
+    assert (tmp_path / "said").read_text() == "requeue 17\n"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with pytest.raises(Preempted):
+        trainer().fit([(X, Y)] * 3, preempt=preempt, progress=False)
+    assert "this is no Slurm job (no SLURM_JOB_ID)" in capsys.readouterr().err
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals) -> None:
+    """To the launcher, and to all: tests/launch/test_checkpoint_command_line.py."""
+    (tmp_path / "job.py").write_text(TRAINER + ENDLESS)
+    command = [str(MPIEXEC), "-n", "3", sys.executable, "job.py"]
+    status, err = asked_to_stop(tmp_path, command, number, rank=1)
+    assert status == PREEMPTED, err
+    steps = {(tmp_path / f"saved-{rank}").read_text() for rank in range(3)}
+    assert len(steps) == 1
+    assert f"fsdpx: rank 1 was asked to stop by {number.name}; all ranks ended together after step " in err

@@ -1,0 +1,272 @@
+"""Processes: `python -m fsdpx ckpt`, and jobs that are killed while they save, or asked to stop."""
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from models import make
+from savers import steps
+from stopped import READY, train
+from trials import MPIEXEC, environment, none_left
+
+from fsdpx import Mesh, __version__, spawn
+from fsdpx.__main__ import main
+from fsdpx.core.checkpoint.save import Choices
+from fsdpx.core.comm import Communicator
+from fsdpx.ext.watch.preempt import PREEMPTED
+
+pytestmark = pytest.mark.jobs
+TESTS = Path(__file__).parents[1]
+SCRIPTS = TESTS / "core" / "checkpoint"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide", precision="float32")
+        trainer.save(tmp_path / "a")
+        steps(trainer, "wide", 0, 1)
+        trainer.save(tmp_path / "b")
+
+    spawn(body, 2)
+    return tmp_path
+
+
+def test_inspect(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "inspect", str(made / "b")]) == 0
+    text = capsys.readouterr().out
+    for line in ("  embed.weight  F32 [31, 20]", "  m/embed.weight  F32 [31, 20]", "steps: 1", "optimizer: AdamW"):
+        assert line in text.splitlines()
+    assert "11,020 elements of weights" in text
+
+
+def noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `inspect` says about who wrote a checkpoint."""
+    assert main(["ckpt", "inspect", str(folder)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("written by: "))
+    return line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        (2, {"strategy": "ddp"}, "strategy ddp, mesh pipe=1 x replica=2 x shard=1 x tensor=1, ranks 2, "),
+        (3, {"strategy": "fsdp", "precision": "bf16"}, "ranks 3, precision bf16, fsdpx "),
+        (4, {"strategy": "hybrid", "chunks": 4}, "strategy hybrid, mesh pipe=1 x replica=2 x shard=2 x tensor=1, "),
+        (4, {"strategy": "zero1", "mesh": Mesh(pipe=2)}, "schedule 1f1b, "),
+    ],
+)
+def test_inspect_says_what_wrote_it(
+    ranks: int, options: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spawn(lambda comm: make(comm, "wide", **options).save(tmp_path / "a"), ranks)
+    line = noted(tmp_path / "a", capsys)
+    assert words in line
+    assert f"fsdpx {__version__}, Python {platform.python_version()}, NumPy {np.__version__}, " in line
+    command = ["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bf16"]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert noted(tmp_path / "b", capsys) == line
+
+
+def test_the_note_is_never_needed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor trusted: whatever is in it, the checkpoint is loaded, verified and overwritten."""
+    note = made / "a/written.json"
+    before = "written by: unknown software"
+
+    def load(comm: Communicator) -> None:
+        trainer = make(comm, "wide", precision="float32", strategy="ddp")
+        trainer.load(made / "a")
+        trainer.save(made / "a")
+
+    for spoil, line in (
+        (note.unlink, before),
+        (note.mkdir, before),
+        (lambda: (note.rmdir(), note.write_bytes(b"\xff")), "written by: written.json cannot be read"),
+        (lambda: note.write_text("[1, 2]"), "written by: written.json cannot be read"),
+        (lambda: note.write_text("{}"), "written by: "),
+    ):
+        spoil()
+        assert noted(made / "a", capsys) == line
+        assert main(["ckpt", "verify", str(made / "a")]) == 0
+        capsys.readouterr()
+    spawn(load, 3)
+    assert "ranks 3" in noted(made / "a", capsys)
+    assert noted(TESTS / "core/engine/data/before", capsys) == before
+
+
+def test_verify(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "verify", str(made / "a")]) == 0
+    assert "84 tensors" in (text := capsys.readouterr().out)
+    assert text.endswith("intact\n")
+    file = made / "a/model.safetensors"
+    assert main(["ckpt", "verify", str(file)]) == 0
+    assert "there are no digests to check" in capsys.readouterr().out
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main(["ckpt", "verify", str(made / "a")]) == 1
+    assert f"{file}: norm.weight is damaged: its digest does not fit" in capsys.readouterr().out
+    file.write_bytes(data[:-1])
+    assert main(["ckpt", "verify", str(made / "a")]) == 2
+    assert capsys.readouterr().err.startswith(f"fsdpx ckpt: {file}: truncated")
+
+
+def test_diff(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "diff", str(made / "a"), str(made / "a")]) == 0
+    assert capsys.readouterr().out == "the same: 84 tensors\n"
+    assert main(["ckpt", "diff", str(made / "a"), str(made / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    values = [safetensors.numpy.load_file(made / n / "model.safetensors")["norm.weight"] for n in "ab"]
+    apart = np.abs(values[0].astype(float) - values[1]).max()
+    assert f"norm.weight: F32, largest difference {apart:.6g}" in lines
+    assert "steps: 0 and 1" in lines
+    x = {"a": np.ones(3, np.float32), "b": np.ones((2, 2)), "c": np.array([1.0, np.nan]), "d": np.zeros(0)}
+    y = {"a": np.ones(3), "b": np.ones(4), "c": np.array([1.0, 2.0]), "d": np.zeros(0), "e": np.ones(1)}
+    safetensors.numpy.save_file(x, made / "x")
+    safetensors.numpy.save_file(y, made / "y")
+    assert main(["ckpt", "diff", str(made / "x"), str(made / "y")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "a: F32 and F64, largest difference 0",
+        "b: shape [2, 2] and [4]",
+        "c: F64, largest difference nan",
+        f"e: only in {made}",
+        "4 differences",
+    ]
+
+
+def test_convert(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["ckpt", "convert", str(made / "b"), str(made / "c"), "--dtype", "bf16", "--shard-bytes", "10KB"]
+    assert main(command) == 0
+    assert len(list((made / "c").glob("model-*.safetensors"))) > 1
+    assert main(["ckpt", "verify", str(made / "c")]) == 0
+    before = safetensors.numpy.load_file(made / "b/model.safetensors")
+    for file in (made / "c").glob("model-*.safetensors"):
+        for name, value in safetensors.numpy.load_file(file).items():
+            np.testing.assert_array_equal(value, before[name].astype(ml_dtypes.bfloat16))
+    assert main(["ckpt", "convert", str(made / "c"), str(made / "d"), "--dtype", "float32"]) == 0
+
+    def load(comm: Communicator) -> int:
+        trainer = make(comm, "wide", precision="float32")
+        trainer.load(made / "d")
+        return trainer.steps
+
+    assert spawn(load, 2) == [1, 1]
+    capsys.readouterr()
+    assert main(["ckpt", "convert", str(made / "b"), str(made / "e"), "--shard-bytes", "many"]) == 2
+    assert (
+        "--shard-bytes='many': a number of bytes is needed, such as 1048576, '1MiB' or '2GB'" in capsys.readouterr().err
+    )
+    assert main(["ckpt", "convert", str(made / "nowhere"), str(made / "e")]) == 2
+    assert "nowhere: there is no such file or folder; in " in capsys.readouterr().err
+
+
+def test_converting_back_and_forth_gives_the_same_file(made: Path) -> None:
+    data = (made / "b/model.safetensors").read_bytes()
+    assert main(["ckpt", "convert", str(made / "b/model.safetensors"), str(made / "c"), "--dtype", "float64"]) == 0
+    assert main(["ckpt", "convert", str(made / "c"), str(made / "d"), "--dtype", "float32"]) == 0
+    assert (made / "d/model.safetensors").read_bytes() == data
+
+
+@pytest.mark.parametrize("source", ["a", "c/../a", "a/model.safetensors", "link"])
+def test_convert_never_writes_over_its_source(made: Path, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (made / "c").mkdir()
+    (made / "link").symlink_to(made / "a")
+    data = (made / "a/model.safetensors").read_bytes()
+    assert main(["ckpt", "convert", str(made / source), str(made / "a"), "--dtype", "bf16"]) == 2
+    said = f"fsdpx ckpt: {made / 'a'}: source and target are the same, which would be lost: name another folder\n"
+    assert capsys.readouterr().err == said
+    assert (made / "a/model.safetensors").read_bytes() == data
+
+
+def test_a_folder_of_checkpoints_stands_for_its_newest(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (made / "k").mkdir()
+    (made / "a").rename(made / "k/step-2")
+    (made / "b").rename(made / "k/step-10")
+    for action in ("verify", "inspect"):
+        assert main(["ckpt", action, str(made / "k")]) == 0
+        first, *rest = capsys.readouterr().out.splitlines()
+        assert first == f"{made / 'k'}: a folder of checkpoints, the newest is step-10"
+        assert rest[0].startswith(str(made / "k/step-10"))
+
+
+def test_the_state_of_fit_is_short_and_compared_by_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide", precision="float32")
+        fit = {"done": 0, "first": 0, "settings": {"loss": "CrossEntropy()"}, "validation": []}
+        trainer.host.checkpoint(tmp_path / "a", Choices(), None, fit)
+        fit |= {"done": 4, "validation": [[2, 0.5], [4, 0.25]], "settings": {"loss": "MSE()"}}
+        trainer.host.checkpoint(tmp_path / "b", Choices(), None, fit)
+
+    spawn(body, 1)
+    assert main(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "fit.done: 0 and 4",
+        "fit.settings.loss: CrossEntropy() and MSE()",
+        "fit.validation: (0 entries) and (2 entries)",
+        "3 differences",
+    ]
+    assert main(["ckpt", "inspect", str(tmp_path / "b")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "fit: done 4, first 0, settings (1 entry), validation (2 entries)" in lines
+
+
+def test_it_needs_no_mpi(made: Path) -> None:
+    code = (
+        "import sys; from fsdpx.__main__ import main; main(sys.argv[1:])\n"
+        "print([m for m in ('mpi4py', 'numba') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "ckpt", "verify", str(made / "a")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("intact\n[]\n")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("script", "kills"), [("kills.py", 12), ("kills_ranks.py", 2)])
+def test_killed_while_saving(script: str, kills: int) -> None:
+    """`make thorough` does more of them. kills.py: one process. kills_ranks.py: one of three ranks under mpiexec."""
+    command = [sys.executable, "-W", "error", str(SCRIPTS / script), str(kills)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    counted = re.search(rf"{kills} kills in (\d+) saves", done.stdout)
+    assert counted
+    assert int(counted[1]) > 2
+
+
+@pytest.mark.parametrize(("name", "whom"), [("SIGUSR1", "launcher"), ("SIGTERM", "ranks"), ("SIGINT", "all")])
+def test_stopped_by_a_signal_and_resumed(name: str, whom: str, tmp_path: Path) -> None:
+    """On three ranks, then on two; the bits are those of one rank that nobody disturbed. Ctrl-C on a terminal is a
+    SIGINT to launcher and ranks alike."""
+    script = SCRIPTS / "stopped.py"
+    with subprocess.Popen(
+        [str(MPIEXEC), "-n", "3", sys.executable, str(script), str(tmp_path)], cwd=tmp_path, env=environment(),
+        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as job:  # fmt: skip
+        while job.poll() is None and not (tmp_path / READY).exists():
+            time.sleep(0.01)
+        pids = json.loads((tmp_path / READY).read_text()) if job.poll() is None else []
+        for pid in {"launcher": [job.pid], "ranks": pids, "all": [*pids, job.pid]}[whom]:
+            os.kill(pid, getattr(signal, name))
+        _, complaint = job.communicate(timeout=60)
+    assert job.returncode == PREEMPTED, complaint
+    assert f"was asked to stop by {name}; all ranks ended together after step " in complaint
+    own = [
+        line for line in complaint.splitlines() if line.strip() and not re.match(r"\[mpiexec|fsdpx: compiling", line)
+    ]
+    assert len(own) == 1, complaint
+    assert none_left(tmp_path)
+    (saved,) = (tmp_path / "run").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert step >= 7
+    whole = spawn(train, 1, None, step + 8)
+    assert set(spawn(train, 2, tmp_path, step + 8)) == set(whole)
