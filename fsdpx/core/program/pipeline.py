@@ -322,8 +322,9 @@ def pipeline(
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
-        known = (edges, twins, partly, joined, rank, scores, moves, keeps, constant, records)
-        seen.append(Stage(made, *shared, parts, *known))
+        seen.append(
+            Stage(made, *shared, parts, edges, twins, partly, joined, rank, scores, moves, keeps, constant, records)
+        )
     return tuple(seen)
 
 
