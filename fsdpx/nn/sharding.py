@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fsdpx.core.array.namespace import namespace_of
@@ -176,17 +177,17 @@ class Parts:
     def __str__(self) -> str:
         return f"a part of a field of {' x '.join(map(str, self.shape))} cells"
 
-    @property
+    @cached_property
     def uncut(self) -> bool:
         """Whether one rank has all of it."""
         return all(len(cuts) == 2 for cuts in self.cuts)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Cells of the whole field."""
         return tuple(cuts[-1] for cuts in self.cuts)
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Cells of the largest part."""
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)

@@ -179,7 +179,8 @@ class WindowLayer(FieldLayer):
             found = _prepared(self.window, parts)
         except ShapeError as error:
             raise ShapeError(f"{self!r}: {error}") from None
-        if small := [parts.dim_name(d) for d, n in enumerate(found[0].shape) if n < 1]:
+        if min(found[0].shape) < 1:
+            small = [parts.dim_name(d) for d, n in enumerate(found[0].shape) if n < 1]
             raise ShapeError(
                 f"{self!r}: the window does not fit along {', '.join(small)} into a field of shape {parts.shape}"
             )

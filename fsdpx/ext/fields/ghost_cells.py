@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fsdpx.ext.fields.halo import Reach, cells_of, rank_along
-from fsdpx.ext.fields.halo_slabs import at_dim, fold, widen
+from fsdpx.ext.fields.halo_plan import at_dim
+from fsdpx.ext.fields.halo_slabs import fold, widen
 from fsdpx.nn.layer import Array, Env
 from fsdpx.nn.sharding import Parts
 

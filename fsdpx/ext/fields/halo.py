@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fsdpx.errors import ShapeError
-from fsdpx.nn.layer import Array, AxisRanks, Env, Layer, Portion
+from fsdpx.nn.layer import Array, Env, Layer, Portion
 from fsdpx.nn.sharding import CutRequest, Cuts, Parts, Sides, over
 
 __all__ = [
-    "MODES", "FieldLayer", "Reach", "cells_of", "dealt", "demand_dims", "demand_fit", "line_of", "rank_along",
+    "MODES", "FieldLayer", "Reach", "cells_of", "dealt", "demand_dims", "demand_fit", "rank_along",
     "reaches", "run_of",
 ]  # fmt: skip
 
@@ -215,13 +215,6 @@ def demand_fit(reach: Reach, parts: Parts) -> None:
             f"padding {pads} of mode {reach.mode!r} along {name} takes fields of at least "
             f"{pads + (reach.mode == 'reflect')} cells, got {n}"
         )
-
-
-def line_of(env: Env, reach: Reach) -> AxisRanks | None:
-    """The ranks along a dim of the field; None: this rank has the whole of it."""
-    if len(reach.cuts) == 2:
-        return None
-    return env.mesh.space[reach.dim - 2]
 
 
 def dealt(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.halo import MODES, Reach
+from fsdpx.ext.fields.halo_plan import halo_plan
 from fsdpx.ext.fields.halo_slabs import fold, widen
 from fsdpx.nn.layer import Env
 from fsdpx.testing import demand_close
@@ -440,3 +442,21 @@ def grid_of(comm: Communicator) -> Any:
 def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
     for text in spawn(lambda comm: refused(comm, call), 2):
         assert message in text, text
+
+
+def test_an_exchange_is_planned_once_for_each_shape_of_a_part() -> None:
+    """What travels follows from who has which cells, and not from the values: a second call plans nothing."""
+
+    def run(comm: Communicator) -> list[bool]:
+        grid = fsdpx.Grid(comm, (8, 6), dims=(2, 1))
+        model = nn.Chain(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), nn.MaxPool2d(2, 1))
+        trainer = model.as_distributed(comm=comm, space=grid, loss=nn.MSE(), optimizer=optim.SGD(lr=0.01))
+        made = []
+        for samples in (2, 2, 3, 3, 2):
+            trainer.predict(np.ones((samples, 8, 6, 2), np.float32))
+            comm.barrier().wait()
+            made.append(halo_plan.cache_info().misses)
+            comm.barrier().wait()
+        return [after > before for before, after in pairwise(made)]
+
+    assert spawn(run, 2) == [[False, True, False, False]] * 2

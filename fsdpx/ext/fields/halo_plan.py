@@ -1,0 +1,195 @@
+"""What a rank exchanges with others of a field, planned once for each shape of its part: which slabs it makes around
+it, which messages it sends and gets, and which cells of what is here go where.
+
+The slabs of a dim span what is needed along the dims before it, and own cells along those behind it, so that corners
+ride along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.ext.fields.halo import HaloPiece, Reach, run_of
+
+__all__ = ["Arriving", "CellCopy", "HaloLine", "HaloPlan", "Leaving", "OwnCells", "at_dim", "halo_plan", "overlap"]
+
+Index = tuple[Any, ...]
+Shape = tuple[int, ...]
+
+
+class CellCopy(NamedTuple):
+    """Cells of a box that is here already: its number, where in a message or a slab they come, and which of it they
+    are."""
+
+    box: int
+    there: Index
+    here: Index
+
+
+class OwnCells(NamedTuple):
+    """What a slab, or a message, takes of boxes that are here. adds: where the gradients of these cells belong, one
+    after the other, so that a cell that is taken several times gets the sum of all."""
+
+    copies: tuple[CellCopy, ...]
+    adds: tuple[CellCopy, ...]
+
+
+class Leaving(NamedTuple):
+    """A message to a rank along the line."""
+
+    rank: int
+    shape: Shape
+    cells: OwnCells
+
+
+class Arriving(NamedTuple):
+    """A message from a rank along the line. parts: slab, where in it cells come, and which of the message they are."""
+
+    rank: int
+    shape: Shape
+    parts: tuple[tuple[int, Index, Index], ...]
+
+
+class HaloLine(NamedTuple):
+    """One dim along which this rank needs more than it has.
+
+    dim: of cells. whole: the shape of all that is needed, up to this dim. slabs: (at, shape) of each. own: what slabs
+    take of cells that are here, such as the other end of a periodic field."""
+
+    dim: int
+    whole: Shape
+    slabs: tuple[tuple[Shape, Shape], ...]
+    own: tuple[tuple[int, OwnCells], ...]
+    arriving: tuple[Arriving, ...]
+    leaving: tuple[Leaving, ...]
+
+
+class HaloPlan(NamedTuple):
+    """at: where own cells begin among those that are needed, for each dim of cells. lines: one dim after the other."""
+
+    at: Shape
+    lines: tuple[HaloLine, ...]
+
+
+class _Along(NamedTuple):
+    """What a rank needs along one dim: where own cells begin in it, its size, and (start, stop) of slabs."""
+
+    reach: Reach
+    me: int
+    at: int
+    size: int
+    slabs: tuple[tuple[int, int], ...]
+
+
+class _Box(NamedTuple):
+    at: Sequence[int]
+    shape: Sequence[int]
+
+
+@lru_cache(1 << 10)
+def halo_plan(xp: Any, moves: tuple[Reach, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
+    """The exchange of a part of `shape`, (samples, channels, *cells), on the rank at this place of the grid."""
+    alongs = [_along(reach, place[reach.dim - 2] if len(reach.cuts) > 2 else 0) for reach in moves if not reach.still]
+    at, sizes, lines = [0] * (len(shape) - 2), list(shape), []
+    for along in alongs:
+        at[along.reach.dim - 2] = along.at
+    first = tuple(at)
+    boxes, done = [_Box(first, shape)], list[_Along]()
+    for along in alongs:
+        line, before = along.reach.dim, list(sizes)
+        slabs = []
+        for start, stop in along.slabs:
+            at[line - 2], sizes[line] = start, stop - start
+            slabs.append(_Box(tuple(at), tuple(sizes)))
+        at[line - 2], sizes[line] = 0, along.size
+        lines.append(_line(xp, along, before, slabs, boxes, done))
+        boxes, done = boxes + slabs, [*done, along]
+    return HaloPlan(first, tuple(lines))
+
+
+def _along(reach: Reach, me: int) -> _Along:
+    (start, stop), (first, last), ends = reach.needs[me], reach.held[me], reach.ends
+    size = max(stop - start, 0)
+    low, high = [min(max(end.cell - start, 0), size) for end in ends] if reach.mode == "zeros" else (0, size)
+    begin, end = (min(max(cell - start, low), high) for cell in (first, last))
+    return _Along(reach, me, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
+
+
+def _line(
+    xp: Any, along: _Along, before: Sequence[int], slabs: Sequence[_Box], boxes: Sequence[_Box], done: Sequence[_Along]
+) -> HaloLine:
+    """boxes, done: what is here before, and the dims whose slabs are."""
+    dim, own, arriving, leaving = along.reach.dim, list[tuple[int, OwnCells]](), list[Arriving](), list[Leaving]()
+
+    def sized(length: int) -> Shape:
+        return (*before[:dim], length, *before[dim + 1 :])
+
+    for piece in along.reach.pieces():
+        if piece.needs == along.me:
+            parts = list(_parts(along, piece))
+            if piece.owner == along.me:
+                cells = _indices(piece.cells, piece.length)
+                own += [(n, _own(xp, dim, boxes, done, run_of(cells[some]), into)) for n, into, some in parts]
+            else:
+                rows = [(n, at_dim(xp, dim, into), at_dim(xp, dim, run_of(some))) for n, into, some in parts]
+                arriving.append(Arriving(piece.owner, sized(piece.length), tuple(rows)))
+        elif piece.owner == along.me:
+            taken = _own(xp, dim, boxes, done, piece.cells, slice(0, piece.length))
+            leaving.append(Leaving(piece.needs, sized(piece.length), taken))
+    shapes = tuple((tuple(slab.at), tuple(slab.shape)) for slab in slabs)
+    return HaloLine(dim, sized(along.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
+
+
+def _parts(along: _Along, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
+    """Slab, where in it cells of a piece come, and which of the piece they are."""
+    into = _indices(piece.into, piece.length)
+    for number, (a, b) in enumerate(along.slabs):
+        some = np.flatnonzero((into >= a) & (into < b))
+        if some.size:
+            yield number, run_of(into[some] - a), some
+
+
+def _indices(cells: Any, length: int) -> np.ndarray:
+    return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+
+
+def _own(xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_Along], cells: Any, into: Any) -> OwnCells:
+    """Cells along a dim of all boxes, which come to `into`."""
+    pairs = [(cells, into)]
+    if not isinstance(cells, slice):
+        places = _indices(into, len(cells))
+        pairs = [(slice(cell, cell + 1), slice(at, at + 1)) for cell, at in zip(cells, places, strict=True)]
+    copies = tuple(_copies(xp, dim, boxes, done, cells, into))
+    return OwnCells(copies, tuple(one for some, at in pairs for one in _copies(xp, dim, boxes, done, some, at)))
+
+
+def _copies(
+    xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_Along], cells: Any, into: Any
+) -> Iterator[CellCopy]:
+    for number, box in enumerate(boxes):
+        there, here = [slice(None)] * len(box.shape), [slice(None)] * len(box.shape)
+        there[dim], here[dim] = on_device(xp, into), on_device(xp, cells)
+        for along in done:
+            d = along.reach.dim
+            there[d], here[d] = overlap(box.at[d - 2], box.shape[d], along.size)
+        yield CellCopy(number, tuple(there), tuple(here))
+
+
+def overlap(at: int, count: int, size: int) -> tuple[slice, slice]:
+    """Of `count` cells from `at` on those that lie among `size`: where there, and which of them."""
+    a = max(at, 0)
+    b = max(min(at + count, size), a)
+    return slice(a, b), slice(a - at, b - at)
+
+
+def at_dim(xp: Any, dim: int, cells: Any) -> Index:
+    return (*(slice(None),) * dim, on_device(xp, cells))
+
+
+def on_device(xp: Any, cells: Any) -> Any:
+    """A slice as it is; numbers of cells go to where the arrays lie."""
+    plain = isinstance(cells, slice) or xp is np or getattr(xp, "holds_no_data", False)
+    return cells if plain else xp.asarray(cells)
