@@ -61,8 +61,8 @@ class Backend(Communicator):
 
     def issue(self, call: Call) -> Handle:
         check(self, call)
-        if self.size == 1 and call.verb not in ("send", "recv"):
-            if len(call.arrays) == 2:  # all communication there is; none where the shard is the full buffer
+        if self.size == 1 and (alone := VERBS[call.verb].alone) != "move":
+            if alone == "copy":  # of nothing, where the shard is the full buffer
                 copy(call.arrays[1], call.arrays[0])
             return DONE
         if call.algorithm == "ring":
@@ -70,7 +70,8 @@ class Backend(Communicator):
         return self.move(call) if call.wire is None else self.move_rounded(call)
 
     def move(self, call: Call) -> Handle:
-        """Begin a call whose arguments are good, among at least two ranks; a message may be to this rank itself."""
+        """Begin a call whose arguments are good, among at least two ranks unless its row of the table says otherwise; a
+        message may be to this rank itself."""
         call.tag = self._tag()
         return COLLECTIVES[call.verb](self, call)
 

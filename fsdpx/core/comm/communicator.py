@@ -43,7 +43,9 @@ __all__ = [
 
 class CallSpec(NamedTuple):
     """arrays: their names. cut: those that are cut, by one entry of `call.counts` each. at_root: the one that only root
-    has. peer: what `call.root` is called. reduces: values are combined. alike: all ranks have equally many elements."""
+    has. peer: what `call.root` is called. reduces: values are combined. alike: all ranks have equally many elements.
+    alone: what a call of one rank is: "copy", of the first array into the second one; "nothing"; or "move", which the
+    backend moves as any other."""
 
     arrays: tuple[str, ...] = ("send", "recv")
     cut: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class CallSpec(NamedTuple):
     peer: str = ""
     reduces: bool = False
     alike: bool = True
+    alone: str = "move"
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -64,18 +67,19 @@ class CallSpec(NamedTuple):
 
 
 VERBS = {
-    "all_gather": CallSpec(cut=("recv",)),
-    "reduce_scatter": CallSpec(cut=("send",), reduces=True),
-    "all_reduce": CallSpec(("buf",), reduces=True),
-    "broadcast": CallSpec(("buf",), peer="root"),
-    "reduce": CallSpec(at_root="recv", peer="root", reduces=True),
-    "gather": CallSpec(cut=("recv",), at_root="recv", peer="root", alike=False),
-    "scatter": CallSpec(cut=("send",), at_root="send", peer="root", alike=False),
-    "all_to_all": CallSpec(cut=("send", "recv"), alike=False),
+    "all_gather": CallSpec(cut=("recv",), alone="copy"),
+    "reduce_scatter": CallSpec(cut=("send",), reduces=True, alone="copy"),
+    "all_reduce": CallSpec(("buf",), reduces=True, alone="nothing"),
+    "broadcast": CallSpec(("buf",), peer="root", alone="nothing"),
+    "reduce": CallSpec(at_root="recv", peer="root", reduces=True, alone="copy"),
+    "gather": CallSpec(cut=("recv",), at_root="recv", peer="root", alike=False, alone="copy"),
+    "scatter": CallSpec(cut=("send",), at_root="send", peer="root", alike=False, alone="copy"),
+    "all_to_all": CallSpec(cut=("send", "recv"), alike=False, alone="copy"),
     "send": CallSpec(("buf",), peer="dest"),
     "recv": CallSpec(("buf",), peer="source"),
-    "barrier": CallSpec(()),
+    "barrier": CallSpec((), alone="nothing"),
 }
+"""By name; a verb of your own is a row here, and a function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
 
 
 def moved(comm: Ranks, call: Call) -> int:

@@ -401,6 +401,8 @@ class LocalCommunicator(Backend, Survivor):
     def _move(self, call: Call) -> Handle:
         if call.verb in COLLECTIVES:
             return self._meet(call.verb, call.what, tuple(terms(call).values()), call, COLLECTIVES[call.verb])
+        if call.verb not in ("send", "recv"):
+            return super().move(call)  # by messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)

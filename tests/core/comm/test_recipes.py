@@ -28,7 +28,9 @@ from fsdpx.core.comm import (
     single,
     spawn,
 )
-from fsdpx.core.comm.calls import Progress, spin
+from fsdpx.core.comm.calls import Progress, Steps, spin
+from fsdpx.core.comm.communicator import VERBS, CallSpec
+from fsdpx.core.comm.p2p_collectives import COLLECTIVES
 from fsdpx.testing import CommunicatorContract
 
 
@@ -184,3 +186,36 @@ def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         init.adopt(Foreign(), "mpi")
     with pytest.raises(ValueError, match="use one of node, mpi, nccl, gloo, local, fake, foreign, or None to find out"):
         init.world("smoke")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_collective_of_two_arrays_is_a_copy_on_one_rank_only_where_its_row_says_so(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exclusive scan leaves the sum of the ranks before: nothing, on the first one."""
+
+    def exclusive_scan(comm: Any, call: Call) -> Handle:
+        send, recv = call.arrays
+        rows = [np.empty_like(send) for _ in range(comm.rank)]
+        later, before = range(comm.rank + 1, comm.size), list(enumerate(rows))
+
+        def steps() -> Any:
+            yield comm.exchange(call, [(rank, send) for rank in later], before)
+            recv[...] = sum(rows, np.zeros_like(send))
+
+        return Steps(steps(), comm.progress)
+
+    def run(comm: Communicator) -> list[float]:
+        send, recv = np.full(2, comm.rank + 1.0), np.full(2, -1.0)
+        comm.issue(Call("exclusive_scan", (send, recv))).wait()
+        return recv.tolist()
+
+    monkeypatch.setitem(VERBS, "exclusive_scan", CallSpec())
+    monkeypatch.setitem(COLLECTIVES, "exclusive_scan", exclusive_scan)
+    assert spawn(run, ranks) == [[sum(range(1, rank + 1))] * 2 for rank in range(ranks)]
+
+
+def test_every_row_says_what_one_rank_does_alone() -> None:
+    for name, spec in VERBS.items():
+        assert spec.alone in ("copy", "nothing", "move"), name
+        assert spec.alone != "copy" or len(spec.arrays) == 2, name
