@@ -241,8 +241,7 @@ class Engine:
         self.placement.axes.counters.clear()
         for reset in self.hooks.reset:
             reset()
-        if self.state.disk is not None:
-            self.state.disk.reset()
+        self.state.storage.reset()
 
     def drop_stale_views(self) -> None:
         """Let go of memory that the state has given back, and of views of gradients that are not made any more."""

@@ -163,7 +163,7 @@ def gather(run: ProgramRun, action: Action, taken: Values, read: Values, added: 
 
 
 def release(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """What was taken is let go of: the memory of a page that was gathered, or of a record that lies on disk."""
+    """What was taken is let go of: the memory of a page that was gathered, or of what lies elsewhere."""
     return ()
 
 

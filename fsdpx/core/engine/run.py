@@ -244,8 +244,8 @@ def lives(state: TrainState, program: Program) -> list[Life]:
 
 
 def _nbytes(state: TrainState, slot: Slot) -> int:
-    if state.disk is not None and slot in state.placement.stage.records:
-        return state.disk.buffer_nbytes(slot)
+    if (nbytes := state.storage.buffer_nbytes(slot)) is not None:
+        return nbytes
     row = state.ledger.rows.get(Key(slot.kind, slot.at))
     if row is not None:
         return 0 if row.kept else row.nbytes

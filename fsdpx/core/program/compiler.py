@@ -201,8 +201,8 @@ def _lasting(stage: Stage) -> set[Slot]:
     trained, here = set(stage.trained), set(stage.here)
     kept = _of("memory", stage.coded & trained) | _of("stats", stage.moving & here)
     found = _of("shard", stage.pages) | _of("slots", trained) | kept
-    stored = {record: Slot("stored", number) for number, record in enumerate(stage.records)}
-    return {stored.get(slot, slot) for slot in found}
+    elsewhere = dict(stage.elsewhere)
+    return {elsewhere.get(slot, slot) for slot in found}
 
 
 def _begins(request: Request) -> frozenset[Slot]:

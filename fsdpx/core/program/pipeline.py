@@ -57,8 +57,8 @@ class Stage:
     for units that are apart. partial: pages whose gradients other ranks find a part of. joined: JOIN makes the whole
     gradient of the parts, else a part is the whole already. rank: of the pipe. scores: the loss is computed here.
     moving: units with running statistics. coded: pages whose codec keeps memory. constant: values whose gradient is
-    not needed, see `constants`; those inside of units may be among them. records: slots whose values lie in a slower
-    level between uses, of all ranks; those of activations without a microbatch."""
+    not needed, see `constants`; those inside of units may be among them. elsewhere: slots whose values lie in a slower
+    level between programs, of all ranks, each with the slot that stands for it; activations without a microbatch."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -74,7 +74,7 @@ class Stage:
     moving: frozenset[int] = frozenset()
     coded: frozenset[int] = frozenset()
     constant: frozenset[int] = frozenset()
-    records: tuple[Slot, ...] = ()
+    elsewhere: tuple[tuple[Slot, Slot], ...] = ()
 
     @classmethod
     def of(
@@ -170,10 +170,6 @@ class Stage:
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
 
-    def record(self, action: Action) -> Slot:
-        """The slot that an action brings, stores or lets go."""
-        return self.records[_unit(action)]._replace(mb=action.mb)
-
     def sends_last(self, edge: Edge) -> bool:
         """Whether a value is not needed on this rank any more once it is sent."""
         return edge.gradient or edge.value not in self._read_here
@@ -259,9 +255,6 @@ def _each(numbers: Iterable[int | None], mb: int | None = None) -> list[tuple[in
     return [(n, mb) for n in numbers]
 
 
-PAGED = ("shard", "slots")
-"""Kinds of records that an update changes."""
-
 OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
     "": lambda a, s, n: [(None, None)],
     "scored": lambda a, s, n: [(None, None)] if s.scores else [],
@@ -269,7 +262,6 @@ OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None
     "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.scores else [],
     "page": lambda a, s, n: [(a.unit, None)],
     "here": lambda a, s, n: [(a.unit, a.mb)],
-    "changed": lambda a, s, n: _each(n for n, r in enumerate(s.records) if r.at == a.unit and r.kind in PAGED),
     "coded": lambda a, s, n: _each({a.unit} & s.coded),
     "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
@@ -304,16 +296,16 @@ def pipeline(
     moving: Iterable[int] = (),
     coded: Iterable[int] = (),
     constant: frozenset[int] | None = None,
-    records: tuple[Slot, ...] = (),
+    elsewhere: tuple[tuple[Slot, Slot], ...] = (),
 ) -> tuple[Stage, ...]:
     """What each rank of the pipe sees.
 
     units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial, joined, moving, coded, constant, records: see `Stage`; constant is found from units if it is
-    None. The loss reads the outputs in the last stage; every rank has the inputs."""
+    stage. twins, partial, joined, moving, coded, constant, elsewhere: see `Stage`; constant is found from units where
+    it is None. The loss reads the outputs in the last stage; every rank has the inputs."""
     if constant is None:
         constant = constants(units, set(compress(count(), trainable)), inputs)
-    shared = (tuple(trainable), tuple(inputs), tuple(outputs))
+    trained, read, given = tuple(trainable), tuple(inputs), tuple(outputs)
     edges = _edges(units, inputs, outputs, stages, home)
     partly, moves, keeps = (frozenset(some) for some in (partial, moving, coded))
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
@@ -322,9 +314,8 @@ def pipeline(
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
-        seen.append(
-            Stage(made, *shared, parts, edges, twins, partly, joined, rank, scores, moves, keeps, constant, records)
-        )
+        shared = edges, twins, partly, joined, rank, scores, moves, keeps, constant, elsewhere
+        seen.append(Stage(made, trained, read, given, parts, *shared))
     return tuple(seen)
 
 

@@ -13,6 +13,9 @@ __all__ = ["Lifetime", "Moves", "Sizes", "Traffic", "filled", "lifetimes", "traf
 Moves = tuple[tuple[str, int], ...]
 """Collectives, and the bytes that each moves."""
 
+PAGED = ("full", "shard", "parts")
+"""Amounts of a page."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -28,8 +31,8 @@ class Sizes:
     """(axis, collective) -> page -> how a codec carries it instead; plain if nothing is said"""
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
-    edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
-    records: Mapping[tuple[int, int | None], int] = field(default_factory=dict)  # (record, microbatch) -> bytes
+    amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
+    """amount of a move that is no part of a page -> (number, microbatch) -> bytes; what is not there moves nothing"""
     # page -> what its update sends: axis, collective, bytes
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
@@ -71,11 +74,9 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
         if move.format == "control":
             continue
         assert action.unit is not None
-        if move.amount == "edge":
-            nbytes = sizes.edges.get((action.unit, action.mb or 0), 0)
-            yield from [(move.axis, move.call, nbytes)] if nbytes else []
-        elif move.amount == "record":
-            yield move.axis, move.call, sizes.records.get((action.unit, action.mb), 0)
+        if move.amount not in PAGED:
+            nbytes = sizes.amounts.get(move.amount, {}).get((action.unit, action.mb))
+            yield from [] if nbytes is None else [(move.axis, move.call, nbytes)]
         elif move.amount == "parts":
             yield from sizes.parts.get(action.unit, ())
         elif move.axis == "peers":

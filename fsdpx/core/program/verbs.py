@@ -82,7 +82,6 @@ SLOTS: dict[str, SlotKind] = {
     "shard": SlotKind("shard", "parameters", lent=True),
     "full": SlotKind("full", "parameters", lent=True),
     "slots": SlotKind("slots", "optimiser", lent=True),  # of a page: a dict name -> array
-    "stored": SlotKind("stored", "control"),  # of a record: its values lie in a slower level
     "memory": SlotKind("memory", "codec memory"),  # what a codec keeps per page, e.g. error feedback
     "stats": SlotKind("stats", "state"),  # running statistics of a unit
     # gradients
@@ -121,13 +120,12 @@ def buffer_of(slot: Slot) -> Slot:
 
 @dataclass(frozen=True)
 class Move:
-    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge`, a
-    `record`, or `parts` of matrices that ranks put together.
+    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge`, or
+    `parts` of matrices that ranks put together; extensions have others, see `Sizes.amounts`.
 
-    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on; "disk": no
-    ranks, but a slower level of this one. format: whose bytes an element has: those of "param", "grad", "tie"
-    (gradients summed by TIE), "value" (what an edge carries), "record" (its arrays), "update" (what the
-    optimiser says) or "control" (a few numbers, not counted)."""
+    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on. format: whose
+    bytes an element has: those of "param", "grad", "tie" (gradients summed by TIE), "value" (what an edge carries),
+    "update" (what the optimiser says) or "control" (a few numbers, not counted)."""
 
     axis: str
     call: str
@@ -219,7 +217,7 @@ VERBS: dict[str, Verb] = {
     "NORM": Verb(takes=("loss:all", "weight:scored"), reads=("final:all",), gives=("mean", "scale"), about="",
                  lane="world", moves=(NUMBERS,)),
     "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
-    "UPDATE": Verb(takes=("final:page", "stored:changed"), reads=("scale", "shard:page", "slots:page"),
+    "UPDATE": Verb(takes=("final:page",), reads=("scale", "shard:page", "slots:page"),
                    adds=("shard:page", "slots:page"), about="page",
                    within=(Move("shard", "all_to_all", "parts", "update"),)),
 }

@@ -39,7 +39,7 @@ def sharers_of(placement: Placement, arena: Arena) -> int:
 
     They can where the shard axis lies inside machines; or spans machines and full parameters are kept anyway.
     Collective."""
-    if arena.memory is None or placement.offloads("parameters"):
+    if arena.memory is None or not placement.shards_stay:
         return 0
     node, own_format = node_of(placement.axes.shard), placement.formats.wire is None
     fits = node is not None and own_format and (node.inside or (node.shares and placement.keep_full))
@@ -96,13 +96,12 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     rows = _placed(placement, arena)
     for key, array in common:
         arena.adopt(key, array)
-    offload = placement.options.offload
-    disk = None if offload is None else offload.open(placement, rows)
-    ledger = Ledger(rows, None if disk is None else disk.mapped)
+    storage = placement.options.storage.open(placement, rows)
+    ledger = Ledger(rows, storage.mapped)
     for row in rows:
         if row.kept and not row.passing:
-            ledger.arrays[row.key] = _memory(arena, ledger, row, disk)
-    state = TrainState(placement, arena, ledger, _connect_ties(placement), disk)
+            ledger.arrays[row.key] = _memory(arena, ledger, row, storage)
+    state = TrainState(placement, arena, ledger, _connect_ties(placement), storage)
     if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
         _initial_statistics(placement, ledger)
         if initial:
@@ -118,18 +117,17 @@ def _placed(placement: Placement, arena: Arena) -> list[LedgerRow]:
         full = [row for row in rows if row.key.kind == "full"]
         if not lay_out_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(rows_of(placement, True, 0))
-    gradients = [row for row in rows if row.key.kind == "grad"]
-    if arena.memory is not None and placement.keep_grads and not placement.offloads("gradients"):
+    gradients = [row for row in rows if row.key.kind == "grad" and row.kept and row.level == "device"]
+    if arena.memory is not None and gradients:
         lay_out_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
 
 
-def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, disk: StateStorage | None) -> Any:
+def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStorage) -> Any:
     if row.inside is not None:
         return ledger.arrays[row.inside][row.at : row.at + row.elements]
     if row.level == "map":
-        assert disk is not None
-        return disk.mapped(row)
+        return storage.mapped(row)
     return arena.keep(row.key, row.elements, row.dtype)
 
 

@@ -51,9 +51,9 @@ other axis cuts the tensor; "data", those at this place of the data axis: replic
 those of one replica as "shard", and each replica has contents of its own; "private", none: the contents belong to this
 rank alone."""
 
-Level = Literal["device", "host", "disk", "map", "rank"]
-"""Where the bytes are: with the arrays that are computed on, in host memory, on disk, there as well but mapped, so that
-the system keeps of it what memory has room for, or in the memory of another rank."""
+Level = Literal["device", "host", "slow", "map", "rank"]
+"""Where the bytes are: with the arrays that are computed on, in host memory, in a slower level, there as well but
+mapped, so that the system keeps of it what memory has room for, or in the memory of another rank."""
 
 Lifetime = Literal["run", "step", "pass", "use"]
 """How long the contents are good: as long as there is a trainer, until the next update, or while an action uses them.
@@ -98,7 +98,7 @@ class LedgerRow:
     @property
     def kept(self) -> bool:
         """Whether the row has memory between programs, once it is there."""
-        return self.lifetime != "use" and self.level != "disk"
+        return self.lifetime != "use" and self.level != "slow"
 
     @property
     def passing(self) -> bool:
@@ -154,7 +154,7 @@ class Ledger:
         return ((row, self._at(row)) for row in self if row.saved)
 
     def _at(self, row: LedgerRow) -> Any:
-        if row.level == "disk" and self._slower is not None:
+        if row.level == "slow" and self._slower is not None:
             return self._slower(row)
         return self.arrays.get(row.key)
 
@@ -166,11 +166,11 @@ class Ledger:
                 total[KINDS[row.key.kind].memory] += row.nbytes // row.sharers
         return dict(total)
 
-    def on_disk(self) -> dict[str, int]:
-        """Bytes by kind of memory of all rows that lie on disk."""
+    def slow_nbytes(self) -> dict[str, int]:
+        """Bytes by kind of memory of all rows that lie in a slower level."""
         total: Counter[str] = Counter()
         for row in self:
-            if row.level in ("disk", "map") and row.inside is None:
+            if row.level in ("slow", "map") and row.inside is None:
                 total[KINDS[row.key.kind].memory] += row.nbytes
         return dict(total)
 
@@ -182,6 +182,11 @@ class Ledger:
 def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """All rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks have their full
     parameters in common there, 0 if none do."""
+    return map(placement.options.storage.place, _in_memory(placement, windows, sharers))
+
+
+def _in_memory(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
+    """The same, as they are laid out for memory."""
     formats, owner = placement.formats, placement.pace.owner
     for page in placement.pages.values():
         yield from _parameters(placement, page, sharers)
@@ -189,17 +194,12 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Ledge
             yield from _gradients(placement, page, windows)
             for name in placement.optimizer.slots:
                 kind = "average" if name == AVERAGE else "slot"
-                p, level = page.page.index, _level(placement, "optimizer")
-                mine = placement.pages[p].mine
-                yield LedgerRow(Key(kind, p, name), placement.slot_format(name), mine, owner, level=level)
+                key = Key(kind, page.page.index, name)
+                yield LedgerRow(key, placement.slot_format(name), page.mine, owner)
             yield from placement.pace.rows(page)
             yield from _memory(placement, page)
     for name, spec in placement.layout.state.items():
         yield LedgerRow(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
-
-
-def _level(placement: Placement, what: str) -> Level:
-    return "disk" if placement.offloads(what) else "device"
 
 
 def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
@@ -218,9 +218,9 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
     yield full
     as_stored = placement.formats.wire is None and gathered == dtype
     inside = full.key if kept and not placement.pace.own_speed and as_stored else None
-    owner, level = placement.pace.owner if page.page.trainable else "shard", _level(placement, "parameters")
+    owner = placement.pace.owner if page.page.trainable else "shard"
     at = page.mine.start if inside else 0
-    yield LedgerRow(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)
+    yield LedgerRow(Key("master", p), dtype, page.mine, owner, inside=inside, at=at)
 
 
 def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
@@ -228,17 +228,12 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
     be reading elsewhere, else in front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
     lifetime: Lifetime = "step" if kept else "use"
-    level: Level = "map" if placement.offloads("gradients") else "device"
     times = placement.accumulation.times
-    full = LedgerRow(
-        Key("grad", p), dtype, Range(0, page.size), "private", lifetime, level if kept else "device", times
-    )
+    full = LedgerRow(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, times=times)
     yield full
     inside, at = (full.key, page.mine.start * windows) if kept else (None, 0)
-    alone = inside is None and level == "device" and placement.pace.together
-    yield LedgerRow(
-        Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", level=level, inside=inside, at=at
-    )
+    alone = inside is None and placement.pace.together
+    yield LedgerRow(Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", inside=inside, at=at)
 
 
 def _memory(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:

@@ -28,7 +28,7 @@ from fsdpx.core.state.accumulation import Accumulation, accumulation
 from fsdpx.core.state.flat_parameters import Page, Range, ShardedPage, cut
 from fsdpx.core.state.sample_layout import SampleLayout, WholeSamples
 from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
-from fsdpx.core.state.storage import StorageChoice
+from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
 from fsdpx.core.state.sync_policy import TOGETHER, Pace, PaceChoice
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Layout, Unit
@@ -136,8 +136,8 @@ class Options:
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that
-    run forward again. offload: what lies on disk between uses. pace: a strategy by which ranks do not make every step
-    together. planned: what a plan has chosen, in words."""
+    run forward again. storage: what lies in a slower level between uses. pace: a strategy by which ranks do not make
+    every step together. planned: what a plan has chosen, in words."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -145,7 +145,7 @@ class Options:
     check_finite: bool = False
     schedule: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
-    offload: StorageChoice | None = None
+    storage: StorageChoice = IN_MEMORY
     pace: PaceChoice = TOGETHER
     planned: str = ""
 
@@ -212,9 +212,10 @@ class Placement:
         """How gradients add up."""
         return accumulation(self.options.chunks, self.axes)
 
-    def offloads(self, what: str) -> bool:
-        """Whether that lies on disk between uses."""
-        return self.options.offload is not None and what in self.options.offload.what
+    @cached_property
+    def shards_stay(self) -> bool:
+        """Whether shards of parameters lie in memory between programs."""
+        return all(slot.kind != "shard" for slot, _ in self.stage.elsewhere)
 
     @cached_property
     def pace(self) -> Pace:
@@ -223,9 +224,9 @@ class Placement:
 
     @property
     def keep_full(self) -> bool:
-        """Full parameters stay until the update: asked for, or the shard is the whole; not if shards lie on disk."""
+        """Full parameters stay until the update: asked for, or the shard is the whole; not if shards lie elsewhere."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
-        return kept and not self.offloads("parameters")
+        return kept and self.shards_stay
 
     @property
     def keep_grads(self) -> bool:

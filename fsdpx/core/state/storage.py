@@ -4,52 +4,56 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from fsdpx.core.program import Slot
 
-__all__ = ["StateStorage", "StorageChoice"]
+__all__ = ["IN_MEMORY", "Standing", "StateStorage", "StorageChoice"]
+
+Standing = tuple[tuple[Slot, Slot], ...]
+"""Slots whose values lie in a slower level between programs, and the slots that stand for them meanwhile."""
 
 
-class StateStorage(Protocol):
-    """Where a rank's rows of a slower level lie.
+class StateStorage:
+    """Where a rank's rows of a slower level lie; here there are none.
 
-    seconds: for which it has moved something since the last `reset`. spilled: bytes of the activations of the last
-    run, by slot."""
+    seconds: for which it has moved something since the last `reset`; None: it moves nothing."""
 
-    spilled: dict[Slot, int]
+    seconds: float | None = None
 
-    @property
-    def seconds(self) -> float: ...
+    def made(self, state: Any) -> None:
+        """Fill the slots of a `TrainState` that has just been made."""
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """Restart counting."""
 
-    def size(self, record: Slot) -> int:
-        """Bytes of what lies there of a slot."""
+    def amounts(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+        """Bytes that its verbs move, see `Sizes.amounts`; of activations as the last batch was."""
+        return {}
 
-    def buffer_nbytes(self, record: Slot) -> int:
-        """Bytes of memory that a slot needs while it is here."""
+    def buffer_nbytes(self, slot: Slot) -> int | None:
+        """Bytes of memory that a slot needs while it is here; None: it always is."""
+        return None
 
     def mapped(self, row: Any) -> Any:
         """The array of a row, for as long as it is referenced."""
+        raise AssertionError(f"{row} lies in memory")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the level. Collective."""
 
 
 class StorageChoice(ABC):
-    """What a user wants in a slower level between uses; inherit it for a level of your own.
-
-    what: of "optimizer", "parameters", "activations" and "gradients"."""
-
-    what: Any
+    """What a user wants in a slower level between uses; inherit it for a level of your own."""
 
     @abstractmethod
     def check(self, optimizer: Any, average: Any) -> None:
         """ConfigError where there is nothing to store."""
 
     @abstractmethod
-    def records(self, pages: Mapping[int, bool], units: int, slots: bool) -> tuple[Slot, ...]:
-        """The slots whose values lie there between uses.
+    def elsewhere(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
+        """The slots whose values lie there between programs, and those that stand for them.
 
         Parameters
         ----------
@@ -59,5 +63,29 @@ class StorageChoice(ABC):
         """
 
     @abstractmethod
+    def place(self, row: Any) -> Any:
+        """A row of the ledger as it was laid out for memory, at the level where it lies."""
+
+    @abstractmethod
     def open(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
         """The storage of this rank, with room for these rows. Collective."""
+
+
+@dataclass(frozen=True)
+class Memory(StorageChoice):
+    """Everything stays in memory."""
+
+    def check(self, optimizer: Any, average: Any) -> None:
+        return
+
+    def elsewhere(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
+        return ()
+
+    def place(self, row: Any) -> Any:
+        return row
+
+    def open(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
+        return StateStorage()
+
+
+IN_MEMORY = Memory()

@@ -123,7 +123,7 @@ def restore_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
         array[...] = before
 
 
-LASTING = frozenset({"stats", "stored", *(kind.slot for kind in KINDS.values() if kind.slot)})
+LASTING = frozenset({"stats", *(kind.slot for kind in KINDS.values() if kind.slot)})
 """Kinds of slots that are there before and after every program, or belong to one that is still to come; a pace may
 have more."""
 
@@ -132,13 +132,13 @@ class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
     kinds of programs since the last update, alike on all ranks. idle: parameters that some backward has given no
-    gradient. disk: where rows of that level lie."""
+    gradient. storage: where rows of a slower level lie."""
 
     def __init__(
-        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: StateStorage | None = None
+        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], storage: StateStorage
     ) -> None:
         self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
-        self.disk = disk
+        self.storage = storage
         self.store: dict[Slot, Any] = {}
         self.scaler = Scaler.of(placement.formats.precision)
         self.seed = placement.options.seed
@@ -154,14 +154,9 @@ class TrainState:
         """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained}
-        for number, record in enumerate(place.stage.records):
-            if record.kind in ("saved", "held"):
-                continue
-            if store.pop(record, None) is not None or record.at in place.pages:
-                store[Slot("stored", number)] = True
         for row in self.ledger:
             kind, page, name = row.key
-            if page is not None and KINDS[kind].slot and row.level != "disk":
+            if page is not None and KINDS[kind].slot and row.kept:
                 slot, array = Slot(KINDS[kind].slot, page), self.ledger.arrays[row.key]
                 if name:
                     store.setdefault(slot, {})[name] = array
@@ -170,6 +165,7 @@ class TrainState:
         for unit, names in place.statistics.items():
             store[Slot("stats", unit)] = {name: self.statistic(name) for name in names}
         place.pace.made(self)
+        self.storage.made(self)
 
     def statistic(self, name: str) -> Any:
         """A running statistic in its shape."""
@@ -200,10 +196,11 @@ class TrainState:
 
     def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
         """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
-        stay, passing = LASTING | self.placement.pace.lasting | set(but), set(self.placement.stage.records)
-        gone = [
-            s for s in self.store if s.kind not in stay or s in passing or (s.kind == "stored" and s.mb is not None)
-        ]
+        elsewhere = dict(self.placement.stage.elsewhere)
+        stands = {stand.kind for stand in elsewhere.values()}
+        stay = LASTING | self.placement.pace.lasting | stands | set(but)
+        passing = {s for s in self.store if s in elsewhere or (s.kind in stands and s.mb is not None)}
+        gone = [s for s in self.store if s.kind not in stay or s in passing]
         return {slot: self.store.pop(slot) for slot in gone}
 
     def updated(self, skipped: bool, scaler: Scaler, weight: float = 0.0) -> None:
@@ -318,8 +315,7 @@ class TrainState:
         """Free the memory that ranks share and the communicators that were made for it. Collective."""
         self.store.clear()
         self.ledger.clear()
-        if self.disk is not None:
-            self.disk.close()
+        self.storage.close()
         self.arena.close()
         self.placement.pace.close()
         for tie in self.ties.values():

@@ -32,7 +32,7 @@ from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatch
 from fsdpx.core.state.allocate import allocate
 from fsdpx.core.state.placement import Formats, Options, Pipe, Placement, recompute, statistics_of
 from fsdpx.core.state.sample_layout import SampleLayout
-from fsdpx.core.state.storage import StorageChoice
+from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
 from fsdpx.core.state.sync_policy import TOGETHER, PaceChoice
 from fsdpx.core.state.tuning import Tuning, kept, tune_for
 from fsdpx.core.state.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
@@ -169,7 +169,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         xp=ranks.xp,
         model=model.ordered,
         layout=pages.layout,
-        stages=_stages(pages.layout, reducing, ranks, optimizer, options.offload),
+        stages=_stages(pages.layout, reducing, ranks, optimizer, options.storage),
         axes=ranks.axes,
         sharding=ranks.sharding,
         formats=_formats(formats),
@@ -244,8 +244,7 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: So
     every, count = recomputing.every, len(pages.layout.units)
     if every > count:
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
-    if distribution.offload is not None:
-        distribution.offload.check(training.optimizer, training.average)
+    distribution.storage.check(training.optimizer, training.average)
     chosen = Beside(recipe, model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
     return Options(
@@ -255,7 +254,7 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: So
         check_finite=machinery.check_finite,
         schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recompute=recomputing,
-        offload=distribution.offload,
+        storage=distribution.storage,
         pace=ranks.pace,
         planned=distribution.planned,
     )
@@ -276,7 +275,8 @@ def _asked_for(
         "strategy": ranks.sharding,  # it decides the mesh where none is given
         "mesh": ranks.axes.mesh,
         "precision": formats,
-        "options": replace(options, pace=TOGETHER),
+        "options": replace(options, pace=TOGETHER, storage=IN_MEMORY),
+        "offload": recipe.distribution.offload,
         "model": layout,
         "layers": model.ordered,
         "stages": layout.spread.starts,
@@ -419,7 +419,7 @@ def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Shard
 
 
 def _stages(
-    layout: Layout, reducing: Reducing, ranks: TrainingRanks, optimizer: Any, offload: StorageChoice | None
+    layout: Layout, reducing: Reducing, ranks: TrainingRanks, optimizer: Any, storage: StorageChoice
 ) -> tuple[Stage, ...]:
     """The view of each rank of the pipe."""
     sizes, alone = dict.fromkeys(ranks.axes.summing, 1), ranks.axes.data.size == 1
@@ -439,5 +439,5 @@ def _stages(
         moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
         coded=coded,
         constant=layout.constant(),
-        records=() if offload is None else offload.records(pages, len(layout.units), bool(optimizer.slots)),
+        elsewhere=storage.elsewhere(pages, len(layout.units), bool(optimizer.slots)),
     )

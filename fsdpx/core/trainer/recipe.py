@@ -19,7 +19,7 @@ from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.state.accumulation import check_chunks
 from fsdpx.core.state.sample_layout import WHOLE, Space
-from fsdpx.core.state.storage import StorageChoice
+from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice, pace_of
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
@@ -144,6 +144,11 @@ class Distribution:
     def samples(self) -> Space:
         """How samples are cut over ranks."""
         return self.space or WHOLE
+
+    @property
+    def storage(self) -> StorageChoice:
+        """What lies in a slower level than memory."""
+        return self.offload or IN_MEMORY
 
     def within(self, ranks: int) -> str | Sharding:
         """The strategy of ranks that train together: of one replica, where replicas train by themselves."""

@@ -315,14 +315,14 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         routing=routing_of(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
         memory=state.nbytes(),
-        disk=state.ledger.on_disk(),
+        disk=state.ledger.slow_nbytes(),
         peak_rss=peak_rss(),
         times=clock.spent(),
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
         reduces=list(_reduces(engine)),
         layers={} if traced is None else dict(traced.layers),
-        disk_seconds=None if state.disk is None else state.disk.seconds,
+        disk_seconds=state.storage.seconds,
         high_water={**state.high_water(), **({"activations": (None, traced.activations.most)} if traced else {})},
         planned=place.options.planned,
         read_footprint=None if place.imaginary else reading(state),
@@ -380,25 +380,14 @@ def sizes_of(engine: Engine) -> Sizes:
         tie_itemsize=itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
         ties={p: tuple(_tied(place, tie)) for p, tie in engine.state.ties.items()},
-        edges=_edges(engine),
+        amounts={"edge": _edges(engine), **engine.state.storage.amounts()},
         carried={
             ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
             ("replica", "reduce_scatter"): {p: _outer_moves(place, p) for p in place.pages},
         },
-        records=_records(engine),
         parts={p: place.parts_moved(p) for p in place.stage.trained},
     )
-
-
-def _records(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """(record, microbatch) -> bytes on this rank's disk, of activations as the last batch was."""
-    disk, records = engine.state.disk, engine.placement.stage.records
-    if disk is None:
-        return {}
-    pages = {(number, None): disk.size(record) for number, record in enumerate(records)}
-    numbers = {record: number for number, record in enumerate(records)}
-    return pages | {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in disk.spilled.items()}
 
 
 def _outer_moves(place: Placement, page: int) -> Moves:
@@ -420,12 +409,12 @@ def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:
         yield "peers", "all_gather", n * (len(tie.pages) - len(here))
 
 
-def _edges(engine: Engine) -> dict[tuple[int, int], int]:
+def _edges(engine: Engine) -> dict[tuple[int, int | None], int]:
     """(edge, microbatch) -> bytes, as the last batch was."""
-    found = {}
+    found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):
             if batch is not None:
                 value = engine.placement.shapes.of(edge.value, batch)
-                found[edge.number, mb] = value.nbytes if is_sent(edge, value.dtype) else 0
+                found |= {(edge.number, mb): value.nbytes} if is_sent(edge, value.dtype) else {}
     return found

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpx.core.base.name_hints import knowing
 from fsdpx.core.program import Slot
 from fsdpx.core.state.ledger import LedgerRow
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.storage import StorageChoice
+from fsdpx.core.state.storage import Standing, StorageChoice
 from fsdpx.errors import ConfigError
 from fsdpx.ext.offload import verbs as verbs
 from fsdpx.ext.offload.disk import Disk, open_disk
+from fsdpx.ext.offload.records import SPILLED, stand_for
 
 __all__ = ["Offload"]
 
 OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
 """Choices of what lies in a slower level."""
+STATE = ("slot", "average")
+"""Kinds of rows that are the optimizer's state."""
 
 
 @knowing
@@ -54,15 +57,24 @@ class Offload(StorageChoice):
         if self.what == ("optimizer",) and not optimizer.slots and average is None:
             raise ConfigError(f"offload={self!r}: {type(optimizer).__name__} keeps no state; leave it out")
 
-    def records(self, pages: Mapping[int, bool], units: int, slots: bool) -> tuple[Slot, ...]:
+    def elsewhere(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
         state = [page for page, trained in pages.items() if trained and slots and "optimizer" in self.what]
         shards = [page for page in pages if "parameters" in self.what]
         spilled = range(units if "activations" in self.what else 0)
-        return (
+        records = (
             *(Slot("slots", p) for p in state),
             *(Slot("shard", p) for p in shards),
-            *(Slot(kind, unit) for kind in ("saved", "held") for unit in spilled),
+            *(Slot(kind, unit) for kind in SPILLED for unit in spilled),
         )
+        return stand_for(records)
+
+    def place(self, row: LedgerRow) -> LedgerRow:
+        kind = row.key.kind
+        if (kind == "master" and "parameters" in self.what) or (kind in STATE and "optimizer" in self.what):
+            return replace(row, level="slow")
+        if "gradients" in self.what and (kind == "part" or (kind == "grad" and row.kept)):
+            return replace(row, level="map", lifetime="step")
+        return row
 
     def open(self, placement: Placement, rows: Sequence[LedgerRow]) -> Disk:
         return open_disk(placement, rows, self.folder, self.direct, f"offload={self!r}")

@@ -10,7 +10,7 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,9 @@ from fsdpx.core.program import Slot
 from fsdpx.core.state import tuning
 from fsdpx.core.state.ledger import KINDS, Key, LedgerRow
 from fsdpx.core.state.placement import Placement
+from fsdpx.core.state.storage import Standing, StateStorage
 from fsdpx.errors import ConfigError, OffloadError
+from fsdpx.ext.offload.records import SPILLED
 
 __all__ = ["ALIGN", "Disk", "File", "Rates", "Spilled", "open_disk", "rates_of", "root_of", "spill", "taken"]
 
@@ -347,18 +349,19 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-class Disk:
+class Disk(StateStorage):
     """Where the rows of that level lie. A record's rows lie behind each other, so one read brings them all.
 
     file: None in a dry run, which moves nothing."""
 
-    def __init__(self, rows: Sequence[LedgerRow], xp: Any) -> None:
+    def __init__(self, rows: Sequence[LedgerRow], elsewhere: Standing, xp: Any) -> None:
         self.xp = xp
+        self._stands = dict(elsewhere)
         self.file: File | None = None
         self._unlock: Callable[[], object] | None = None
         self._records: dict[Slot, list[LedgerRow]] = {}
         for row in rows:
-            if row.level == "disk":
+            if row.level == "slow":
                 self._records.setdefault(Slot(KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[Key, int] = {}
         self.spilled: dict[Slot, int] = {}  # bytes of the activations of the last run
@@ -376,10 +379,17 @@ class Disk:
         unlock.atexit = False
         self.file = File(folder, self.nbytes, direct)
 
+    def made(self, state: Any) -> None:
+        """All records of pages are stored, and none is here."""
+        for slot, stand in self._stands.items():
+            if slot.kind not in SPILLED and slot.at in state.placement.pages:
+                state.store.pop(slot, None)
+                state.store[stand] = True
+
     # -- time ----------------------------------------------------------------------------------------------------------
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float:  # type: ignore[override]
         """For which reads or writes were under way, since the last `reset`."""
         return 0.0 if self.file is None else self.file.watch.seconds
 
@@ -393,8 +403,17 @@ class Disk:
         """Bytes of a record on disk."""
         return sum(_whole(row.nbytes) for row in self._records.get(record, ()))
 
-    def buffer_nbytes(self, record: Slot) -> int:
+    def amounts(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+        """Of records by number."""
+        numbers = {slot: number for number, slot in enumerate(self._stands)}
+        pages: dict[tuple[int, int | None], int] = {(n, None): self.size(slot) for slot, n in numbers.items()}
+        spilled = {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in self.spilled.items()}
+        return {"record": pages | spilled}
+
+    def buffer_nbytes(self, record: Slot) -> int | None:
         """Bytes of memory that a record needs while it is there, so that it can begin at a multiple of ALIGN."""
+        if record not in self._stands:
+            return None
         size = self.size(record)
         return size + ALIGN if size else 0
 
@@ -462,7 +481,7 @@ def open_disk(
     """A file in `folder` with room for these rows. Collective: OffloadError on all ranks if one of them cannot have it.
 
     option: what was asked for, as text"""
-    disk = Disk(rows, placement.xp)
+    disk = Disk(rows, placement.stage.elsewhere, placement.xp)
     if not placement.imaginary:
         if not hasattr(os, "posix_fallocate"):
             raise ConfigError(f"{option}: this system cannot set a part of a disk aside; Linux can")

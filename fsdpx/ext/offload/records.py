@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdpx.core.program import VERBS, Action, Request, Slot, Slots, expand
+from fsdpx.core.program import VERBS, Action, Request, Slot, Slots, Stage, expand
 from fsdpx.core.program.passes import window_of
+from fsdpx.core.state.storage import Standing
 
-__all__ = ["place_records"]
+__all__ = ["SPILLED", "place_records", "record_of", "records_of", "stand_for"]
 
 Actions = list[Action]
+SPILLED = ("saved", "held")
+"""Kinds of slots of activations. The others are of pages, and an update changes them."""
+
+
+def stand_for(records: Sequence[Slot]) -> Standing:
+    """Records by number, each with the slot that says that its values are stored."""
+    return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
+
+
+def records_of(stage: Stage) -> list[Slot]:
+    """The records by number."""
+    return [record for record, _ in stage.elsewhere]
+
+
+def record_of(stage: Stage, action: Action) -> Slot:
+    """The slot that an action brings, stores or lets go."""
+    assert action.unit is not None
+    return stage.elsewhere[action.unit][0]._replace(mb=action.mb)
 
 
 def place_records(actions: Actions, request: Request) -> Actions:
@@ -18,8 +37,9 @@ def place_records(actions: Actions, request: Request) -> Actions:
     The records that an action needs are in memory, and the next `ahead` of the kind; at most `ahead` others are being
     stored. Activations that no later action of the program needs stay where they are."""
     stage = request.stage
-    for kind in dict.fromkeys(record.kind for record in stage.records):
-        numbers = {record.at: n for n, record in enumerate(stage.records) if record.kind == kind}
+    records = records_of(stage)
+    for kind in dict.fromkeys(record.kind for record in records):
+        numbers = {record.at: n for n, record in enumerate(records) if record.kind == kind}
         slots = [expand(action, stage, request.microbatches) for action in actions]
         actions = _Cache(kind, numbers, request.ahead).through(actions, slots)
     return actions

@@ -8,6 +8,7 @@ from itertools import product
 from fsdpx.core.program import Program, Request, Slot, Stage, compile, pipeline, schedule
 from fsdpx.ext.asynchronous.local import Outer, Rounds
 from fsdpx.ext.offload.choice import Offload as Offload  # its verbs and its pass
+from fsdpx.ext.offload.records import stand_for
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
@@ -93,11 +94,13 @@ def golden() -> dict[str, Program]:
     others = ("accumulate", "local", "update", "evaluate", "predict", "forward", "backward")
     normed = {f"{k}-tied-normed-1": compile(requests(k, TIED, 1, "fsdp", scales=("NORM",))) for k in ("step", "update")}
     rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
-    disk, names = replace(TIED, records=RECORDS), ("step", "update", "evaluate", "backward")
+    disk, names = replace(TIED, elsewhere=stand_for(RECORDS)), ("step", "update", "evaluate", "backward")
     offload = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in names}
     apart = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in (("push", "frozen"), ("mix", "tied"))}
     spilled = tuple(Slot("saved", unit) for unit in range(4))
-    activations = {"step-chain-fsdp-spilled-2": compile(requests("step", replace(CHAIN, records=spilled), 2, "fsdp"))}
+    activations = {
+        "step-chain-fsdp-spilled-2": compile(requests("step", replace(CHAIN, elsewhere=stand_for(spilled)), 2, "fsdp"))
+    }
     return steps | normed | rest | offload | activations | apart | rounds()
 
 

@@ -269,9 +269,8 @@ def test_each_move_has_the_bytes_of_its_format() -> None:
     """Parameters in 2 bytes, gradients in 4, those that TIE sums in 8; messages as they are."""
     ties = {0: (("peers", "all_gather", 50),)}
     edges = {(edge.number, 0): 100 + edge.number for edge in twins(range(4))[0].edges}
-    sizes = Sizes(
-        [90] * 5, [30] * 5, [10] * 5, 2, 4, {"shard": 3, "replica": 3}, ties=ties, tie_itemsize=8, edges=edges
-    )
+    widths, amounts = {"shard": 3, "replica": 3}, {"edge": edges}
+    sizes = Sizes([90] * 5, [30] * 5, [10] * 5, 2, 4, widths, ties=ties, tie_itemsize=8, amounts=amounts)
     first = pipe("1f1b", 1, "hybrid")[0]
     moved = {key: (found.calls, found.bytes) for key, found in traffic(first, sizes).items()}
     sends, recvs = ([a.unit for a in first.actions if a.op == op] for op in ("SEND", "RECV"))
