@@ -3,7 +3,6 @@
 import ast
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 __all__ = ["attach"]
@@ -29,11 +28,11 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             from fsdpx.core.base.name_hints import absent
 
             raise absent(package, name, names)
-        if homes[name] == package:
-            return import_module(f"{package}.{name}")
         from fsdpx.core.base.extensions import import_extension
 
         what = f"{package}.{name}"
+        if homes[name] == package:
+            return import_extension(what, what)
         home = import_extension(homes[name], what)
         inside = getattr(home, name, home)
         found = import_extension(f"{homes[name]}.{name}", what) if inside is home else inside  # a module of a package

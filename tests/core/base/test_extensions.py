@@ -173,3 +173,31 @@ NOT_ASKED_FOR = ("fsdpx.data", "fsdpx.models", "fsdpx.plan", *(f"fsdpx.ext.{name
 def test_nothing_is_loaded_that_was_not_asked_for() -> None:
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
     assert [name for name in done.stdout.split() if name.startswith(NOT_ASKED_FOR)] == []
+
+
+GONE = """
+import sys
+sys.modules |= dict.fromkeys(("fsdpx.ext.compression", "fsdpx.ext.fields", "fsdpx.ext.offload"))
+"""
+USED = """
+def refused(use):
+    try:
+        use()
+    except fsdpx.errors.ConfigError as error:
+        return str(error).partition(";")[0]
+
+for use in (
+    lambda: fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), codec="topk"),
+    lambda: fsdpx.Int8, lambda: fsdpx.Grid, lambda: fsdpx.Offload, lambda: nn.Conv2d, lambda: fsdpx.plan(model),
+):
+    print(refused(use), file=sys.stderr)
+"""
+
+
+def test_without_the_files_of_extensions_the_core_trains_and_names_what_is_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", GONE + FRESH + USED], capture_output=True, text=True, check=True)
+    what = "codec 'topk'", "fsdpx.Int8", "fsdpx.Grid", "fsdpx.Offload", "fsdpx.nn.Conv2d", "fsdpx.plan"
+    missing = "compression", "compression", "fields", "offload", "fields", "fields"
+    said = "{} is an extension whose files are missing: there is no fsdpx.ext.{}"
+    for line, *one in zip(done.stderr.splitlines(), what, missing, strict=True):
+        assert line.startswith(said.format(*one))
