@@ -86,9 +86,9 @@ def _calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]
     dtypes = dtype_of(precision.compute), dtype_of(precision.gradients), dtype_of(precision.updated)
     rounded = precision.updated != precision.gradients
     optimizers = [Rounded(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
-    codecs = [codec(None, precision.sums, precision.gradients)]
+    warm = partial(codec(None, precision.sums, precision.gradients).warm, dtype_of(precision.gradients))
     meetings = partial(prepare_meetings, dtype_of(precision.sums).name)
-    return [partial(random.normal, 0, "", 0, 1), meetings, *warm_calls(runs, optimizers, codecs, dtypes, norm=True)]
+    return [partial(random.normal, 0, "", 0, 1), meetings, *warm_calls(runs, optimizers, dtypes, norm=True), warm]
 
 
 def _all() -> list[Callable[[], Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from fsdpx.core.array.namespace import dtype as dtype_of
@@ -139,8 +140,12 @@ class Codecs:
 
     @property
     def rounding(self) -> str:
-        """The kind of the first codec that does not add gradients as they are; "" if there is none."""
-        return next((type(codec).__name__ for codec in self if not isinstance(codec, Plain)), "")
+        """The first codec that does not add gradients as they are, in words; "" if there is none."""
+        return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, Plain)), "")
+
+    def warm_calls(self, dtype: Any) -> list[Callable[[], None]]:
+        """Calls that make ready what codecs compute with on the CPU, for gradients of `dtype`."""
+        return [partial(codec.warm, dtype) for codec in dict.fromkeys(self)]
 
     def remarks(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
         """What users should know of how their parameters are carried. shapes: of the parameters, by rule."""

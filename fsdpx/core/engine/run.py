@@ -16,7 +16,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import grouped
 from fsdpx.core.comm.mesh import REPLICA
 from fsdpx.core.engine.stage_messages import StageMessages
-from fsdpx.core.program import KINDS, Action, Program, Slot, Stage, lifetimes
+from fsdpx.core.program import KINDS, SLOTS, Action, Program, Slot, Stage, lifetimes
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.ledger import Key, local_gradient
@@ -200,13 +200,13 @@ class Workspace:
         return place.accumulation.gradient(buffer, lambda b: views.leaves(b, row.span.size), at_home=shared)
 
     def scratch(self, kind: str, page: int) -> Any:
-        """Short-lived memory of an action: bytes for a codec, elements of the gradients' format for all else."""
+        """Short-lived memory of an action: bytes, or elements of the gradients' format."""
         if (kept := self.state.ledger.array(kind, page)) is not None:
             return kept
         nbytes = self._scratch.get((kind, page))
         if nbytes is None:
             nbytes = self._scratch[kind, page] = scratch_nbytes(self.state, Slot(kind, page))
-        dtype = np.dtype("uint8") if kind in BYTES else self.place.formats.gradients
+        dtype = np.dtype("uint8") if SLOTS[kind].raw else self.place.formats.gradients
         if nbytes:
             return self.buffer(kind, page, nbytes // dtype.itemsize, dtype)
         if kind not in self._nothing:  # of the slab: in windows or not, as the scratch of other ranks
@@ -214,10 +214,6 @@ class Workspace:
             made = self.place.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view(0, 0, dtype)
             self._nothing[kind] = made
         return self._nothing[kind]
-
-
-BYTES = ("carry", "join", "parcel")
-"""Kinds of scratch that codecs ask for in bytes."""
 
 
 def plan(state: TrainState, program: Program) -> SlabPlan:

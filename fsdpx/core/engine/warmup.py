@@ -21,7 +21,7 @@ __all__ = ["OTHERS", "every", "make_ready", "warm_calls", "warm_kernels"]
 
 
 def warm_calls(
-    runs: Iterable[str], optimizers: Iterable[Any], codecs: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
+    runs: Iterable[str], optimizers: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
 ) -> list[Callable[[], Any]]:
     """Calls with a few numbers on the CPU, each of which compiles or loads a kernel.
 
@@ -31,8 +31,7 @@ def warm_calls(
     calls = kernel_calls([*runs, "add"], dtype)
     if norm:
         calls += kernel_calls(["square_sum", "square_sums"], gradients)
-    calls += [partial(_warm_optimizer, optimizer, master, gradients) for optimizer in optimizers]
-    return calls + [partial(codec.warm, gradients) for codec in codecs]
+    return calls + [partial(_warm_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
 def make_ready(

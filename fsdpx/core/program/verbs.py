@@ -70,11 +70,12 @@ class SlotKind:
     """Kinds with the same `buffer` lie in the same memory and are never alive together.
 
     memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program,
-    unless it is there before or after it."""
+    unless it is there before or after it. raw: bytes, of no format."""
 
     buffer: str
     memory: str
     lent: bool = False
+    raw: bool = False
 
 
 SLOTS: dict[str, SlotKind] = {
@@ -105,9 +106,9 @@ SLOTS: dict[str, SlotKind] = {
     "agreed": SlotKind("agreed", "control"),
     # scratch
     "wire": SlotKind("wire", "scratch", lent=True),
-    "carry": SlotKind("carry", "scratch", lent=True),
+    "carry": SlotKind("carry", "scratch", lent=True, raw=True),
     "trade": SlotKind("trade", "scratch", lent=True),
-    "join": SlotKind("join", "scratch", lent=True),
+    "join": SlotKind("join", "scratch", lent=True, raw=True),
     "tie": SlotKind("tie", "scratch", lent=True),
 }
 

@@ -137,7 +137,7 @@ class Page:
             found += [(before,), (bottom - top, *field.shape[1:]), (after,)]
         return [shape for shape in found if prod(shape)]
 
-    def grid(self) -> list[int]:
+    def block_edges(self) -> list[int]:
         """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, GRAIN)]
         return edges + [self.size]
@@ -149,8 +149,8 @@ def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
     snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut."""
     bounds = [page.size * r // width for r in range(width + 1)]
     if snap and width > 1:
-        grid = page.grid()
-        bounds = [0, *(_nearest(grid, b) for b in bounds[1:-1]), page.size]
+        edges = page.block_edges()
+        bounds = [0, *(_nearest(edges, b) for b in bounds[1:-1]), page.size]
     return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
@@ -170,10 +170,10 @@ def near(runs: Iterable[Run], most: int, sparse: float = math.inf) -> Iterator[l
         yield group
 
 
-def _nearest(grid: list[int], value: int) -> int:
-    at = bisect_left(grid, value)
-    left = grid[max(at - 1, 0)]
-    right = grid[min(at, len(grid) - 1)]
+def _nearest(edges: list[int], value: int) -> int:
+    at = bisect_left(edges, value)
+    left = edges[max(at - 1, 0)]
+    right = edges[min(at, len(edges) - 1)]
     return left if value - left <= right - value else right
 
 

@@ -84,7 +84,8 @@ def session_of(
         runs = *runs_of(model), *getattr(place.loss, "runs", ())
         optimizers = [] if place.optimizer is None else [place.optimizer]
         with slow(_speaks(world), "compiling kernels") as count:
-            make_ready(warm_calls(runs, optimizers, place.codecs, dtypes, norm), _share(world), count)
+            calls = warm_calls(runs, optimizers, dtypes, norm) + place.codecs.warm_calls(place.formats.gradients)
+            make_ready(calls, _share(world), count)
     state = allocate(place, initial)
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]

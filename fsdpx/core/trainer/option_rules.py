@@ -48,7 +48,7 @@ class Beside:
     mesh : with all widths
     state : names of running statistics
     xp : the namespace of arrays
-    rounding : the kind of the codec that rounds gradients on their way
+    rounding : what rounds gradients on their way
     """
 
     recipe: Any
@@ -130,7 +130,7 @@ TABLE: list[Excluded] = [
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave chunks out"),
     Excluded(CHUNKS, "compression (`codec`, or `Precision(reduce=)` of fewer bits)", lambda c:
-        f"codec {c.rounding} " if c.rounding else "",
+        f"{c.rounding} " if c.rounding else "",
         "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
     Excluded(SPACE, "`chunks`", if_given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
         "leave chunks out"),

@@ -41,7 +41,7 @@ SLOTS.update({
     "next": SlotKind("next", "outer parameters"),
     "trained": SlotKind("trained", "control"),  # by a replica, since each fragment was last sent
     "share": SlotKind("share", "control"),
-    "parcel": SlotKind("parcel", "scratch", lent=True),
+    "parcel": SlotKind("parcel", "scratch", lent=True, raw=True),
 })  # fmt: skip
 
 # fmt: off

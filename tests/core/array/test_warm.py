@@ -84,7 +84,7 @@ model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.G
 loss, optimizer = nn.CrossEntropy(), optim.LAMB()
 trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
 dtypes = trainer.inspect.placement.formats.compute, "float32", "float32"
-make_ready(warm_calls([*runs_of(model), *loss.runs], [optimizer], [], dtypes, True))
+make_ready(warm_calls([*runs_of(model), *loss.runs], [optimizer], dtypes, True))
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)
