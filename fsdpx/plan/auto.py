@@ -14,7 +14,7 @@ from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import carrier_of, node_of
 from fsdpx.core.state.footprint import memory_limits
-from fsdpx.core.trainer.option_rules import agree
+from fsdpx.core.trainer.agreement import agree
 from fsdpx.core.trainer.recipe import Recipe, demand
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan.machine import Level, Machine

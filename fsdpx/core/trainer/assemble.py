@@ -32,15 +32,15 @@ from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatch
 from fsdpx.core.state.allocate import allocate
 from fsdpx.core.state.placement import Formats, Options, Pipe, Placement, recompute, statistics_of
 from fsdpx.core.state.sample_layout import SampleLayout
-from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
-from fsdpx.core.state.sync_policy import TOGETHER, PaceChoice
+from fsdpx.core.state.storage import StorageChoice
+from fsdpx.core.state.sync_policy import PaceChoice
 from fsdpx.core.state.tuning import Tuning, kept, tune_for
 from fsdpx.core.state.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
-from fsdpx.core.trainer.batch import share_errors, sum_of
+from fsdpx.core.trainer.agreement import agree, list_choices
+from fsdpx.core.trainer.batch import share_errors
 from fsdpx.core.trainer.option_rules import (
     CHUNKS,
     Beside,
-    agree,
     check_whole,
     demand_together,
 )  # fmt: skip
@@ -53,7 +53,6 @@ from fsdpx.nn.tensor_plan import Planned, parallelise
 from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.muon import BUT
-from fsdpx.optim.optimizer import scheduled
 
 __all__ = ["placement_of", "session_of"]
 
@@ -164,26 +163,26 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         reducing = _reducing(recipe, ranks, formats, model.ordered)
         pages = _pages(recipe, ranks, formats, model, reducing)
         options = _options(recipe, ranks, formats, model.ordered, pages)
-    agree(world, _asked_for(recipe, ranks, formats, model, reducing, pages, options))
-    optimizer = _optimizer(recipe.training, formats)
-    placed = Placement(
-        xp=ranks.xp,
-        model=model.ordered,
-        layout=pages.layout,
-        stages=_stages(pages.layout, reducing, ranks, optimizer, options.storage),
-        axes=ranks.axes,
-        sharding=ranks.sharding,
-        formats=_formats(formats),
-        codecs=reducing.codecs,
-        optimizer=optimizer,
-        loss=model.planned.loss,
-        options=options,
-        tuning=ranks.tuning,
-        pipe=pages.pipe,
-        output_dim=model.planned.output_dim,
-        sample_layout=model.samples,
-    )
-    return placed, model.planned.model, reducing.microbatches
+        optimizer = _optimizer(recipe.training, formats)
+        place = Placement(
+            xp=ranks.xp,
+            model=model.ordered,
+            layout=pages.layout,
+            stages=_stages(pages.layout, reducing, ranks, optimizer, options.storage),
+            axes=ranks.axes,
+            sharding=ranks.sharding,
+            formats=_formats(formats),
+            codecs=reducing.codecs,
+            optimizer=optimizer,
+            loss=model.planned.loss,
+            options=options,
+            tuning=ranks.tuning,
+            pipe=pages.pipe,
+            output_dim=model.planned.output_dim,
+            sample_layout=model.samples,
+        )
+    agree(world, list_choices(recipe, place, reducing.microbatches, _products(world, formats, ranks.xp)))
+    return place, model.planned.model, reducing.microbatches
 
 
 def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
@@ -259,53 +258,6 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: So
         pace=ranks.pace,
         planned=distribution.planned,
     )
-
-
-def _asked_for(
-    recipe: Recipe,
-    ranks: TrainingRanks,
-    formats: Precision,
-    model: RankModel,
-    reducing: Reducing,
-    pages: Pages,
-    options: Options,
-) -> dict[str, Any]:
-    """What all ranks must have asked for alike, by its name in errors."""
-    training, layout, pace = recipe.training, pages.layout, ranks.pace
-    return {
-        "strategy": ranks.sharding,  # it decides the mesh where none is given
-        "mesh": ranks.axes.mesh,
-        "precision": formats,
-        "options": replace(options, pace=TOGETHER, storage=IN_MEMORY),
-        "offload": recipe.distribution.offload,
-        "model": layout,
-        "layers": model.ordered,
-        "stages": layout.spread.starts,
-        "schedule": pages.pipe.words(reducing.each),
-        "space": repr(recipe.distribution.samples),
-        "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
-        "optimizer": training.optimizer,
-        "loss": training.loss,
-        "arrays": _arrays(training.model) + _arrays(training.loss) if model.samples.is_whole else "",
-        "codec": reducing.codecs,
-        "microbatches": reducing.microbatches,
-        "device": recipe.machinery.device,
-        "library of 16-bit products": _products(ranks.axes.world, formats, ranks.xp),
-        "average": training.average,
-        "trace": recipe.machinery.traced(),
-        "the learning rate of step 1": scheduled(training.optimizer, 1)[0],
-        "pace": pace.words,
-        "outer optimizer": pace.optimizers,
-    }
-
-
-def _arrays(thing: Any) -> str:
-    """A line for each layer or loss that holds arrays, such as masks and weights, which its text leaves out."""
-    held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
-    held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
-    lines = [f"{thing!r} with arrays of sum {sum_of(held):08x}"] if held else []
-    inside = thing.children().values() if isinstance(thing, Layer) else ()
-    return "\n".join([*lines, *filter(None, map(_arrays, inside))])
 
 
 def _namespace(machinery: Machinery, world: Communicator) -> Any:

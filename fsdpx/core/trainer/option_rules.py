@@ -1,14 +1,11 @@
-"""The choices of a trainer, checked alike on all ranks before any byte of data moves; and which of them exclude each
-other, why, and what to do: one table, of which errors and a page of the docs are made."""
+"""The choices of a trainer, each by itself; and which of them exclude each other, why, and what to do: one table, of
+which errors and a page of the docs are made."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import isfunction
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +14,9 @@ from fsdpx import optim
 from fsdpx.core.base.config import positive
 from fsdpx.core.base.extensions import load_extension, name_extensions
 from fsdpx.core.base.name_hints import patterns_of
-from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.state.accumulation import MOST_PIECES
-from fsdpx.core.state.placement import Options
 from fsdpx.core.state.sample_layout import Space
-from fsdpx.core.state.units import Layout
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.nn import losses
 from fsdpx.nn.layer import Layer
@@ -30,7 +24,7 @@ from fsdpx.nn.linearize import Sorted
 from fsdpx.optim.optimizer import needs_whole
 
 __all__ = [
-    "CHUNKS", "ELASTIC", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "agree", "check_kinds",
+    "CHUNKS", "ELASTIC", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "check_kinds",
     "check_options", "check_parts", "check_whole", "demand_together", "has_dynamic_scale",
     "if_collective", "if_given", "if_true", "if_wide", "is_collective", "table",
 ]  # fmt: skip
@@ -274,45 +268,6 @@ def _short(value: Any) -> str:
     """In one line."""
     first, *more = repr(value).splitlines() or [""]
     return first if not more and len(first) < 200 else f"{first[:100]}... ({type(value).__name__})"
-
-
-def agree(world: Communicator, choices: Mapping[str, Any]) -> None:
-    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference.
-
-    choices: by their names in errors. Ranks give the same names in the same order."""
-    everyone = world.all_gather_plain([_text(choice) for choice in choices.values()])
-    for rank, texts in enumerate(everyone):
-        if texts == everyone[0]:
-            continue
-        for name, first, theirs in zip(choices, everyone[0], texts, strict=True):
-            if first != theirs:
-                raise ConfigError(_differ(name, first, rank, theirs))
-
-
-def _differ(name: str, first: str, rank: int, theirs: str) -> str:
-    """Of long texts the lines that differ: all options, the first layer."""
-    lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
-    pairs = [(a, b) for a, b in lines if a != b]
-    here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
-    return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}"
-
-
-def _text(choice: Any) -> str:
-    if isinstance(choice, str):
-        return choice
-    if isinstance(choice, Options):
-        return "\n".join(f"{field.name}={_text(getattr(choice, field.name))}" for field in fields(choice))
-    if isinstance(choice, Sorted):
-        return "\n".join(f"{node.path} = {_text(node.layer)}" for node in choice.nodes)
-    if isinstance(choice, Layout):
-        specs = ((p.index, f.name, choice.specs[f.source]) for p in choice.pages for f in p.fields)
-        facts = [(index, name, spec.shape, getattr(spec.init, "digest", 0)) for index, name, spec in specs]
-        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
-    try:
-        text = repr(choice)
-    except RecursionError:  # a layer that holds itself
-        return type(choice).__name__
-    return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)  # each rank has functions of its own
 
 
 def check_whole(optimizer: Any, tensor: int) -> None:

@@ -1,0 +1,112 @@
+"""What all ranks must have asked for alike, compared before any byte of data moves."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.state.placement import Options, Placement
+from fsdpx.core.state.storage import IN_MEMORY
+from fsdpx.core.state.sync_policy import TOGETHER
+from fsdpx.core.state.units import Layout
+from fsdpx.core.trainer.batch import sum_of
+from fsdpx.core.trainer.recipe import Recipe
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.linearize import Sorted
+from fsdpx.optim.optimizer import scheduled
+
+__all__ = ["agree", "list_choices"]
+
+
+def list_choices(recipe: Recipe, place: Placement, microbatches: int, products: str) -> dict[str, Any]:
+    """Return what all ranks must have asked for alike, by its name in errors.
+
+    Parameters
+    ----------
+    recipe : what this rank was asked for
+    place : what that means here
+    microbatches : that a step was asked for
+    products : the library of 16-bit products
+    """
+    training, layout, pace = recipe.training, place.layout, recipe.distribution.pace
+    return {
+        "strategy": place.sharding,  # it decides the mesh where none is given
+        "mesh": place.axes.mesh,
+        "precision": place.formats.precision,
+        "options": replace(place.options, pace=TOGETHER, storage=IN_MEMORY),
+        "offload": recipe.distribution.offload,
+        "model": layout,
+        "layers": place.model,
+        "stages": layout.spread.starts,
+        "schedule": place.pipe.words(place.accumulation.microbatches(microbatches)),
+        "space": repr(recipe.distribution.samples),
+        "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
+        "optimizer": training.optimizer,
+        "loss": training.loss,
+        "arrays": _arrays(training.model) + _arrays(training.loss) if place.sample_layout.is_whole else "",
+        "codec": place.codecs,
+        "microbatches": microbatches,
+        "device": recipe.machinery.device,
+        "library of 16-bit products": products,
+        "average": training.average,
+        "trace": recipe.machinery.traced(),
+        "the learning rate of step 1": scheduled(training.optimizer, 1)[0],
+        "pace": pace.words,
+        "outer optimizer": pace.optimizers,
+    }
+
+
+def _arrays(thing: Any) -> str:
+    """A line for each layer or loss that holds arrays, such as masks and weights, which its text leaves out."""
+    held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
+    held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
+    lines = [f"{thing!r} with arrays of sum {sum_of(held):08x}"] if held else []
+    inside = thing.children().values() if isinstance(thing, Layer) else ()
+    return "\n".join([*lines, *filter(None, map(_arrays, inside))])
+
+
+def agree(world: Communicator, choices: Mapping[str, Any]) -> None:
+    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference.
+
+    choices: by their names in errors. Ranks give the same names in the same order."""
+    everyone = world.all_gather_plain([_text(choice) for choice in choices.values()])
+    for rank, texts in enumerate(everyone):
+        if texts == everyone[0]:
+            continue
+        for name, first, theirs in zip(choices, everyone[0], texts, strict=True):
+            if first != theirs:
+                raise ConfigError(_differ(name, first, rank, theirs))
+
+
+def _differ(name: str, first: str, rank: int, theirs: str) -> str:
+    """Of long texts the lines that differ: all options, the first layer."""
+    lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
+    pairs = [(a, b) for a, b in lines if a != b]
+    here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
+    return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}"
+
+
+def _text(choice: Any) -> str:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, Options):
+        return "\n".join(f"{field.name}={_text(getattr(choice, field.name))}" for field in fields(choice))
+    if isinstance(choice, Sorted):
+        return "\n".join(f"{node.path} = {_text(node.layer)}" for node in choice.nodes)
+    if isinstance(choice, Layout):
+        specs = ((p.index, f.name, choice.specs[f.source]) for p in choice.pages for f in p.fields)
+        facts = [(index, name, spec.shape, getattr(spec.init, "digest", 0)) for index, name, spec in specs]
+        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
+    try:
+        text = repr(choice)
+    except RecursionError:  # a layer that holds itself
+        return type(choice).__name__
+    return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)  # each rank has functions of its own
