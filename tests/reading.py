@@ -114,6 +114,27 @@ LOADED = ("np", "numpy", "json", "pickle", "tomllib")
 OPENED = ("os", "io", "gzip", "bz2", "lzma", "tarfile", "zipfile", "codecs")
 
 
+def used_at_import(source: str, homes: Mapping[str, str]) -> set[str]:
+    """The modules of fsdpx that a file imports when it is imported itself; what stands in functions is run later.
+
+    homes: the module of each lazy name, "nn.Conv2d"."""
+    found = set[str]()
+    todo: list[ast.AST] = [ast.parse(source)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found |= {homes.get(f"{module.split('.')[-1]}.{one.name}", f"{module}.{one.name}") for one in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add(homes.get(f"{node.value.id}.{node.attr}", ""))
+        inside = (node.body,) if isinstance(node, ast.Lambda) else getattr(node, "body", ())
+        later = inside if isinstance(node, ast.FunctionDef | ast.Lambda) else ()
+        todo += [child for child in ast.iter_child_nodes(node) if child not in later]
+    return {name for name in found if name.startswith(NAME)}
+
+
 def _takes(node: ast.Call, names: set[str]) -> bool:
     """Whether one of the names is an argument of the call."""
     return any(getattr(one, "id", None) in names for one in [*node.args, *(word.value for word in node.keywords)])

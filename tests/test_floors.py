@@ -9,7 +9,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from reading import NAME, Package, folder_of
+from reading import NAME, Package, folder_of, used_at_import
+
+from fsdpx.core.base.lazy_names import _homes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Package.of(ROOT / NAME)
@@ -130,6 +132,29 @@ def test_every_folder_is_in_the_core_or_an_extension() -> None:
         assert (name in floors) != (name in extensions or name.startswith(f"{NAME}.ext.")), name
 
 
+def core_tests_that_import(tests: Mapping[str, str]) -> list[str]:
+    """Extensions that tests of the core import as soon as they are collected. Contracts (`testing`) and what feeds a
+    trainer (`data`) are no tests' subject."""
+    places = {NAME: "__init__.py", "nn": "nn/__init__.py", "optim": "optim/__init__.py"}
+    homes = {
+        f"{part}.{name}": home
+        for part, file in places.items()
+        for name, home in _homes(NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]).items()
+    }
+    outside = tuple(f"{NAME}.{name}" for name in ("ext", "plan", "models", "launch", "examples"))
+    return [
+        f"{file} imports {module}: import it in the test, and mark that with needs()"
+        for file, source in tests.items()
+        for module in sorted(used_at_import(source, homes))
+        if module.startswith(outside)
+    ]
+
+
+def test_tests_of_the_core_begin_without_extensions() -> None:
+    here = Package.of(ROOT / "tests").sources
+    none(core_tests_that_import({f: s for f, s in here.items() if f.startswith(("core/", "nn/", "optim/"))}))
+
+
 def test_no_folder_is_too_large() -> None:
     none(too_large(PACKAGE))
 
@@ -186,6 +211,13 @@ def made(files: dict[str, str]) -> Package:
 
 def layer(text: str) -> Package:
     return made({"nn/layer.py": text})
+
+
+def test_extensions_at_the_head_of_a_test_are_found() -> None:
+    heads = ("from fsdpx import Local", "from fsdpx.nn import Conv2d", "import fsdpx.plan", "X = nn.MoE(2)")
+    later = ("def test(): fsdpx.Local()", "X = lambda: nn.MoE(2)", "from fsdpx import data, testing, Mesh, nn")
+    assert len(core_tests_that_import(dict(enumerate(heads)))) == len(heads)  # type: ignore[arg-type]
+    assert core_tests_that_import(dict(enumerate(later))) == []  # type: ignore[arg-type]
 
 
 def test_circles_are_found() -> None:

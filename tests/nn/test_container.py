@@ -199,7 +199,7 @@ def test_inputs_that_do_not_fit_together():
         (nn.Linear(64, 128), "Linear(64, 128)"),
         (nn.Linear(64, 128, bias=False), "Linear(64, 128, bias=False)"),
         (nn.Dropout(0.1), "Dropout(p=0.1)"),
-        (nn.Conv2d(3, 8, 3, padding=1), "Conv2d(3, 8, 3, padding=1)"),
+        (nn.Attention(4, 2, 3, window=3), "Attention(4, 2, 3, window=3)"),
         (nn.TransformerBlock(8, 2, dropout=0.1), "TransformerBlock(8, 2, dropout=0.1)"),
         (nn.GPT(11, 8, 2, 2, 6), "GPT(11, 8, 2, 2, 6)"),
         (nn.Residual(nn.Tanh()), "Residual(Tanh())"),

@@ -1,20 +1,13 @@
 """Every layer keeps the contract that `fsdpx.testing.LayerContract` tests."""
 
-import inspect
-import sys
 
 import numpy as np
 import pytest
+from layer_cases import check_kernels, check_text, contracts_of, ids, layers_of, rows
 
 from fsdpx import nn
-from fsdpx.core.array.kernels import choice
-from fsdpx.core.engine.warmup import warm_kernels
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import runs_of
 from fsdpx.testing import LayerContract
-
-SHAPE = LayerContract()
-rows, ids = SHAPE.normal, SHAPE.integers
 
 
 def pair():
@@ -41,12 +34,9 @@ def tied():
 POWER = np.power, (lambda a, b: b * np.power(a, b - 1.0), lambda a, b: np.power(a, b) * np.log(a))
 """a^b, and its derivatives by a and by b."""
 
-REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 CASES = {
     "Linear": (lambda: nn.Linear(5, 3), lambda: rows(4, 5)),
     "LinearOfSequences": (lambda: nn.Linear(5, 3, bias=False), lambda: rows(4, 2, 5)),
-    "LoRALinear": (lambda: nn.LoRALinear(nn.Linear(5, 3), 2, 4.0, 0.3), lambda: rows(4, 2, 5)),
-    "LoRAOfMLP": (lambda: nn.lora(nn.MLP(4, dropout=0.2), 2, 4.0, 0.3, targets="*"), lambda: rows(3, 2, 4)),
     "Embedding": (lambda: nn.Embedding(7, 4), lambda: ids(7, 3, 5)),
     "LayerNorm": (lambda: nn.LayerNorm(6), lambda: rows(3, 2, 6)),
     "LayerNormOfTwoDims": (lambda: nn.LayerNorm((2, 6), bias=False), lambda: rows(3, 2, 6)),
@@ -67,55 +57,6 @@ CASES = {
     "DropoutEvaluating": (lambda: nn.Dropout(0.5), lambda: rows(4, 3), {"training": False}),
     "Dropout": (lambda: nn.Dropout(0.3), lambda: rows(4, 6)),
     "DropoutOfAll": (lambda: nn.Dropout(1.0), lambda: rows(4, 6)),
-    "Conv2d": (lambda: nn.Conv2d(2, 3, 3), lambda: rows(3, 2, 5, 6)),
-    "Conv2dStrided": (
-        lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), bias=False),
-        lambda: rows(3, 2, 6, 5),
-    ),
-    "MaxPool2d": (lambda: nn.MaxPool2d(2), lambda: rows(3, 2, 5, 6)),
-    "MaxPool2dOverlapping": (lambda: nn.MaxPool2d(3, stride=2, padding=1), lambda: rows(3, 2, 5, 6)),
-    "AvgPool2d": (lambda: nn.AvgPool2d(3, stride=(1, 2), padding=1), lambda: rows(3, 2, 5, 6)),
-    "AdaptiveAvgPool1d": (lambda: nn.AdaptiveAvgPool1d(3), lambda: rows(3, 2, 7)),
-    "AdaptiveAvgPool2d": (lambda: nn.AdaptiveAvgPool2d((2, 9)), lambda: rows(3, 2, 5, 6)),
-    "AdaptiveAvgPool3d": (lambda: nn.AdaptiveAvgPool3d(1), lambda: rows(3, 2, 3, 4, 2)),
-    "Conv1d": (lambda: nn.Conv1d(2, 4, 3, 2, 1, groups=2, padding_mode="circular"), lambda: rows(3, 2, 7)),
-    "Conv2dDilated": (lambda: nn.Conv2d(2, 3, 2, 1, 1, 2, padding_mode="reflect"), lambda: rows(3, 2, 5, 6)),
-    "Conv3d": (lambda: nn.Conv3d(2, 3, 3, padding="same", padding_mode="replicate"), lambda: rows(3, 2, 3, 4, 3)),
-    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 2, 3, 2, 1, 1, groups=2), lambda: rows(3, 4, 5)),
-    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 2, 2), lambda: rows(3, 2, 3, 4)),
-    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 2, 2, dilation=2, bias=False), lambda: rows(3, 2, 2, 3, 2)),
-    "MaxPool1d": (lambda: nn.MaxPool1d(3, 2, 1, 2), lambda: rows(3, 2, 8)),
-    "MaxPool3d": (lambda: nn.MaxPool3d(2, ceil_mode=True), lambda: rows(3, 2, 3, 4, 5)),
-    "AvgPool1d": (lambda: nn.AvgPool1d(3, 2, 1, True), lambda: rows(3, 2, 6)),
-    "AvgPool3d": (lambda: nn.AvgPool3d(2, 1, 1, False, False), lambda: rows(3, 2, 3, 2, 3)),
-    "UpsampleNearest": (lambda: nn.Upsample(scale_factor=2), lambda: rows(3, 2, 5)),
-    "UpsampleBicubic": (lambda: nn.Upsample((4, 7), mode="bicubic"), lambda: rows(3, 2, 3, 5)),
-    "UpsampleTrilinear": (lambda: nn.Upsample(None, 1.5, "trilinear", True), lambda: rows(3, 2, 2, 3, 4)),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: rows(3, 4, 5)),
-    "InstanceNorm": (lambda: nn.InstanceNorm(3, affine=True), lambda: rows(3, 3, 4, 2)),
-    "UNet": (lambda: nn.UNet(2, 3, 2, 4, 1, norm="group", activation="gelu"), lambda: rows(3, 2, 4, 6)),
-    "SpectralConv": (lambda: nn.SpectralConv(2, 3, (3, 4)), lambda: rows(3, 2, 5, 6)),
-    "SpectralConvOfLines": (lambda: nn.SpectralConv(2, 3, 6, bias=False), lambda: rows(3, 2, 7)),
-    "ChannelLinear": (lambda: nn.ChannelLinear(3, 4), lambda: rows(3, 3, 4, 2)),
-    "ChannelScale": (lambda: nn.ChannelScale(3, 2), lambda: rows(3, 3, 4, 2)),
-    "GridEmbedding": (nn.GridEmbedding, lambda: rows(3, 2, 4, 3)),
-    "Rollout": (
-        lambda: nn.Rollout(nn.Chain(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1)), 3),
-        lambda: rows(3, 2, 5),
-    ),
-    "FNO": (lambda: nn.FNO(2, 3, (2, 4), 4, 2), lambda: rows(3, 2, 4, 6)),
-    "Normalize": (lambda: nn.Normalize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),
-    "Denormalize": (lambda: nn.Denormalize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),
-    "Derivative": (lambda: nn.Derivative(0, 2, 0.5, True, 4), lambda: rows(3, 2, 6)),
-    "Gradient": (lambda: nn.Gradient(0.5, (True, False), 4), lambda: rows(3, 2, 5, 6)),
-    "Divergence": (lambda: nn.Divergence(along=(1, 0)), lambda: rows(3, 4, 5, 6)),
-    "Curl": (nn.Curl, lambda: rows(3, 3, 4, 5, 4)),
-    "Laplacian": (lambda: nn.Laplacian(2.0, True), lambda: rows(3, 2, 5, 3)),
-    "Conserve": (nn.Conserve, lambda: (rows(3, 2, 5), rows(3, 2, 5) + 1.0)),
-    "Pad": (lambda: nn.Pad(((2, 0), (-1, 3)), "reflect"), lambda: rows(3, 2, 4, 5)),
-    "FNOPlain": (lambda: nn.FNO(2, 3, (2, 2), 4, 1, 5, 3, 2, False), lambda: rows(3, 2, 4, 4)),
-    "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
-    "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
     "Flatten": (nn.Flatten, lambda: rows(3, 2, 5)),
     "FlattenFrom2": (lambda: nn.Flatten(2), lambda: rows(3, 2, 5, 2)),
     "Add": (nn.Add, pair),
@@ -145,7 +86,6 @@ CASES = {
     ),
     "Llama": (lambda: nn.Llama(11, 8, 2, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
     "LlamaSegments": (lambda: nn.Llama(11, 8, 1, 2, 6, segments=True), lambda: (ids(11, 3, 5), ids(2, 3, 5))),
-    "MoE": (lambda: nn.MoE(4, 3, 5, 2, init=normal(0.7)), lambda: rows(3, 2, 4)),
     "First": (nn.First, lambda: rows(3, 4, 6)),
     "BertEmbedding": (lambda: nn.BertEmbedding(11, 6, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4))),
     "Bert": (lambda: nn.Bert(11, 6, 1, 2, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4), ids(2, 3, 4))),
@@ -173,53 +113,27 @@ CASES = {
     "VocabEmbedding": (lambda: nn.VocabEmbedding(7, 4), lambda: ids(7, 3, 5)),
     "VocabTokenEmbedding": (lambda: nn.VocabTokenEmbedding(7, 4, 6, sequence=True), lambda: ids(7, 3, 5)),
     "PartTokenEmbedding": (lambda: nn.PartTokenEmbedding(7, 4, 6), lambda: ids(7, 3, 5)),
-    "CutMoE": (lambda: nn.CutMoE(4, 3, 5, 2, init=normal(0.7)), lambda: rows(3, 2, 4)),
     "CutDropout": (lambda: nn.CutDropout(0.3, dim=-1, total=6), lambda: rows(4, 6)),
     "Enter": (nn.Enter, lambda: rows(4, 6, 2)),
     "Leave": (lambda: nn.Leave(6), lambda: rows(4, 6)),
     "Framed": (lambda: nn.Framed(nn.MLP(4), nn.Enter(), nn.Leave(4)), lambda: rows(4, 3, 4)),
 }
 
-for _name, (_make, _inputs, *_more) in CASES.items():
-    _body = {"make": lambda self, f=_make: f(), "inputs": lambda self, f=_inputs: f()}
-    globals()[f"Test{_name}"] = type(
-        f"Test{_name}", (LayerContract,), {k: v for m in [_body, *_more] for k, v in m.items()}
-    )
+globals().update(contracts_of(CASES))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_kernel_is_compiled_in_a_step(name):
-    """What a step of the layer calls is reached by warming what its `runs` name; numbers come before."""
-    bodies, layer = {body.__code__: kernel for kernel, body in choice.names().items()}, CASES[name][0]()
-
-    def reached(call):
-        found = set()
-        sys.setprofile(lambda frame, event, argument: found.add(bodies.get(frame.f_code)))
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-        return found - {None, "normal"}
-
-    step = globals()[f"Test{name}"]().test_float32_stays_float32
-    assert reached(step) <= reached(lambda: warm_kernels([*runs_of(layer), "add"], np.float32))
-
-
-def test_every_layer_of_the_package_is_tested_here():
-    made = {type(make()) for make, *_ in CASES.values()}
-    layers = {getattr(nn, name) for name in nn.__all__ if isinstance(getattr(nn, name), type)}
-    layers = {cls for cls in layers if issubclass(cls, nn.Layer)} - {nn.Layer, nn.Container, nn.Composite}
-    assert layers == made
+    check_kernels(CASES, name)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_text_of_a_layer_shows_every_argument(name):
-    """Ranks compare it, and so does a run that goes on: what it leaves out may differ unnoticed."""
-    layer = CASES[name][0]()
-    text, made = repr(layer), inspect.signature(type(layer).__init__).parameters.values()
-    hidden = [p.name for p in made if p.kind not in REST and p.name != "self" and not hasattr(layer, p.name)]
-    inside = all(f"{path}=" in text or hasattr(layer, path) for path in layer.children())
-    assert not hidden or inside or isinstance(layer, nn.Chain | nn.Graph)
+    check_text(CASES, name)
+
+
+def test_every_layer_of_the_package_is_tested_here():
+    assert layers_of("fsdpx.nn") <= {type(make()) for make, *_ in CASES.values()}
 
 
 def test_of_a_container_of_ones_own_the_text_shows_what_its_arguments_decided_on():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from present import needs
 
 torch = pytest.importorskip("torch")
 
@@ -32,14 +33,6 @@ PAIRS = {
     "tanh": (nn.Tanh(), tnn.Tanh, (4, 6)),
     "sigmoid": (nn.Sigmoid(), tnn.Sigmoid, (4, 6)),
     "softmax": (nn.Softmax(1), lambda: tnn.Softmax(1), (4, 6, 3)),
-    "conv": (nn.Conv2d(2, 3, 3), lambda: tnn.Conv2d(2, 3, 3), (3, 2, 5, 6)),
-    "conv strided": (
-        nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)),
-        lambda: tnn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)),
-        (3, 2, 6, 5),
-    ),
-    "max pool": (nn.MaxPool2d(3, 2, 1), lambda: tnn.MaxPool2d(3, 2, 1), (3, 2, 7, 6)),
-    "average pool": (nn.AvgPool2d((2, 3), padding=1), lambda: tnn.AvgPool2d((2, 3), padding=1), (3, 2, 7, 6)),
     "flatten": (nn.Flatten(), tnn.Flatten, (3, 2, 4)),
     "flatten from 2": (nn.Flatten(2), flatten_from_2, (3, 2, 4, 2)),
     "chain": (
@@ -189,21 +182,22 @@ def test_gpt():
 
 
 BEGINNINGS = {
-    "linear": (nn.Linear(400, 300), lambda: tnn.Linear(400, 300)),
-    "embedding": (nn.Embedding(300, 200), lambda: tnn.Embedding(300, 200)),
-    "conv": (nn.Conv2d(30, 200, 5), lambda: tnn.Conv2d(30, 200, 5)),
-    "layer norm": (nn.LayerNorm(20), lambda: tnn.LayerNorm(20)),
-    "batch norm": (nn.BatchNorm(20), lambda: tnn.BatchNorm1d(20)),
-    "attention": (nn.MultiHeadAttention(120, 2), lambda: tnn.MultiheadAttention(120, 2)),
+    "linear": (lambda: nn.Linear(400, 300), lambda: tnn.Linear(400, 300)),
+    "embedding": (lambda: nn.Embedding(300, 200), lambda: tnn.Embedding(300, 200)),
+    "conv": (lambda: nn.Conv2d(30, 200, 5), lambda: tnn.Conv2d(30, 200, 5)),
+    "layer norm": (lambda: nn.LayerNorm(20), lambda: tnn.LayerNorm(20)),
+    "batch norm": (lambda: nn.BatchNorm(20), lambda: tnn.BatchNorm1d(20)),
+    "attention": (lambda: nn.MultiHeadAttention(120, 2), lambda: tnn.MultiheadAttention(120, 2)),
 }
 
 
-@pytest.mark.parametrize("name", BEGINNINGS)
+@pytest.mark.parametrize("name", [*sorted(BEGINNINGS.keys() - {"conv"}), pytest.param("conv", marks=needs("fields"))])
 def test_parameters_begin_as_in_torch(name):
     """Same mean, spread and bounds; the random numbers themselves differ."""
     from fsdpx.nn.init import values
 
-    layer, make = BEGINNINGS[name]
+    ours, make = BEGINNINGS[name]
+    layer = ours()
     torch.manual_seed(1)
     theirs = {n.replace("in_proj_", "qkv.").replace("out_proj", "out"): t for n, t in make().state_dict().items()}
     for key, ours in values(layer.specs(), dtype=np.float64).items():

@@ -9,6 +9,7 @@ from amount import examples
 from bits import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from present import needs
 
 import fsdpx
 from fsdpx import optim
@@ -127,9 +128,9 @@ TABLE = [
     (optim.SWA, {"start": 3, "every": 2}),
     (fsdpx.Sharding, {"replica": 2, "shard": 3, "ahead": 2}),
     (fsdpx.Precision, {"loss_scale": 4.0, "initial_scale": 8.0, "growth_interval": 5}),
-    (fsdpx.Async, {"staleness": 3, "by_staleness": True}),
-    (fsdpx.Local, {"every": 3, "delay": 1, "mix": 0.5}),
     (fsdpx.Mesh, {"shard": 2, "tensor": 3}),
+    pytest.param("Async", {"staleness": 3, "by_staleness": True}, marks=needs("asynchronous")),
+    pytest.param("Local", {"every": 3, "delay": 1, "mix": 0.5}, marks=needs("asynchronous")),
 ]
 
 
@@ -143,6 +144,7 @@ def test_numbers_of_numpy_are_numbers(make: Any, options: dict[str, Any]) -> Non
         kinds = NUMBERS["truth" if isinstance(value, bool) else "whole" if isinstance(value, int) else "real"]
         return kinds[turn % len(kinds)](value)
 
+    make = getattr(fsdpx, make) if isinstance(make, str) else make
     for turn in range(4):
         made = make(**{name: as_numpy(value, turn) for name, value in options.items()})
         assert repr(made) == repr(make(**options))

@@ -10,7 +10,6 @@ from amount import few, in_full
 from fsdpx.core.array import dtype as dtype_of
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.engine.warmup import OTHERS, warm_kernels
-from fsdpx.ext.native import code_cache
 
 COUNT = """
 import gc
@@ -115,9 +114,10 @@ assert len(results) == 1 and "set NUMBA_CACHE_DIR to a folder that can be writte
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
-@pytest.mark.skipif(not code_cache.able(), reason="machine code is not kept here")
 def test_a_second_process_needs_no_compiler():
     """A third of the time before a first step, and a hundred megabytes."""
+    if not pytest.importorskip("fsdpx.ext.native.code_cache").able():
+        pytest.skip("machine code is not kept here")
     code = """
 import sys
 import numpy as np

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from present import needs
 
 import fsdpx
 from fsdpx import nn, optim
@@ -89,6 +90,7 @@ def test_the_codec_of_an_installed_package_is_found_by_its_name() -> None:
         fsdpx.distribute(nn.Linear(2, 2), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), codec="hlaf")
 
 
+@needs("compression")
 @pytest.mark.usefixtures("installed")
 def test_a_package_does_not_replace_what_is_ours() -> None:
     assert load_extension("codec", "int8") is fsdpx.Int8

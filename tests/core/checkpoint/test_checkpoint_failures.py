@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 from amount import in_full
 from models import make
+from present import needs
 from savers import build, refused, steps
 from threads import on_ranks
 
@@ -175,6 +176,7 @@ def test_the_background_commits_without_another_call(comm: Communicator, tmp_pat
         assert (tmp_path / "a/manifest.json").exists()
 
 
+@needs("offload")
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home/disk").mkdir(parents=True)
     monkeypatch.setenv("FSDPX_CACHE", str(environment.read().cache))

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, in_full, pairs
+from amount import few, in_full
 from models import KNOWN, STRATEGIES, make, part
-from savers import ALL, build, contents, everywhere, loader, steps
+from savers import build, contents, everywhere, loader, steps
 from threads import on_ranks
 
-import fsdpx
 from fsdpx import Checkpoints, Precision, Trainer, data, nn, optim, spawn
-from fsdpx.core.checkpoint.local_shards import Name, written
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 
@@ -280,101 +278,3 @@ def test_a_run_from_before_goes_on(ranks: int) -> None:
         assert (found["steps"], found["fingerprint"]) == (WANTED["steps"], WANTED["fingerprint"])
         assert found["evaluated"] == pytest.approx(WANTED["evaluated"], rel=1e-6)
         assert found["losses"] == pytest.approx(WANTED["losses"], rel=1e-6)
-
-
-OPTIONS: dict[str, Any] = {"precision": "float32", "codec": "int8"}
-
-
-def owed(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Parameter -> what codecs of all ranks owe to it, in float64."""
-    layout, mine = trainer.inspect.placement.layout, dict[str, np.ndarray]()
-    for piece in written(trainer.inspect.engine.state):
-        name = Name.parse(piece.name)
-        assert name is not None
-        if name.memory == "error":
-            whole = mine.setdefault(layout.canonical(name.of), np.zeros(piece.spec.size))
-            for block in piece.blocks(1 << 30):
-                index = np.concatenate([np.arange(*run_with_codec) for run_with_codec in block.runs])
-                whole[index] += block.array
-    total: dict[str, np.ndarray] = {}
-    for one in trainer.host.world.all_gather_object(mine):
-        for parameter, array in one.items():
-            total[parameter] = total.get(parameter, 0.0) + array
-    return total
-
-
-def run_with_codec(comm: Communicator, mesh: str, first: int, last: int, path: Path, codec: Any) -> tuple[str, Any]:
-    trainer = build(comm, mesh, **(OPTIONS | {"codec": codec}))
-    if first:
-        trainer.load(path)
-    steps(trainer, "wide", first, last)
-    trainer.save(path, background=last % 2 == 1)
-    end = trainer.inspect.fingerprint(), {name: array.tobytes() for name, array in owed(trainer).items()}
-    trainer.close()
-    return end
-
-
-STOPS = pairs(["hybrid 4", "zero1 2", "fsdp 3", "pipe 4", "tensor 3 shard 2"], ["int8", fsdpx.Int8(unbiased=True)])
-
-
-@in_full
-@pytest.mark.parametrize(("mesh", "codec"), few(STOPS, len(STOPS)))
-def test_a_run_that_stops_goes_on_with_the_same_bits(mesh: str, codec: Any, tmp_path: Path) -> None:
-    whole = everywhere(mesh, run_with_codec, mesh, 0, 6, tmp_path / "whole", codec)
-    everywhere(mesh, run_with_codec, mesh, 0, 3, tmp_path / "a", codec)
-    assert everywhere(mesh, run_with_codec, mesh, 3, 6, tmp_path / "a", codec) == whole
-    assert len({digest for digest, _ in whole}) == 1
-
-
-MOVES = [
-    ("hybrid 4", "fsdp 3"), ("fsdp 3", "ddp 2"), ("ddp 2", "fsdp 5"), ("fsdp 5", "one"),
-    ("pipe 4", "hybrid 4"), ("tensor 3 shard 2", "zero1 2"), ("zero1 2", "3D"),
-]  # fmt: skip
-"""From where to where."""
-
-
-@in_full
-@pytest.mark.parametrize(("first", "second"), few(MOVES, 2))
-def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path: Path) -> None:
-    def begin(comm: Communicator) -> Any:
-        trainer = build(comm, first, **OPTIONS)
-        steps(trainer, "wide", 0, 2)
-        trainer.save(tmp_path / "a")
-        return owed(trainer)
-
-    def go_on(comm: Communicator) -> Any:
-        trainer = build(comm, second, **OPTIONS)
-        trainer.load(tmp_path / "a")
-        found = owed(trainer)
-        steps(trainer, "wide", 2, 3)
-        return found, owed(trainer)
-
-    before = everywhere(first, begin)[0]
-    after, later = everywhere(second, go_on)[0]
-    assert before.keys() == after.keys()
-    assert max(np.abs(array).max() for array in before.values()) > 1e-4
-    for name, array in before.items():  # sums of up to 5 float32 numbers each, in another order
-        np.testing.assert_allclose(after[name], array, rtol=0, atol=5 * np.finfo(np.float32).eps * np.abs(array).max())
-        if ALL[second][0] == 1:  # alone, it is paid back with the next gradient
-            assert not later[name].any()
-
-
-@in_full
-def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
-    """A file without what a codec keeps begins at zero; what no codec asks for is left."""
-
-    def body(comm: Communicator) -> Any:
-        found = []
-        for codec in ("plain", "int8", "plain"):
-            trainer = build(comm, "zero1 2", **(OPTIONS | {"codec": codec}))
-            if found:
-                trainer.load(tmp_path / "a")
-            found.append((trainer.inspect.fingerprint(), owed(trainer)))
-            steps(trainer, "wide", 0, 1)
-            trainer.save(tmp_path / "a")
-        return found[1][1], found[2][1]
-
-    begins, left = everywhere("zero1 2", body)[0]
-    assert begins
-    assert not any(array.any() for array in begins.values())
-    assert left == {}

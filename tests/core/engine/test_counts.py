@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from present import needs
 from ranks import from_rank_0
 
 import fsdpx
-from fsdpx import Mesh, Offload, nn, optim, spawn
+from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
-from fsdpx.ext.asynchronous.local import Local
-from fsdpx.ext.asynchronous.own_speed import Async
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import zeros
 from fsdpx.testing import demand_close
@@ -155,9 +154,10 @@ def test_the_tensor_axis_does_not_change_it(name: str) -> None:
         demand_close(found, one_by_one(name, 1), tolerance=1e-9)
 
 
+@needs("offload")
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_state_on_disk_does_not_change_it(name: str, tmp_path: Path) -> None:
-    options = {"offload": Offload(tmp_path, what="optimizer"), "group_bytes": 0}
+    options = {"offload": fsdpx.Offload(tmp_path, what="optimizer"), "group_bytes": 0}
     for found in spawn(lambda comm: train(make(comm, name, **options), schedule(1)), 2):
         demand_close(found, one_by_one(name, 1), tolerance=1e-9)
 
@@ -241,15 +241,16 @@ def train_on(trainer: fsdpx.Trainer, steps: int) -> None:
         trainer.step(X[mine], Y[mine])
 
 
+@needs("asynchronous")
 @pytest.mark.parametrize("name", ["adamw", "own"])
 def test_ranks_at_their_own_speed_count_as_well(name: str, tmp_path: Path) -> None:
     """With staleness 0 they do what all do together, also after a checkpoint."""
 
     def run(comm: Communicator) -> dict[str, Any]:
-        trainer = make(comm, name, strategy=Async(staleness=0))
+        trainer = make(comm, name, strategy=fsdpx.Async(staleness=0))
         train(trainer, schedule(3)[:6])
         trainer.save(tmp_path / "a")
-        again = make(comm, name, strategy=Async(staleness=0))
+        again = make(comm, name, strategy=fsdpx.Async(staleness=0))
         again.load(tmp_path / "a")
         return train(again, schedule(3)[6:])
 
@@ -257,11 +258,12 @@ def test_ranks_at_their_own_speed_count_as_well(name: str, tmp_path: Path) -> No
         demand_close(found, one_by_one(name, 3), tolerance=1e-9)
 
 
+@needs("asynchronous")
 def test_an_outer_step_counts_rounds() -> None:
     """A parameter that was frozen for two rounds of two steps is moved by as much as in the first round of another."""
 
     def moved(comm: Communicator, rounds: int) -> Any:
-        strategy = Local(every=2, outer=optim.Adam(lr=0.01))
+        strategy = fsdpx.Local(every=2, outer=optim.Adam(lr=0.01))
         trainer = make(comm, "sgd", strategy=strategy)
         trainer.freeze("0.weight")
         train_on(trainer, 2 * rounds)

@@ -14,14 +14,12 @@ from models import CASES, STRATEGIES, make, part, placed
 from threads import on_ranks
 
 import fsdpx
-from fsdpx import Mesh, Precision, Sharding, nn, optim, spawn
+from fsdpx import Mesh, Sharding, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN, Arena, Life, place
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm import Communicator, FakeCommunicator
-from fsdpx.core.program import parse
 from fsdpx.core.state.activations import roots
 from fsdpx.errors import ConfigError
-from fsdpx.plan.dry_run import DryRun, dry_run
 
 N = 4
 F32 = 4
@@ -57,95 +55,6 @@ def test_model_states_follow_the_formulas(strategy: str, params: float, grads: f
         assert after.get("working set", 0) == (full_pages + full_grads) * page, (
             "two pages ahead, two gradients on their way"
         )
-
-
-def test_ahead_is_paid_in_pages() -> None:
-    def run(comm: Communicator, ahead: int) -> int:
-        model = nn.Chain(*(nn.Linear(64, 64) for _ in range(8)))
-        trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, group_bytes=0, ahead=ahead, precision="float64"
-        )
-        trainer.step(np.ones((2, 64)), np.ones((2, 64)))
-        return trainer.report().memory["working set"]
-
-    page = 8 * (64 * 64 + 64)
-    assert [spawn(lambda comm, a=a: run(comm, a), 2)[0] for a in (0, 1, 3)] == [2 * page, 4 * page, 8 * page]
-
-
-HALF = Precision(param="bf16", reduce="bf16")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"), [("ddp", {"precision": HALF}), ("zero1", {"precision": HALF}), ("fsdp", {"chunks": 4})]
-)
-def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -> None:
-    """Wire memory is that of a few pages, not of the model."""
-    model = nn.Chain(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
-    batch = ((4, 256), "float32")
-    run = dry_run(
-        model,
-        batch,
-        batch,
-        ranks=4,
-        loss=nn.MSE(),
-        optimizer=optim.SGD(lr=0.1),
-        strategy=strategy,
-        group_bytes=0,
-        **options,
-    )
-    assert run.report.memory["working set"] <= 0.55 * 12 * 256 * 256 * F32
-
-
-@pytest.mark.parametrize(("ranks", "ranks_per_host"), [(2, 1), (2, 2), (4, 4)])
-def test_sums_in_16_bits_take_no_more_memory_than_in_float32(ranks: int, ranks_per_host: int) -> None:
-    """What is sent and what arrives lies where the gradient was."""
-    model = nn.Chain(*(nn.Linear(256, 256) for _ in range(6)))
-    batch = ((4, 256), "float32")
-    options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "ranks_per_host": ranks_per_host}
-    found = [
-        dry_run(model, batch, batch, ranks=ranks, precision=Precision("bf16", reduce=sums), **options)
-        for sums in ("float32", "bf16")
-    ]
-    assert found[0].report.memory == found[1].report.memory
-    assert found[0].passing == found[1].passing
-
-
-def test_dry_run_takes_arrays() -> None:
-    """Of which shape and dtype count."""
-    model, options = nn.Linear(4, 2), {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
-    arrays = dry_run(model, np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), **options)
-    for dtype in ("float32", np.float32, np.dtype("f4")):
-        pairs = dry_run(model, ((8, 4), dtype), ((8, 2), dtype), **options)
-        assert (arrays.report.memory, arrays.report.traffic) == (pairs.report.memory, pairs.report.traffic)
-    with pytest.raises(ConfigError, match=r"a batch is an array or a pair \(\(8, 4\), 'float32'\), not 5"):
-        dry_run(model, 5, 5, **options)
-
-
-def test_dry_run_equals_the_real_run() -> None:
-    for options in ({"strategy": "fsdp"}, {"strategy": "zero2", "microbatches": 2}, {"strategy": "fsdp", "chunks": 8}):
-
-        def real(comm: Communicator, options: dict[str, Any] = options) -> Any:
-            trainer = make(comm, "mlp", **options)
-            x, y = CASES["mlp"].batch(np.random.default_rng(0), 24)
-            mine = part(comm, 24, options.get("chunks"))
-            trainer.step(x[mine], y[mine])
-            return trainer.report(), len(x[mine])
-
-        for rank, (report, rows) in enumerate(spawn(real, 3)):
-            dry = dry_run(
-                CASES["mlp"].model(),
-                ((rows, 12), "float64"),
-                ((rows, 5), "float64"),
-                ranks=3,
-                rank=rank,
-                loss=nn.MSE(),
-                optimizer=optim.AdamW(lr=1e-2),
-                precision="float64",
-                group_bytes=2048,
-                **options,
-            )
-            assert dry.report.memory == report.memory
-            assert {k: c for k, c in dry.report.traffic.items() if k[0] != "world"} == report.predicted
 
 
 def test_buffers_do_not_move_once_training() -> None:
@@ -194,19 +103,6 @@ def test_a_chain_that_ends_with_the_largest_needs_no_third_place() -> None:
     assert plan.nbytes == plan.peak == 640 + 64 + 704
 
 
-def test_what_several_units_use_has_a_page_of_its_own() -> None:
-    """The gradient of a tied embedding is there from the head on; that of the block beside it need not be."""
-    model = nn.GPT(64, 64, 4, 4, 16)
-    batch, options = ((2, 16), "int64"), {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
-    run = dry_run(model, batch, batch, group_bytes=100_000, ranks_per_host=2, **options)
-    pages = [[field.name for field in shard.page.fields] for shard in run.trainer.inspect.placement.pages.values()]
-    assert [next(name for name in run.trainer.inspect.placement.layout.specs if "embed" in name)] in pages
-    sizes = sorted(shard.size * F32 for shard in run.trainer.inspect.placement.pages.values())
-    assert run.report.memory["working set"] <= sizes[-1] + sizes[-2] + sizes[0] + 3 * ALIGN, (
-        "two blocks and the tied one"
-    )
-
-
 def test_the_arena_keeps_by_name() -> None:
     arena = Arena(np)
     first = arena.keep("a", 10, np.float32)
@@ -245,42 +141,6 @@ VALUE = ROWS * WIDTH * 4
 """Bytes of one microbatch of activations."""
 
 
-def run(rank: int = 0, microbatches: int = 8, **options: Any) -> DryRun:
-    model = nn.Chain(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
-    batch = ((ROWS * microbatches, WIDTH), "float32")
-    return dry_run(
-        model, batch, batch, ranks=RANKS, rank=rank, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp",
-        mesh=Mesh(shard=1, pipe=RANKS), microbatches=microbatches, group_bytes=0, **options,
-    )  # fmt: skip
-
-
-@in_full
-@pytest.mark.parametrize("rank", [1, 2])
-def test_activations_of_1f1b_are_bounded_by_the_depth(rank: int) -> None:
-    """Narayanan et al. 2021: at most P - r microbatches in flight on rank r, whatever their number."""
-    found = {m: run(rank, m, schedule="1f1b").activations for m in (8, 16, 32)}
-    assert len(set(found.values())) == 1
-    in_flight = RANKS - rank
-    # of each: what two layers read; beside them one that was received a step early, and one result
-    assert found[8] == (2 * in_flight + 2) * VALUE
-
-
-def test_activations_of_gpipe_grow_with_the_microbatches() -> None:
-    found = [run(1, m, schedule="gpipe").activations for m in (8, 16)]
-    assert found[1] - found[0] == 2 * 8 * VALUE  # two layers' inputs of eight more
-
-
-def test_the_pipe_moves_what_crosses_a_cut() -> None:
-    """An activation forward and its gradient back per microbatch and cut; the ends have one neighbour."""
-    for rank in range(RANKS):
-        report = run(rank, 8).report
-        neighbours = 1 if rank in (0, RANKS - 1) else 2
-        for call in ("send", "recv"):
-            count = report.traffic["pipe", call]
-            assert (count.calls, count.bytes) == (8 * neighbours, 8 * neighbours * VALUE)
-            assert report.predicted["pipe", call] == count
-
-
 @in_full
 @pytest.mark.parametrize(("sequence", "time"), few(pairs(["parallel", None, "ulysses", "ring"], [12, 7, 1]), 2))
 def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
@@ -304,43 +164,6 @@ def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) ->
                 assert traffic[key] == count, key
             else:
                 assert traffic[key].bytes >= count.bytes
-
-
-BLOCKS = 6
-
-
-def blocks(recompute: Any, **options: Any) -> DryRun:
-    model = nn.Chain(*[nn.TransformerBlock(32, 4) for _ in range(BLOCKS)])
-    return dry_run(
-        model, ((2, 16, 32), "float32"), ((2, 16, 32), "float32"), ranks=1, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1),
-        strategy="ddp", group_bytes=0, recompute=recompute, **options,
-    )  # fmt: skip
-
-
-def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
-    """Chen et al. 2016: with every block recomputed, one input per block and the inside of one block."""
-    value, inside = 2 * 16 * 32 * 4, 41_984  # bytes of one input, and of what one block keeps for backward, it included
-    assert blocks(None).activations == BLOCKS * inside + value
-    assert blocks("all").activations == (BLOCKS - 1) * value + inside + value
-
-
-def test_recompute_costs_one_more_forward() -> None:
-    ops = [a.op for a in parse(str(blocks("all").program))]
-    assert ops.count("R") == ops.count("C") == ops.count("B") == BLOCKS
-    assert ops.count("F") == 0
-    ops = [a.op for a in parse(str(blocks(3).program))]
-    assert (ops.count("R"), ops.count("F")) == (BLOCKS // 3, BLOCKS - BLOCKS // 3)
-
-
-@in_full
-def test_a_budget_recomputes_as_little_as_it_takes() -> None:
-    counts = []
-    for budget in ("1GiB", "150KiB", "61KiB"):
-        found = blocks(budget)
-        counts.append(sum(a.op == "R" for a in found.trainer.inspect.engine.ran.actions))
-    assert counts == [0, 3, 5]  # 3 x 41,984 + 3 x 4,096 bytes are less than 150 KiB, 41,984 + 5 x 4,096 are 61 KiB
-    with pytest.raises(ConfigError, match="recompute: 1,024 bytes are not enough: with every unit recomputed 62,464"):
-        blocks("1KiB")
 
 
 @in_full
@@ -394,54 +217,6 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
     programs = fsdpx.spawn(one, 2)
     assert programs[0] == programs[1]
     assert " R" in programs[0].replace("REDUCE", "").replace("RECV", "")
-
-
-@in_full
-@pytest.mark.parametrize(
-    ("sequence", "uneven"), few(pairs(["ring", "ulysses", "parallel"], [(11, "31KB"), (12, "31KB"), (2, "6300B")]), 3)
-)
-def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[int, str]) -> None:
-    """What each rank moves between ranks, and keeps, is known without data; `recompute` chooses alike on all."""
-    time, budget = uneven
-    options: dict[str, Any] = {
-        "loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "strategy": "ddp", "sequence": sequence,
-        "mesh": Mesh(shard=1, tensor=3), "group_bytes": 0, "recompute": budget,
-    }  # fmt: skip
-
-    def one(comm: Communicator) -> Any:
-        trainer = nn.GPT(13, 12, 4, 3, 12).as_distributed(comm=comm, **options)
-        x = np.random.default_rng(0).integers(0, 13, (4, time))
-        trainer.step(x, x)
-        return trainer.report(), str(trainer.inspect.engine.ran)
-
-    programs: set[str] = set()
-    for rank, (report, program) in enumerate(fsdpx.spawn(one, 3)):
-        batch = ((4, time), "int64")
-        found = dry_run(nn.GPT(13, 12, 4, 3, 12), batch, batch, ranks=3, rank=rank, **options)
-        for key in {*report.traffic, *found.report.traffic}:
-            assert key[0] != "tensor" or report.traffic[key] == found.report.traffic[key], key
-        assert report.memory == found.report.memory
-        assert str(found.program) == program
-        programs.add(program)
-    (ran,) = programs
-    assert 0 < [action.op for action in parse(ran)].count("R") < 4
-
-
-@pytest.mark.parametrize("sequence", ["ulysses", "ring"])
-def test_long_sequences_take_their_share_of_activations(sequence: str) -> None:
-    """1/N of the activation memory of one process on each of N ranks, up to a block of keys and values under way."""
-
-    def of(ranks: int) -> int:
-        more = {"sequence": sequence} if ranks > 1 else {}
-        model = nn.GPT(64, 32, 4, 4, 512)
-        return dry_run(
-            model, ((1, 512), "int64"), ((1, 512), "int64"), ranks=ranks, loss=nn.CrossEntropy(),
-            optimizer=optim.SGD(lr=0.1), strategy="ddp", mesh=Mesh(shard=1, tensor=ranks), **more,
-        ).activations  # fmt: skip
-
-    one = of(1)
-    for ranks in (2, 4):
-        assert of(ranks) < 1.15 * one / ranks
 
 
 ITEM = 8  # float64
@@ -520,14 +295,3 @@ def test_one_rank_moves_nothing() -> None:
     for strategy in STRATEGIES:
         report, _ = spawn(lambda comm, s=strategy: moved(comm, s), 1)[0]
         assert report.traffic == report.predicted == {}
-
-
-@in_full
-def test_many_small_layers_become_few_collectives() -> None:
-    def run(comm: Communicator) -> Any:
-        model = nn.Chain(*(nn.Linear(32, 32) for _ in range(1000)))
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1e-3), strategy="fsdp", comm=comm)
-        words = str(trainer.program).split()
-        return sum(w.startswith("GATHER") for w in words[: words.index("LOSS.0")])
-
-    assert spawn(run, 2) == [4, 4]  # 4.03 MiB in groups of at least 1 MiB

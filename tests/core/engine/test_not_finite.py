@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 from models import alike
+from present import needs
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, NumericsError
-from fsdpx.ext.asynchronous.own_speed import Async
 from fsdpx.testing import demand_close
 
 X, Y = (np.random.default_rng(1).standard_normal((8, n)).astype(np.float32) for n in (5, 3))
@@ -58,7 +58,9 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(one, marks=needs("compression") if one == "compressed" else ()) for one in PLACES]
+)
 @pytest.mark.parametrize(("what", "value"), [("input", np.nan), ("target", np.nan), ("target", np.inf)])
 def test_a_step_of_a_bad_batch_changes_nothing(place: str, what: str, value: float) -> None:
     """All ranks hear which one has it; training goes on as if it had not been."""
@@ -158,11 +160,12 @@ def test_accumulate_refuses_and_forgets() -> None:
     assert text.startswith("step 1: the loss is nan, and nothing is updated with it: rank 1: input 'x' has 1 of")
 
 
+@needs("asynchronous")
 def test_ranks_at_their_own_speed_push_nothing_of_it() -> None:
     x, y = spoilt("input", np.nan)
 
     def run(comm: Communicator) -> None:
-        trainer = make(comm, norm=False, strategy=Async())
+        trainer = make(comm, norm=False, strategy=fsdpx.Async())
         before = trainer.parameters()
         with pytest.raises(NumericsError, match=r"step 1: the loss is nan, and nothing is .*: rank 0: input"):
             trainer.step(x, y)
@@ -192,6 +195,7 @@ def test_evaluation_gives_what_it_finds() -> None:
     assert np.isnan(spawn(lambda comm: make(comm).evaluate(x, y), 1)).all()
 
 
+@needs("fields")
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_nothing_is_relative_to_a_target_of_zeros(call: str) -> None:
     y = Y.copy()

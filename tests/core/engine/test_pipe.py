@@ -10,6 +10,7 @@ from amount import few, in_full, pairs
 from bits import Bits, bits
 from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, alike, make, part
+from present import needs
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -206,7 +207,10 @@ class Dropping(nn.Composite):
         (lambda rank: nn.Llama(31, 16, 1, 2, 8, window=[None, 3][rank]), "blocks.0 = AttentionBlock("),
         (lambda rank: nn.Chain(Dropping(0.25 * rank, nn.init.normal(0.1))), "0.drop = Dropout(p=0.0)"),
         (lambda rank: nn.Chain(nn.Residual(Dropping(0.25 * rank, nn.init.normal(0.1)))), "0 = Residual(Dropping("),
-        (lambda rank: nn.LoRALinear(nn.Linear(4, 4, init=lambda *_: 0.0), 2, 1.0 + rank), " = LoRALinear(Linear("),
+        pytest.param(
+            lambda rank: nn.LoRALinear(nn.Linear(4, 4, init=lambda *_: 0.0), 2, 1.0 + rank), " = LoRALinear(Linear(",
+            marks=needs("lora"),
+        ),
     ],
 )
 def test_layers_that_differ_are_told(model: Any, text: str) -> None:
@@ -234,7 +238,9 @@ class Table(nn.Layer):
 @pytest.mark.parametrize(
     ("model", "weights", "text"),
     [
-        (lambda n: nn.Chain(nn.Mask(np.arange(4) > n)), lambda n: None, "Mask(0.0) with"),
+        pytest.param(
+            lambda n: nn.Chain(nn.Mask(np.arange(4) > n)), lambda n: None, "Mask(0.0) with", marks=needs("fields")
+        ),
         (lambda n: nn.Residual(Table(np.full(4, float(n)))), lambda n: None, "Table("),
         (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "MSE(weights=<an array>) with"),
     ],

@@ -8,9 +8,11 @@ from bits import Bits, bits
 from meshes import reference
 from meshes import train as train_on_mesh
 from models import CASES, HYBRID, STRATEGIES, make, part, train
+from present import needs
 from ranks import from_rank_0
 
-from fsdpx import Local, Mesh, spawn
+import fsdpx
+from fsdpx import Mesh, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, DesyncError
 from fsdpx.testing import demand_close
@@ -55,7 +57,7 @@ def equals_one_process(world: Communicator, case: str, strategy: str) -> None:
 
 
 def by_themselves(comm: Communicator) -> Any:
-    local = Local(every=3, fragments=2, delay=2, mix=0.5)
+    local = fsdpx.Local(every=3, fragments=2, delay=2, mix=0.5)
     losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 8, check=True)
     trainer.close()
     return losses, parameters
@@ -65,6 +67,7 @@ def by_themselves_on_threads(size: int) -> Any:
     return spawn(by_themselves, size)
 
 
+@needs("asynchronous")
 def test_replicas_by_themselves(world: Communicator) -> None:
     """Local training, fragments under way from step to step, as on thread ranks."""
 

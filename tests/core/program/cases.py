@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
+from present import is_present
+
 from fsdpx.core.program import Program, Request, Slot, Stage, compile, pipeline, schedule
-from fsdpx.ext.asynchronous.local import Outer, Rounds
-from fsdpx.ext.offload.choice import Offload as Offload  # its verbs and its pass
-from fsdpx.ext.offload.records import stand_for
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
@@ -94,23 +93,36 @@ def golden() -> dict[str, Program]:
     others = ("accumulate", "local", "update", "evaluate", "predict", "forward", "backward")
     normed = {f"{k}-tied-normed-1": compile(requests(k, TIED, 1, "fsdp", scales=("NORM",))) for k in ("step", "update")}
     rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
-    disk, names = replace(TIED, elsewhere=stand_for(RECORDS)), ("step", "update", "evaluate", "backward")
-    offload = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in names}
-    apart = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in (("push", "frozen"), ("mix", "tied"))}
-    spilled = tuple(Slot("saved", unit) for unit in range(4))
-    activations = {
-        "step-chain-fsdp-spilled-2": compile(requests("step", replace(CHAIN, elsewhere=stand_for(spilled)), 2, "fsdp"))
-    }
-    return steps | normed | rest | offload | activations | apart | rounds()
+    return steps | normed | rest | offloaded() | own_speed()
 
 
-def rounds() -> dict[str, Program]:
-    """Replicas that train by themselves: fragments in turn, under way for no or two steps; and a step between."""
+def offloaded() -> dict[str, Program]:
+    """With state or activations on disk; none where that extension is not there."""
+    if not is_present("offload"):
+        return {}
+    from fsdpx.ext.offload.choice import Offload as Offload  # its verbs and its pass
+    from fsdpx.ext.offload.records import stand_for
+
+    disk, kinds = replace(TIED, elsewhere=stand_for(RECORDS)), ("step", "update", "evaluate", "backward")
+    state = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in kinds}
+    spilled = replace(CHAIN, elsewhere=stand_for(tuple(Slot("saved", unit) for unit in range(4))))
+    return state | {"step-chain-fsdp-spilled-2": compile(requests("step", spilled, 2, "fsdp"))}
+
+
+def own_speed() -> dict[str, Program]:
+    """Ranks that push and mix, and replicas that train by themselves: fragments in turn, under way for no or two steps;
+    and a step between. None where that extension is not there."""
+    if not is_present("asynchronous"):
+        return {}
+    from fsdpx.ext.asynchronous.local import Outer, Rounds
+
     apart = (frozenset({0, 2}), frozenset({1}))
     found = {"at-once": Rounds(4, (frozenset(range(3)),)).at(4), "between": Outer()}
     found |= {f"apart-{step}": Rounds(4, apart, delay=2).at(step) for step in (6, 7, 8)}
     step = requests("step", TIED, 1, "fsdp")
-    return {f"step-tied-rounds-{name}": compile(replace(step, sync=outer.sync)) for name, outer in found.items()}
+    pairs = ("push", "frozen"), ("mix", "tied")
+    pushed = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in pairs}
+    return pushed | {f"step-tied-rounds-{n}": compile(replace(step, sync=outer.sync)) for n, outer in found.items()}
 
 
 def everything() -> dict[str, Program]:

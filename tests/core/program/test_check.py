@@ -9,6 +9,7 @@ from amount import examples
 from cases import CHAIN, PLACEMENTS, STAGES, TIED, everything, golden, kept, pipe, requests, twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from present import needs
 
 import fsdpx
 from fsdpx import nn, optim
@@ -355,10 +356,12 @@ def test_program_text_is_the_golden_one(name: str) -> None:
     assert kept(program) == (FOLDER / f"{name}.txt").read_text(), "run `make replay` and look at the difference"
 
 
+@needs("asynchronous", "offload")
 def test_no_golden_file_is_left_over() -> None:
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(GOLDEN)
 
 
+@needs("asynchronous", "offload")
 def test_every_verb_is_in_some_golden_file() -> None:
     there = {action.op for path in FOLDER.glob("*.txt") for action in parse(path.read_text())}
     assert there == set(VERBS)

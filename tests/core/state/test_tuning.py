@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 from amount import few, in_full
+from present import needs
 
 import fsdpx
 from fsdpx import nn, optim
@@ -19,8 +20,6 @@ from fsdpx.core.array.blas import libraries
 from fsdpx.core.base import environment
 from fsdpx.core.state import tuning
 from fsdpx.core.state.tuning import stored, tune_for
-from fsdpx.ext.half import onednn
-from fsdpx.launch.info import info
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +51,11 @@ def test_measured_once_then_read_from_disk(cache, monkeypatch):
     assert stored().value["library"] == first.blas in stored().value["rates"]
 
 
+@needs("half")
 def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
     """Each that is loaded takes memory in every rank, and time before the first step."""
+    from fsdpx.ext.half import onednn
+
     for cached in (libraries.library, onednn.found):
         cached.cache_clear()
     loaded = []
@@ -65,14 +67,15 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
 
 
 @in_full
+@needs("half", "launch")
 def test_info_tells_what_was_chosen(cache):
-    assert "nothing yet: the first job measures" in str(info())
+    assert "nothing yet: the first job measures" in str(fsdpx.info())
     tune_for(_single(), True, np)
-    assert f"BLAS {blas.chosen()}; measured" in str(info())
-    assert "GFLOP/s per thread" in str(info())
+    assert f"BLAS {blas.chosen()}; measured" in str(fsdpx.info())
+    assert "GFLOP/s per thread" in str(fsdpx.info())
     today = datetime.now(UTC)
     days = {f"{day:%Y-%m-%d}" for day in (today, today - timedelta(hours=1))}
-    assert re.search(r"measured (\S+) \d\d:\d\d UTC", str(info()))[1] in days
+    assert re.search(r"measured (\S+) \d\d:\d\d UTC", str(fsdpx.info()))[1] in days
 
 
 @pytest.fixture
@@ -104,6 +107,7 @@ def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
 
 
 @in_full
+@needs("plan")
 def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured"))
     batch = ((4, 32), "float32")

@@ -1,6 +1,5 @@
 """State in shared memory and on disk under real MPI, at whatever number of ranks the tests are run with."""
 
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from models import CASES, HYBRID, STRATEGIES, make, part, train
 from ranks import OVER_GLOO, carrier
 
 import fsdpx
-from fsdpx import Offload, nn, optim, spawn
+from fsdpx import spawn
 from fsdpx.core.comm import Communicator, Mesh
 from fsdpx.core.comm.init import node_of
 from fsdpx.core.comm.init import world as open_world
@@ -194,21 +193,3 @@ def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
     for method in (trainer.parameters, lambda: trainer.step(x, y), lambda: trainer.load_parameters({})):
         with pytest.raises(ConfigError, match=r"this trainer is closed"):
             method()
-
-
-def trained(comm: Communicator, offload: Offload | None) -> Any:
-    model = nn.Chain(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "tune": False}
-    with model.as_distributed(comm=comm, offload=offload, clip_norm=1.0, **options) as trainer:
-        rng = np.random.default_rng(comm.rank)
-        x, y = rng.standard_normal((96, 32), np.float32), rng.standard_normal((96, 8), np.float32)
-        return [trainer.step(x, y) for _ in range(2)], trainer.inspect.fingerprint()
-
-
-@pytest.mark.parametrize("backend", ["node", "mpi"])
-def test_the_same_bits_as_in_memory(backend: str) -> None:
-    with open_world(backend) as comm, tempfile.TemporaryDirectory() as own:
-        folder = comm.all_gather_object(own)[0]
-        there = trained(comm, Offload(folder, ("optimizer", "parameters", "activations", "gradients")))
-        assert there == trained(comm, None)
-        comm.barrier().wait()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from amount import in_full
 from models import CASES, make
+from present import needs
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
@@ -279,7 +280,7 @@ def same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("layer", NUMBERS)
+@pytest.mark.parametrize("layer", [pytest.param(n, marks=needs("fields") if "2d" in n else ()) for n in NUMBERS])
 def test_whole_numbers_give_what_floats_of_the_same_values_give(layer: str, precision: str) -> None:
     want = results(None, NUMBERS[layer](), IMAGES.astype("float64"), precision=precision)
     for kind in FORMATS:

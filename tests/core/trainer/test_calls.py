@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from present import needs
 
 import fsdpx
-from fsdpx import Local, Machinery, Mesh, Offload, nn, optim, spawn
+from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.local import single
-from fsdpx.core.trainer.option_rules import ELASTIC, TABLE, Beside, Excluded, demand_together, table
-from fsdpx.core.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.data import ArrayDataset, DataLoader
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError
-from fsdpx.ext.asynchronous.exclusions import LOCAL, OWN
-from fsdpx.ext.fields.grid import Grid
 
 X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])
 
@@ -113,6 +109,7 @@ def test_the_same_calls_on_other_meshes(mesh: Mesh) -> None:
     assert "rank 0: step; rank 1: evaluate." in text
 
 
+@needs("elastic")
 def test_idle_ranks_of_an_elastic_trainer_are_told() -> None:
     def act(comm: Communicator) -> None:
         t = trainer(comm, mesh=Mesh(pipe=2), elastic=True)
@@ -144,40 +141,6 @@ def test_the_largest_of_few_and_of_many_values() -> None:
         assert found == [[-3.5, 0.0], [2**60 + 2], np.arange(20.0).tolist()]
 
 
-BESIDE = {
-    "`backend`": (Machinery(backend="gloo"), Distribution()),
-    "`offload`": (Machinery(), Distribution(offload=Offload("x"))),
-    "`trace`": (Machinery(trace="x"), Distribution()),
-    "`space`": (Machinery(), Distribution(space=Grid(single(), (4,)))),
-    LOCAL: (Machinery(), Distribution("diloco")),
-    OWN: (Machinery(), Distribution("async")),
-}
-PAGE = Path(__file__).parents[3] / "docs/sharp-bits.md"
-
-
-def test_the_page_shows_the_table() -> None:
-    shown = PAGE.read_text().partition("<!-- excluded -->\n")[2].partition("\n<!-- end -->")[0]
-    assert shown == table()
-
-
-def test_no_pair_stands_twice() -> None:
-    pairs = [(row.choice, row.other) for row in TABLE]
-    assert len(pairs) == len(set(pairs))
-
-
-@pytest.mark.parametrize("row", [row for row in TABLE if row.choice == ELASTIC], ids=lambda row: row.other)
-def test_an_error_says_why_and_what_to_do(row: Excluded) -> None:
-    machinery, distribution = BESIDE[row.other]
-    recipe = Recipe(Training(nn.Linear(2, 2), nn.MSE(), optim.AdamW()), distribution, machinery)
-    with pytest.raises(ConfigError) as caught:
-        demand_together(ELASTIC, Beside(recipe))
-    assert str(caught.value).endswith(f": {row.why}; {row.remedy}")
-
-
-def test_what_goes_together_is_taken() -> None:
-    demand_together(ELASTIC, Beside(Recipe(Training(nn.Linear(2, 2), nn.MSE(), optim.AdamW()))))
-
-
 MLP = nn.Chain(
     nn.Linear(6, 8), nn.LayerNorm(8), {"bn1": nn.BatchNorm(8)}, {"normal": nn.Linear(8, 8)}, {"ln": nn.RMSNorm(8)}
 )
@@ -193,10 +156,13 @@ def made(model: Any = MLP, optimizer: Any = None, **options: Any) -> Any:
     ("use", "text"),
     [
         (lambda: made(optimizer=optim.AdamW(groups={**optim.no_decay, "norml.*": {}})), "AdamW(groups=): 'norml.*'"),
-        (lambda: made(ONE, strategy=Local(2, optim.SGD(lr=1, groups=GROUPS))), "SGD(groups=): 'heads.*'"),
+        pytest.param(
+            lambda: made(ONE, strategy=fsdpx.Local(2, optim.SGD(lr=1, groups=GROUPS))), "SGD(groups=): 'heads.*'",
+            marks=needs("asynchronous"),
+        ),
         (lambda: made(optimizer=optim.Muon(but=["heads.*"])), "Muon(but=): 'heads.*'"),
         (lambda: made(frozen=["norml.weight"]), "frozen: 'norml.weight'"),
-        (lambda: made(codec={"norml.*": "int8"}), "codec: 'norml.*'"),
+        (lambda: made(codec={"norml.*": "bf16"}), "codec: 'norml.*'"),
         (lambda: made().freeze("norml.*"), "freeze: 'norml.*'"),
         (lambda: made().parameters(names=["norml.weight"]), "parameters(names=): 'norml.weight'"),
         (lambda: nn.Chain(nn.Linear(2, 2), frozen=["1.*"]), "Chain(frozen=): '1.*'"),
@@ -265,6 +231,7 @@ def test_no_decay_of_models_whose_norms_are_called_so(model: Any) -> None:
     assert spared(trainer) == by_name
 
 
+@needs("interop")
 def test_no_decay_knows_the_norms_of_torch() -> None:
     torch = pytest.importorskip("torch")
     from fsdpx.ext.interop.torch import from_torch
@@ -331,14 +298,16 @@ def settled() -> None:
     gc.freeze()
 
 
+@needs("asynchronous")
 @pytest.mark.usefixtures("settled")
 def test_among_threads() -> None:
     spawn(dropped, 2, KINDS[:2])
 
 
+@needs("offload")
 @pytest.mark.usefixtures("settled")
 def test_a_folder_of_offloaded_state_is_free_again(tmp_path: Path) -> None:
-    spawn(dropped, 1, ({"offload": Offload(tmp_path)},), 6)
+    spawn(dropped, 1, ({"offload": fsdpx.Offload(tmp_path)},), 6)
 
 
 @pytest.mark.jobs

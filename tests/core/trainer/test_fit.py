@@ -4,14 +4,11 @@ import csv
 import functools
 import io
 import json
-import math
-import os
 import re
 import threading
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +25,6 @@ from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer import assemble
 from fsdpx.core.trainer.fit_checkpoints import History
 from fsdpx.errors import CheckpointError, ConfigError, DataError, install_hint
-from fsdpx.ext.observe import log as logs
 
 
 def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
@@ -46,10 +42,6 @@ def batch(rows: int, seed: int = 0) -> Any:
 
 def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
     return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data, shuffle=True)
-
-
-RANK_0 = SimpleNamespace(host=SimpleNamespace(rank=0))
-"""As much of a trainer as a log looks at."""
 
 
 def held(trainer: Any, rows: int = 7) -> list[Any]:
@@ -490,21 +482,6 @@ def test_real_tensorboard_events(tmp_path: Path) -> None:
     assert b"validation_loss" in events.read_bytes()
 
 
-def test_two_jobs_do_not_write_one_log(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> str:
-        trainer, log = make(comm, "mlp"), logs.Log(tmp_path, ())
-        log.on_train_begin(trainer, History())
-        with pytest.raises(ConfigError) as caught:
-            trainer.fit(loader(trainer), progress=False, log=tmp_path)
-        log.on_train_end(trainer, History())
-        trainer.fit(loader(trainer), progress=False, log=tmp_path)
-        return str(caught.value)
-
-    for text in ranks(2, body):
-        assert f"{tmp_path}: another job is writing its log there: " in text
-    assert not (tmp_path / ".lock").exists()
-
-
 def test_metrics_do_not_take_the_names_of_columns(tmp_path: Path) -> None:
     def body(comm: Communicator) -> str:
         trainer, metrics = make(comm, "mlp"), {"loss": square, "mine": square}
@@ -572,30 +549,6 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 
     (text,) = set(ranks(3, run))
     assert text.startswith(f"fit(log=...): log {tmp_path / 'log'}: rank 0: File exists (EEXIST)")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
-def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) -> None:
-    (tmp_path / "log").mkdir()
-    (tmp_path / "other").write_text("another file")
-    for name in ("metrics.csv", "log.txt"):
-        os.mkfifo(tmp_path / "log" / name)
-    (tmp_path / "log/metrics.jsonl").symlink_to(tmp_path / "other")
-    log = logs.Log(tmp_path / "log", ())
-    log._begin(0)
-    log._write(RANK_0, History([1.0]), {"loss": 1.0})
-    log.on_train_end(RANK_0, History())
-    assert rows_of(tmp_path / "log") == [{"step": 1, "epoch": 1, "loss": 1.0}]
-    assert (tmp_path / "other").read_text() == "another file"
-    assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "log").iterdir())
-
-
-def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
-    log = logs.Log(tmp_path, ())
-    log._begin(0)
-    log._write(RANK_0, History([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
-    log.on_train_end(RANK_0, History())
-    assert rows_of(tmp_path) == [{"step": 1, "epoch": 1, "loss": 1.0}]
 
 
 # -- the best weights, and runs that are finished ----------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_evaluates_with_a_loss_and_goes_back_to_the_inputs() -> None:
 
 def test_a_model_without_parameters_and_an_average_of_nothing() -> None:
     np.testing.assert_array_equal(nn.ReLU().as_distributed().predict(X), np.maximum(X, 0))
-    for given in ({"average": EMA(0.9)}, {"clip_norm": 1.0}, {"codec": "int8"}):
+    for given in ({"average": EMA(0.9)}, {"clip_norm": 1.0}, {"codec": "bf16"}):
         (name,) = given
         with pytest.raises(ConfigError, match=f"{name}=.*: without an optimizer nothing moves; leave {name} out"):
             nn.Linear(12, 12).as_distributed(**given)

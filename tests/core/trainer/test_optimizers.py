@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from amount import in_full
 from bits import Bits, bits
+from present import needs
 from ranks import from_rank_0
 from threads import on_ranks
 
@@ -19,7 +20,6 @@ from fsdpx.core.checkpoint.scalars import restore, scalars_of
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import Traffic
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.ext.elastic.reshard import recut
 
 X, Y = (np.random.default_rng(7).standard_normal((12, n)).astype(np.float32) for n in (6, 3))
 MAKE: dict[str, Any] = {
@@ -51,6 +51,7 @@ def test_with_chunks_the_bits_are_the_same_at_any_world_size(name: str, precisio
     assert len({one for ranks in seen for one in ranks}) == 1
 
 
+@needs("plan")
 @pytest.mark.parametrize(("optimizer", "nbytes"), [ (optim.Muon(), 4 * 32), (optim.AdamW(), 0), ])
 def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> None:
     """One message per page and update, of the bytes that are predicted; each of two ranks has half of a matrix."""
@@ -115,6 +116,8 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(name: str, tmp_path: Pa
 
 @ALL
 def test_a_state_is_re_cut_in_memory(name: str) -> None:
+    recut = pytest.importorskip("fsdpx.ext.elastic.reshard").recut
+
     def run(comm: Communicator) -> str:
         old, group = make(comm, name), comm.split(0 if comm.rank < 2 else None)
         train(old, 2)
@@ -262,6 +265,7 @@ def test_with_chunks_they_have_the_same_bits_at_any_world_size(precision: str) -
     assert found[0] == found[1] == found[2]
 
 
+@needs("plan")
 def test_memory_is_that_of_one_more_slot() -> None:
     def run(comm: Communicator) -> int:
         trainer = make_averaging(comm)

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few, in_full
-from bits import bits
+from present import needs
 from trials import environment as variables_of_jobs
 from trials import job, none_left
 
 import fsdpx
 from fsdpx import Machinery, data, nn, optim, spawn
-from fsdpx.__main__ import main
 from fsdpx.core.base import environment
 from fsdpx.core.base import name_hints as words
 from fsdpx.core.comm import Communicator, default_communicator
@@ -127,6 +126,7 @@ def test_numbers_on_a_host_are_the_launchers_where_it_numbers_all_of_them() -> N
     assert [_local_rank(rank, half) for rank in range(2)] == [0, 1]
 
 
+@needs("launch")
 def test_info_is_a_dict_and_its_text_a_table() -> None:
     found = fsdpx.info()
     assert isinstance(found, dict)
@@ -239,163 +239,6 @@ def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> Non
     default_communicator.put(before)
 
 
-ROOT = Path(__file__).parents[3]
-PLAN = {
-    "model": {"make": "Chain", "args": [{"make": "Linear", "args": [4, 8], "bias": False}, {"make": "GELU"}]},
-    "loss": {"make": "MSE"},
-    "optimizer": {"make": "AdamW", "lr": {"make": "WarmUp", "steps": 4, "then": 0.1}, "groups": {"use": "no_decay"}},
-    "distribute": {"mesh": "replica=1,shard=2", "codec": {"make": "PowerSGD", "rank": 2}, "group_bytes": 0},
-}
-
-
-def test_a_plan_trains_as_the_same_calls_do():
-    r = np.random.default_rng(0)
-    x, y = r.standard_normal((6, 4)), r.standard_normal((6, 8))
-
-    def both(comm):
-        built = fsdpx.ModelBuilder(PLAN).build(comm)
-        called = fsdpx.distribute(
-            nn.Chain(nn.Linear(4, 8, bias=False), nn.GELU()),
-            loss=nn.MSE(),
-            optimizer=optim.AdamW(lr=optim.schedules.WarmUp(4, 0.1), groups=optim.no_decay),
-            comm=comm, mesh=fsdpx.Mesh(replica=1, shard=2), codec=fsdpx.PowerSGD(2), group_bytes=0,
-        )  # fmt: skip
-        for trainer in (built, called):
-            for _ in range(2):
-                trainer.step(x[comm.rank :: 2], y[comm.rank :: 2])
-        assert built.inspect.lr == called.inspect.lr == pytest.approx(0.075)
-        return bits(built), bits(called)
-
-    for built, called in fsdpx.spawn(both, 2):
-        assert built == called
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"modle": 1}, "plan: there is no section [modle]; did you mean 'model'?"),
-        ({"loss": "MSE"}, 'plan: [loss] says nothing to make: make = "Name"'),
-        ({"optimizer": {"make": "AdamV"}}, "plan: [optimizer] there is no 'AdamV' in fsdpx; did you mean 'Adam.*'?"),
-        ({"optimizer": {"make": "Qqq"}},
-         "plan: [optimizer] there is no 'Qqq' in fsdpx; names of your own are written module:name"),
-        ({"optimizer": {"make": "SGD", "lrr": 1}},
-         "plan: [optimizer] SGD(lrr=...): no such option; did you mean 'lr'?"),
-        ({"model": {"make": "Chain", "args": [{"make": "Linear"}]}},
-         "plan: [model.args[0]] Linear: missing a required argument: 'in_features'"),
-        ({"model": {"make": "no.such:Layer"}}, "plan: [model] no.such:Layer: No module named 'no'"),
-        ({"model": {"make": "math:layer"}}, "plan: [model] math:layer: module 'math' has no attribute 'layer'"),
-        ({"distribute": {"stratgy": "ddp"}},
-         "plan: [distribute] distribute(stratgy=...): no such option; did you mean 'strategy'?"),
-        ({"distribute": 3}, "plan: distribute is a section: write [distribute] and its values below"),
-        ({"model": 3}, 'plan: [model] says nothing to make: make = "Name"'),
-        ({"loss": object}, "loss=<class 'object'>: an object is needed.*"),
-        ({"model": {"make": "Linear", "args": 3}}, "plan: [model] args = 3: a list is needed, args = [3]"),
-        ({"model": {"make": ["Linear"]}}, "plan: [model] ['Linear'] is no name"),
-        ({"optimizer": {"make": "SGD", "groups": {"make": "no_decay"}}},
-         'plan: [optimizer.groups] no_decay is no function: use = "no_decay"'),
-        ({"optimizer": {"make": "SGD", "groups": {"use": "no_decay", "lr": 1}}},
-         'plan: [optimizer.groups] lr: use takes nothing; make = "Name" is a call'),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_said_with_its_place(change, said):
-    with pytest.raises(ConfigError) as error:
-        fsdpx.ModelBuilder({**PLAN, "distribute": {}, **change}).build()
-    assert re.fullmatch(re.escape(said).replace(r"\.\*", ".*"), str(error.value)), error.value
-
-
-def test_sections_that_are_missing():
-    with pytest.raises(ConfigError, match=re.escape("plan: the section [optimizer] is missing")):
-        fsdpx.ModelBuilder({name: PLAN[name] for name in ("model", "loss")})
-    trainer = fsdpx.ModelBuilder({**PLAN, "distribute": {}}).build()
-    with pytest.raises(ConfigError, match=re.escape("plan: the section [data] is missing")):
-        fsdpx.ModelBuilder(PLAN).loaders(trainer)
-
-
-def test_changes_of_a_file(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text('[model]\nmake = "GELU"\n[loss]\nmake = "MSE"\n[optimizer]\nmake = "SGD"\nlr = 0.1\n')
-    changes = ["optimizer.lr=0.5", "distribute.strategy=ddp", "fit.validation.every = 3"]
-    plan = fsdpx.ModelBuilder.read(file, changes).plan
-    assert plan["optimizer"] == {"make": "SGD", "lr": 0.5}
-    assert plan["distribute"] == {"strategy": "ddp"}
-    assert plan["fit"] == {"validation": {"every": 3}}
-    changes = ["model.a=True", "model.b= no", "model.c=Off", "model.d=true", "model.e='no'", "model.f=none"]
-    plan = fsdpx.ModelBuilder.read(file, changes).plan["model"]
-    assert plan == {"make": "GELU", "a": True, "b": False, "c": False, "d": True, "e": "no", "f": "none"}
-    for change, said in (("lr=3", "a change is written section.key=value"), ("optimizer.lr.x=1", "lr is a value")):
-        with pytest.raises(ConfigError, match=said):
-            fsdpx.ModelBuilder.read(file, [change])
-    with pytest.raises(ConfigError, match="no run file can be read there: No such file or directory"):
-        fsdpx.ModelBuilder.read(tmp_path / "other.toml")
-    file.write_text("[model\n")
-    with pytest.raises(ConfigError, match="this is not TOML: "):
-        fsdpx.ModelBuilder.read(file)
-
-
-@in_full
-def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, capsys):
-    block = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "run-file.md").read_text(), re.S)
-    assert block is not None
-    assert (ROOT / "launch" / "run.toml").read_text().endswith(block[1])
-    monkeypatch.chdir(tmp_path)
-    text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes()
-    Path("docs").mkdir()
-    Path("docs", "some.md").write_bytes(text)
-    small = ["model.d_model=16", "model.seq_len=8", "data.seq_len=8", "validation.seq_len=8", "loader.batch_size=4"]
-    line = ["train", str(ROOT / "launch" / "run.toml"), "--set", *small, "fit.every=4", "fit.validation_batches=1"]
-    fsdpx.finalize()
-    try:
-        assert main([*line, "fit.steps=4"]) == 0
-        assert re.search(r"\n4 steps, [\d,]+ samples/s, training loss 5\.\d+, validation", capsys.readouterr().out)
-        assert main([*line, "fit.steps=6", "--resume"]) == 0
-        assert "\n2 steps, " in capsys.readouterr().out
-        (folder,) = Path("runs").iterdir()
-        assert folder.name.startswith("run-")
-        for name in ("config.json", "report.html", "metrics.jsonl", "model/model.safetensors", "checkpoints/step-6"):
-            assert (folder / name).exists(), name
-        assert main([*line, "fit.validation_batches=0"]) == 2
-        assert "[fit] validation_batches=0: a whole number, at least 1" in capsys.readouterr().err
-        assert main(["train", "run.toml"]) == 2
-        assert "fsdpx train: run.toml: no run file can be read there" in capsys.readouterr().err
-    finally:
-        fsdpx.finalize()
-
-
-def test_objects_stand_for_themselves():
-    plan = {
-        **PLAN,
-        "model": nn.Linear(3, 2),
-        "loss": nn.CrossEntropy(),
-        "optimizer": optim.SGD(lr=0.5),
-        "distribute": {},
-    }
-    builder = fsdpx.ModelBuilder(plan)
-    assert builder.model() is plan["model"]
-    assert builder.build().inspect.placement.optimizer is plan["optimizer"]
-    with pytest.raises(ConfigError, match=r"plan: \[loss\] says nothing to make"):
-        fsdpx.ModelBuilder({**plan, "loss": 3}).build()
-
-
-def test_tables_in_tuples_are_calls() -> None:
-    model = {"make": "Chain", "args": ({"make": "Linear", "args": (3, 4)}, {"make": "ReLU"})}
-    optimizer = {"make": "Adam", "betas": (0.8, 0.9)}
-    builder = fsdpx.ModelBuilder({**PLAN, "model": model, "optimizer": optimizer, "distribute": {}})
-    assert repr(builder.model()) == repr(nn.Chain(nn.Linear(3, 4), nn.ReLU()))
-    assert builder.build().inspect.placement.optimizer.betas == (0.8, 0.9)
-
-
-def test_modules_and_losses_of_pytorch_stand_for_themselves() -> None:
-    torch = pytest.importorskip("torch")
-    plan = {"model": torch.nn.Linear(3, 2), "loss": torch.nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
-    table = {**plan, "model": {"make": "torch.nn:Linear", "args": [3, 2]}, "loss": {"make": "torch.nn:MSELoss"}}
-    for one in (plan, table):
-        builder = fsdpx.ModelBuilder(one)
-        assert isinstance(builder.model(), nn.Layer)
-        assert np.isfinite(builder.build().step(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)))
-    with pytest.raises(ConfigError, match=r"torch.optim.SGD: use fsdpx.optim.SGD"):
-        fsdpx.ModelBuilder({**plan, "optimizer": torch.optim.SGD(plan["model"].parameters(), lr=0.1)}).build()
-
-
 def made(**options: object) -> fsdpx.Trainer:
     model = nn.Chain(*(nn.Linear(4, 4) for _ in range(3)))
     return model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **options)
@@ -488,17 +331,20 @@ def test_fit_knows_them_too() -> None:
         (lambda: fsdpx.spawn(print, world_size=2), r"^spawn\(world_size=...\): no such option; here that is size=$"),
         (lambda: fsdpx.spawn(print, nprocs=2), r"^spawn\(nprocs=...\): no such option; here that is size=$"),
         (lambda: fsdpx.spawn(print, 2, args=(1,)), r"^spawn\(args=...\): no such option: fn, size, timeout, delays"),
-        (
+        pytest.param(
             lambda: fsdpx.launch("train.py", nproc_per_node=2),
             r"^launch\(nproc_per_node=...\): no such option; here that is per_node=$",
+            marks=needs("launch"),
         ),
-        (
+        pytest.param(
             lambda: fsdpx.LaunchConfig(ranks=2, nnodes=2),
             r"^LaunchConfig\(nnodes=...\): no such option; here that is nodes=$",
+            marks=needs("launch"),
         ),
-        (
+        pytest.param(
             lambda: fsdpx.Offload("d", cpu_offload=True),
             r"^Offload\(cpu_offload=...\): no such option; here that is off",
+            marks=needs("offload"),
         ),
         (
             lambda: fsdpx.Elastic(min_nodes=2),

@@ -1,0 +1,74 @@
+"""The layers of fields keep the contract that `fsdpx.testing.LayerContract` tests."""
+
+import pytest
+from layer_cases import check_kernels, check_text, contracts_of, layers_of, rows
+
+from fsdpx import nn
+
+CASES = {
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 3), lambda: rows(3, 2, 5, 6)),
+    "Conv2dStrided": (
+        lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), bias=False),
+        lambda: rows(3, 2, 6, 5),
+    ),
+    "MaxPool2d": (lambda: nn.MaxPool2d(2), lambda: rows(3, 2, 5, 6)),
+    "MaxPool2dOverlapping": (lambda: nn.MaxPool2d(3, stride=2, padding=1), lambda: rows(3, 2, 5, 6)),
+    "AvgPool2d": (lambda: nn.AvgPool2d(3, stride=(1, 2), padding=1), lambda: rows(3, 2, 5, 6)),
+    "AdaptiveAvgPool1d": (lambda: nn.AdaptiveAvgPool1d(3), lambda: rows(3, 2, 7)),
+    "AdaptiveAvgPool2d": (lambda: nn.AdaptiveAvgPool2d((2, 9)), lambda: rows(3, 2, 5, 6)),
+    "AdaptiveAvgPool3d": (lambda: nn.AdaptiveAvgPool3d(1), lambda: rows(3, 2, 3, 4, 2)),
+    "Conv1d": (lambda: nn.Conv1d(2, 4, 3, 2, 1, groups=2, padding_mode="circular"), lambda: rows(3, 2, 7)),
+    "Conv2dDilated": (lambda: nn.Conv2d(2, 3, 2, 1, 1, 2, padding_mode="reflect"), lambda: rows(3, 2, 5, 6)),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, 3, padding="same", padding_mode="replicate"), lambda: rows(3, 2, 3, 4, 3)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 2, 3, 2, 1, 1, groups=2), lambda: rows(3, 4, 5)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 2, 2), lambda: rows(3, 2, 3, 4)),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 2, 2, dilation=2, bias=False), lambda: rows(3, 2, 2, 3, 2)),
+    "MaxPool1d": (lambda: nn.MaxPool1d(3, 2, 1, 2), lambda: rows(3, 2, 8)),
+    "MaxPool3d": (lambda: nn.MaxPool3d(2, ceil_mode=True), lambda: rows(3, 2, 3, 4, 5)),
+    "AvgPool1d": (lambda: nn.AvgPool1d(3, 2, 1, True), lambda: rows(3, 2, 6)),
+    "AvgPool3d": (lambda: nn.AvgPool3d(2, 1, 1, False, False), lambda: rows(3, 2, 3, 2, 3)),
+    "UpsampleNearest": (lambda: nn.Upsample(scale_factor=2), lambda: rows(3, 2, 5)),
+    "UpsampleBicubic": (lambda: nn.Upsample((4, 7), mode="bicubic"), lambda: rows(3, 2, 3, 5)),
+    "UpsampleTrilinear": (lambda: nn.Upsample(None, 1.5, "trilinear", True), lambda: rows(3, 2, 2, 3, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: rows(3, 4, 5)),
+    "InstanceNorm": (lambda: nn.InstanceNorm(3, affine=True), lambda: rows(3, 3, 4, 2)),
+    "UNet": (lambda: nn.UNet(2, 3, 2, 4, 1, norm="group", activation="gelu"), lambda: rows(3, 2, 4, 6)),
+    "SpectralConv": (lambda: nn.SpectralConv(2, 3, (3, 4)), lambda: rows(3, 2, 5, 6)),
+    "SpectralConvOfLines": (lambda: nn.SpectralConv(2, 3, 6, bias=False), lambda: rows(3, 2, 7)),
+    "ChannelLinear": (lambda: nn.ChannelLinear(3, 4), lambda: rows(3, 3, 4, 2)),
+    "ChannelScale": (lambda: nn.ChannelScale(3, 2), lambda: rows(3, 3, 4, 2)),
+    "GridEmbedding": (nn.GridEmbedding, lambda: rows(3, 2, 4, 3)),
+    "Rollout": (
+        lambda: nn.Rollout(nn.Chain(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1)), 3),
+        lambda: rows(3, 2, 5),
+    ),
+    "FNO": (lambda: nn.FNO(2, 3, (2, 4), 4, 2), lambda: rows(3, 2, 4, 6)),
+    "Normalize": (lambda: nn.Normalize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),
+    "Denormalize": (lambda: nn.Denormalize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),
+    "Derivative": (lambda: nn.Derivative(0, 2, 0.5, True, 4), lambda: rows(3, 2, 6)),
+    "Gradient": (lambda: nn.Gradient(0.5, (True, False), 4), lambda: rows(3, 2, 5, 6)),
+    "Divergence": (lambda: nn.Divergence(along=(1, 0)), lambda: rows(3, 4, 5, 6)),
+    "Curl": (nn.Curl, lambda: rows(3, 3, 4, 5, 4)),
+    "Laplacian": (lambda: nn.Laplacian(2.0, True), lambda: rows(3, 2, 5, 3)),
+    "Conserve": (nn.Conserve, lambda: (rows(3, 2, 5), rows(3, 2, 5) + 1.0)),
+    "Pad": (lambda: nn.Pad(((2, 0), (-1, 3)), "reflect"), lambda: rows(3, 2, 4, 5)),
+    "FNOPlain": (lambda: nn.FNO(2, 3, (2, 2), 4, 1, 5, 3, 2, False), lambda: rows(3, 2, 4, 4)),
+    "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
+    "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
+}
+
+globals().update(contracts_of(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_kernel_is_compiled_in_a_step(name):
+    check_kernels(CASES, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_of_a_layer_shows_every_argument(name):
+    check_text(CASES, name)
+
+
+def test_every_layer_of_the_package_is_tested_here():
+    assert layers_of("fsdpx.ext.fields") <= {type(make()) for make, *_ in CASES.values()}

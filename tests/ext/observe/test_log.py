@@ -1,0 +1,82 @@
+"""Logs of fit: two jobs, hostile folders, numbers that are none."""
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, make
+
+from fsdpx import data, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.errors import ConfigError
+from fsdpx.ext.observe import log as logs
+
+
+def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
+    return spawn(lambda comm: body(comm, *given, **options), size)
+
+
+def batch(rows: int, seed: int = 0) -> Any:
+    return CASES["mlp"].batch(np.random.default_rng(seed), rows)
+
+
+def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
+    return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data, shuffle=True)
+
+
+RANK_0 = SimpleNamespace(host=SimpleNamespace(rank=0))
+"""As much of a trainer as a log looks at."""
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with (folder / "metrics.csv").open(newline="") as file:
+        table = [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+    assert table == lines
+    return lines
+
+
+def test_two_jobs_do_not_write_one_log(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> str:
+        trainer, log = make(comm, "mlp"), logs.Log(tmp_path, ())
+        log.on_train_begin(trainer, History())
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(loader(trainer), progress=False, log=tmp_path)
+        log.on_train_end(trainer, History())
+        trainer.fit(loader(trainer), progress=False, log=tmp_path)
+        return str(caught.value)
+
+    for text in ranks(2, body):
+        assert f"{tmp_path}: another job is writing its log there: " in text
+    assert not (tmp_path / ".lock").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
+def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "other").write_text("another file")
+    for name in ("metrics.csv", "log.txt"):
+        os.mkfifo(tmp_path / "log" / name)
+    (tmp_path / "log/metrics.jsonl").symlink_to(tmp_path / "other")
+    log = logs.Log(tmp_path / "log", ())
+    log._begin(0)
+    log._write(RANK_0, History([1.0]), {"loss": 1.0})
+    log.on_train_end(RANK_0, History())
+    assert rows_of(tmp_path / "log") == [{"step": 1, "epoch": 1, "loss": 1.0}]
+    assert (tmp_path / "other").read_text() == "another file"
+    assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "log").iterdir())
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    log = logs.Log(tmp_path, ())
+    log._begin(0)
+    log._write(RANK_0, History([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
+    log.on_train_end(RANK_0, History())
+    assert rows_of(tmp_path) == [{"step": 1, "epoch": 1, "loss": 1.0}]

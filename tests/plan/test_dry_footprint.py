@@ -1,0 +1,128 @@
+"""The memory of processes as dry runs count it."""
+
+from pathlib import Path
+
+import pytest
+from amount import in_full
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.core.state.footprint import ProcessBytes
+from fsdpx.errors import ConfigError
+from fsdpx.plan.dry_run import Baseline
+
+
+def model() -> nn.Layer:
+    return nn.Chain(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
+
+
+MIB = 1 << 20
+
+WIDTH, LAYERS = 256, 8
+
+PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+
+
+def dry(ranks: int, here: int, strategy: str, **options):
+    batch = ((16, WIDTH), "float32")
+    return fsdpx.dry_run(
+        nn.Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), batch, batch, ranks=ranks, ranks_per_host=here,
+        loss=nn.MSE(), optimizer=optim.AdamW(), strategy=strategy, group_bytes=0, **options,
+    )  # fmt: skip
+
+
+@in_full
+def test_without_neighbours_nothing_is_shared():
+    footprint = dry(4, 1, "fsdp").footprint
+    assert "shared windows" not in footprint.parts
+    assert footprint.rss == footprint.pss == footprint.host
+    assert footprint.parts["interpreter and libraries"].rss > 20 * MIB
+
+
+@in_full
+def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
+    run = dry(4, 4, "fsdp")
+    windows, slab = run.footprint.parts["shared windows"], run.report.memory["working set"]
+    assert windows.pss == pytest.approx(PARAMETERS / 4 + slab, rel=0.01)
+    assert windows.rss == pytest.approx(PARAMETERS + slab * 1.75, rel=0.01)
+    ddp = dry(4, 4, "ddp").footprint.parts["shared windows"]
+    assert ddp.pss == pytest.approx(PARAMETERS, rel=0.01)
+    assert ddp.rss == pytest.approx(PARAMETERS * 1.75, rel=0.01)
+
+
+@in_full
+def test_hosts_share_by_themselves():
+    apart, together = dry(4, 2, "fsdp"), dry(4, 4, "fsdp")
+    assert apart.footprint.ranks_here == 2
+    assert apart.footprint.host == 2 * apart.footprint.pss
+    assert together.footprint.host == 4 * together.footprint.pss
+    assert apart.report.memory["working set"] > together.report.memory["working set"], "pages travel between hosts"
+
+
+@in_full
+def test_messages_instead_of_windows_share_nothing(monkeypatch):
+    monkeypatch.setenv("FSDPX_NODE", "0")
+    assert "shared windows" not in dry(4, 4, "fsdp").footprint.parts
+    with pytest.raises(ConfigError, match="ranks_per_host=0: at least one rank is on a host"):
+        dry(4, 0, "fsdp")
+
+
+def test_what_is_alive_inside_an_action_is_counted():
+    run = dry(1, 1, "fsdp")
+    one = 16 * WIDTH * 4
+    assert run.activations >= LAYERS * one
+    assert run.activations < run.passing <= run.activations + 6 * one
+
+
+def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(monkeypatch):
+    def init(*_):
+        pytest.fail("initial values were made")
+
+    class Own(nn.Linear):
+        def specs(self):
+            return {name: nn.Spec(spec.shape, init) for name, spec in super().specs().items()}
+
+    model = nn.Chain(Own(50_000, 50_000), nn.BatchNorm(50_000))
+    batch = ((2, 50_000), "float32")
+    run = fsdpx.dry_run(model, batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    assert run.report.memory["parameters"] > 10_000_000_000
+
+
+def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatch):
+    from fsdpx.plan import dry_run as module
+
+    asked = []
+    answer = module.Baseline(1, 2, 3, 4)
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_ask", lambda *how: asked.append(how) or answer)
+    for _ in range(2):
+        module.baseline.cache_clear()
+        assert module.baseline(True, "openblas", 2) == answer
+    assert asked == [(True, "openblas", 2)] * 2, "once to compile, once to measure"
+    assert [file.name.startswith("measured-process-") for file in Path(tmp_path).iterdir()] == [True]
+    module.baseline.cache_clear()
+
+
+@pytest.mark.parametrize(("width", "found"), [(64, 2 * 64 * 64 * 4), (2048, 3 * MIB)])
+def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, found, monkeypatch):
+    from fsdpx.plan import dry_run as module
+
+    monkeypatch.setattr(module, "baseline", lambda *_: Baseline(MIB, MIB, workspace=3 * MIB))
+    batch = ((32, width), "float32")
+    run = fsdpx.dry_run(nn.Chain(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    parts = run.footprint.parts
+    assert parts["matrix products"] == ProcessBytes(found, found)
+    assert parts["between activations"].rss == parts["activations"].rss // 16
+
+
+def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
+    from fsdpx.plan import dry_run as module
+
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_ask", lambda mpi, *_: "no MPI" if mpi else module.Baseline(1, 2))
+    module.baseline.cache_clear()
+    assert module.baseline(True, "openblas", 2) == module.Baseline(1, 2)
+    monkeypatch.setattr(module, "_ask", lambda *_: "SyntaxError: wrong")
+    with pytest.raises(ConfigError, match="the memory of a process cannot be measured here: SyntaxError: wrong"):
+        module.baseline(False, "mkl", 3)
+    module.baseline.cache_clear()

@@ -1,0 +1,42 @@
+"""What dry runs tell of models that are frozen in part."""
+
+from typing import Any
+
+import pytest
+
+from fsdpx import Mesh, dry_run, nn, optim
+
+
+def chain(layers: int, frozen: int, **options: Any) -> Any:
+    """A dry run of so many equal layers, the first of which are frozen."""
+    batch = ((16, 64), "float32")
+    return dry_run(
+        nn.Chain(*(nn.Linear(64, 64) for _ in range(layers))), batch, batch, loss=nn.MSE(),
+        optimizer=optim.SGD(lr=0.1), frozen=[f"{i}.*" for i in range(frozen)],
+        **{"ranks": 2, "strategy": "fsdp", "group_bytes": 0, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("group_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("recompute", [None, "all"])
+def test_a_deeper_trunk_keeps_nothing_more(recompute: str | None, group_bytes: int) -> None:
+    options = {"recompute": recompute, "group_bytes": group_bytes}
+    assert chain(6, 4, **options).activations == chain(12, 10, **options).activations
+    if recompute is None:
+        assert chain(12, 10, **options).activations < chain(12, 0, **options).activations / 2
+
+
+def test_a_trunk_is_gathered_once_and_its_stage_hears_nothing() -> None:
+    whole, spared = chain(6, 0).report.traffic, chain(6, 4).report.traffic
+    assert spared["shard", "all_gather"].calls < whole["shard", "all_gather"].calls
+    assert spared["shard", "reduce_scatter"].calls == 2
+    for schedule in ("1f1b", "zb-h1"):
+        options = {"mesh": Mesh(pipe=2), "microbatches": 4, "schedule": schedule}
+        first, last = (chain(6, 4, rank=rank, **options) for rank in (0, 1))
+        assert ("pipe", "recv") not in first.report.traffic
+        assert ("pipe", "send") not in last.report.traffic
+        assert not {"B", "I", "W"} & {a.op for a in first.program.actions}
+        for run in (first, last):
+            assert {k: v.calls for k, v in run.report.traffic.items() if k[0] == "pipe"} == {
+                k: v.calls for k, v in run.report.predicted.items() if k[0] == "pipe"
+            }
