@@ -196,6 +196,7 @@ for use in (
 """
 
 
+@needs("plan")
 def test_without_the_files_of_extensions_the_core_trains_and_names_what_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", GONE + FRESH + USED], capture_output=True, text=True, check=True)
     what = "codec 'topk'", "fsdpx.Int8", "fsdpx.Grid", "fsdpx.Offload", "fsdpx.nn.Conv2d", "fsdpx.plan"
