@@ -58,13 +58,11 @@ _FIRST: dict[int, tuple[Layer, Layer]] = {}
 
 
 class Costing(Recording):
-    """Notes the cost of each action of the next program, in its order. work: what is counted into. alive: most bytes of
-    arrays in each action, and those that are left after it."""
+    """Notes the cost of each action of the next program, in its order. work: what is counted into."""
 
     def __init__(self) -> None:
         super().__init__(1)
         self.costs: list[tuple[Action, ActionCost]] = []
-        self.alive: list[tuple[int, int]] = []
         self.work, self.meter, self.counters = Work(), Meter(), Counters()
         self._calls, self._here = Counters(), frozenset[int]()
         self._known = _KNOWN
@@ -81,16 +79,16 @@ class Costing(Recording):
     def begin_program(self, program: Program, state: TrainState) -> None:
         """The program begins: what came before it counts nothing."""
         self.costs.clear()
-        self.alive.clear()
-        self.meter.peak = self.meter.live
         self._look()
 
     def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """The same units, with layers that remember."""
         if len(self._units) < len(units):
             for unit in units:
-                nodes = unit.nodes if unit.index not in self._here else tuple(
-                    replace(n, layer=cast(Layer, _KnownLayer(n.layer, self))) for n in unit.nodes
+                nodes = (
+                    unit.nodes
+                    if unit.index not in self._here
+                    else tuple(replace(n, layer=cast(Layer, _KnownLayer(n.layer, self))) for n in unit.nodes)
                 )
                 self._units.append(replace(unit, nodes=nodes))
         return self._units
@@ -98,8 +96,6 @@ class Costing(Recording):
     def acted(self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]) -> None:
         """An action came to its end."""
         self.costs.append((planned.action, ActionCost(*self._look(nbytes > 0))))
-        self.alive.append((self.meter.peak, self.meter.live))
-        self.meter.peak = self.meter.live
 
     def landed(self, action: Action, transfer: Transfer) -> None:
         """Nothing is under way in a dry run."""

@@ -20,9 +20,9 @@ from fsdpx.core.base.arguments import check_arguments
 from fsdpx.core.base.safe_files import typed
 from fsdpx.core.base.version import __version__, version_of
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
+from fsdpx.core.engine.activations import HeapWatch
 from fsdpx.core.program import Program
 from fsdpx.core.state import tuning
-from fsdpx.core.state.activations import count_heap
 from fsdpx.core.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.trainer import Trainer
@@ -30,7 +30,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.native import code_cache
 from fsdpx.ext.observe.report import Report
 from fsdpx.nn.layer import Layer
-from fsdpx.plan.peak import PIECES, Peak, PeakWatch
+from fsdpx.plan.peak import PIECES, Peak, peak_of
 
 __all__ = ["Baseline", "DryRun", "baseline", "dry_run"]
 
@@ -194,14 +194,12 @@ def dry_run(
     with metered() as meter:
         trainer = distribute(model, comm=comm, device="shape", **options)
         trainer.inspect.reset()
-        watch = PeakWatch(trainer, meter)
+        watch = HeapWatch(trainer.inspect.engine, meter)
         trainer.step(_shapes(x), _shapes(y, "y"))
-    program = trainer.inspect.engine.ran
+    program, machine = trainer.inspect.engine.ran, comm.machine if isinstance(comm, FakeNode) else [rank]
     assert program is not None
-    machine = comm.machine if isinstance(comm, FakeNode) else [rank]
-    passes = count_heap(trainer.inspect.engine.state, meter)
-    most, peak = watch.activations.most, watch.peak()
-    return DryRun(program, trainer.report(), trainer, most, passes, len(machine), peak)
+    peak = peak_of(trainer.inspect.engine, watch)
+    return DryRun(program, trainer.report(), trainer, watch.between.most, watch.heap, len(machine), peak)
 
 
 def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:

@@ -11,25 +11,23 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fsdpx.core.array.arena import Life
-from fsdpx.core.array.shapes.array import Meter
 from fsdpx.core.base.messages import bytes_text
-from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.mesh import AXES, Mesh
+from fsdpx.core.engine.activations import HeapWatch
+from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.operations import about
 from fsdpx.core.engine.run import lives
-from fsdpx.core.program import SLOTS, Action, Program, Slot
-from fsdpx.core.state.activations import Activations, count_heap, count_pass_rows, is_activation, roots
+from fsdpx.core.program import SLOTS, Slot
 from fsdpx.core.state.ledger import KINDS
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer.out_of_memory import ENOUGH, cheaper
-from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import FsdpxError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.offload.choice import Offload
 from fsdpx.plan.printed import grid, prose
 
 __all__ = [
-    "PIECES", "Change", "Holding", "Peak", "PeakWatch", "lowered", "lowered_text", "mesh_args", "options_text",
+    "PIECES", "Change", "Holding", "Peak", "lowered", "lowered_text", "mesh_args", "options_text", "peak_of",
     "text_of",
 ]  # fmt: skip
 
@@ -135,68 +133,35 @@ def _units(units: Iterable[tuple[str, int]]) -> str:
     return ", ".join(most[:shown]) + ", ..." * (len(most) > shown)
 
 
-class PeakWatch:
-    """Follows the memory of a dry run from action to action, from its making on. activations: of its program."""
+def peak_of(engine: Engine, watch: HeapWatch) -> Peak:
+    """What a rank held at most in a run on shapes, and when."""
+    program, state = watch.program, engine.state
+    assert program is not None
+    action = program.actions[watch.at]
+    alive = [life for life in lives(state, program) if life.start <= watch.at <= life.stop]
+    found = [*_kept(state, watch.heap - watch.activations), *_lent(state, alive), *_activations(state, watch)]
+    words = str(action), about(engine.placement, action, program.kind), watch.at + 1, len(program.actions)
+    return Peak(*words, tuple(one for one in found if one.nbytes))
 
-    def __init__(self, trainer: Trainer, meter: Meter) -> None:
-        self.activations = Activations()
-        self._meter, self._trainer = meter, trainer
-        self._ran: Program | None = None
-        self._next = self._at = self._most = self._parts = 0
-        self._then: dict[Slot, dict[int, int]] = {}
-        self._batch: dict[int, int] = {}
-        trainer.inspect.engine.observe(self._look)
 
-    def _look(self, _: Action) -> None:
-        """After an action."""
-        engine, alive, meter = self._trainer.inspect.engine, self.activations, self._meter
-        if self._ran is not engine.ran:
-            if self._ran is None:  # the peak begins here: checking the batch made shapes, too
-                meter.peak = meter.live
-                self._batch = dict(roots([(one.inputs, one.target) for one in engine.batch if one is not None]))
-            self._ran, self._next = engine.ran, 0
-        assert self._ran is not None
-        if meter.peak > self._most:
-            self._most, self._at, self._then = meter.peak, self._next, alive.held()
-            self._parts = count_pass_rows(engine.state.ledger, now=True)
-        slots, store = self._ran.slots[self._next], engine.state.store
-        self._next = (self._next + 1) % len(self._ran.actions)
-        alive.within(engine.state.arena)
-        for slot in slots.takes:
-            alive.take(slot)
-        for slot in filter(is_activation, (*slots.gives, *slots.adds)):
-            value = store[slot]
-            alive.give(slot, value.finish() if isinstance(value, Transfer) else value)  # on its way, or there
-
-    def peak(self) -> Peak:
-        """What was held at most."""
-        engine = self._trainer.inspect.engine
-        program, state = self._ran, engine.state
-        assert program is not None
-        action = program.actions[self._at]
-        alive = [life for life in lives(state, program) if life.start <= self._at <= life.stop]
-        found = [*_kept(state, self._parts), *_lent(state, alive), *self._activations(state)]
-        words = str(action), about(engine.placement, action, program.kind), self._at + 1, len(program.actions)
-        return Peak(*words, tuple(one for one in found if one.nbytes))
-
-    def _activations(self, state: TrainState) -> Iterator[Holding]:
-        """What lies beside the arena."""
-        units, rest = state.placement.layout.units, count_heap(state, self._meter) - self._parts
-        makers = {value: unit.index for unit in units for value in unit.outputs}
-        known, batch = set(self._batch), sum(self._batch.values())
-        found = [Holding("activations", BATCH, batch)]
-        for kind, what in KEPT.items():
-            owners = Counter[int]()
-            for slot, held in self._then.items():
-                if slot.kind == kind:
-                    nbytes = sum(n for root, n in held.items() if root not in known)
-                    assert slot.at is not None
-                    owners[slot.at if kind in OF_UNITS else makers.get(slot.at, 0)] += nbytes
-                    known |= held.keys()
-            of_units = tuple((units[n].name, owners[n]) for n in sorted(owners) if owners[n])
-            found.append(Holding("activations", what, sum(owners.values()), of_units))
-        yield from found
-        yield Holding("activations", "what the action computes", rest - sum(one.nbytes for one in found))
+def _activations(state: TrainState, watch: HeapWatch) -> Iterator[Holding]:
+    """Whose they are."""
+    units = state.placement.layout.units
+    makers = {value: unit.index for unit in units for value in unit.outputs}
+    known, batch = set(watch.batch), sum(watch.batch.values())
+    found = [Holding("activations", BATCH, batch)]
+    for kind, what in KEPT.items():
+        owners = Counter[int]()
+        for slot, held in watch.then.items():
+            if slot.kind == kind:
+                nbytes = sum(n for root, n in held.items() if root not in known)
+                assert slot.at is not None
+                owners[slot.at if kind in OF_UNITS else makers.get(slot.at, 0)] += nbytes
+                known |= held.keys()
+        of_units = tuple((units[n].name, owners[n]) for n in sorted(owners) if owners[n])
+        found.append(Holding("activations", what, sum(owners.values()), of_units))
+    yield from found
+    yield Holding("activations", "what the action computes", watch.activations - sum(one.nbytes for one in found))
 
 
 def _kept(state: TrainState, parts: int) -> Iterator[Holding]:

@@ -25,13 +25,13 @@ from fsdpx.core.base.config import precision as formats_of
 from fsdpx.core.base.name_hints import demand_known
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import Coordinates, Mesh
+from fsdpx.core.engine.activations import HeapWatch
 from fsdpx.core.engine.run import lives
 from fsdpx.core.program import SLOTS, VERBS, Action, Event, Program, Slot, compile
 from fsdpx.core.program.simulator import by_rank, run
 from fsdpx.core.program.traffic import filled
 from fsdpx.core.program.verbs import partner
 from fsdpx.core.state.accumulation import microbatches_of
-from fsdpx.core.state.activations import count_heap
 from fsdpx.core.state.gradients import rows_of
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.out_of_memory import make_session
@@ -42,7 +42,7 @@ from fsdpx.ext.fields.grid import LETTERS, Grid
 from fsdpx.nn.linearize import keeping
 from fsdpx.plan.costing import ActionCost, Costing
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import PIECES, Change, Peak, PeakWatch, lowered
+from fsdpx.plan.peak import PIECES, Change, Peak, lowered, peak_of
 from fsdpx.plan.time_model import Lines, StepTimes
 
 __all__ = [
@@ -329,7 +329,7 @@ def batch_of(batch: Any) -> Batch:
 
 class _Run(NamedTuple):
     """One rank's dry run: its class, its costs by action, and its programs of other numbers of microbatches. alive:
-    bytes beside the arena, at most in each action and after it."""
+    bytes of activations, at most in each action and after it."""
 
     found: RankClass
     costs: dict[Action, ActionCost]
@@ -481,18 +481,14 @@ class WorldStep:
             trainer = self._trainer(self.mesh.rank(place), microbatches, at)
             trainer.inspect.reset()
             costing.watch(trainer, meter)
-            watch = PeakWatch(trainer, meter)
+            watch = HeapWatch(trainer.inspect.engine, meter)
             *x, y = (ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self._part(at))
             trainer.step(tuple(x) if len(x) > 1 else x[0], y)
-        state, counters = trainer.inspect.engine.state, costing.counters
-        meter.peak = max(meter.peak, *(most for most, _ in costing.alive))
-        arena = meter.peak - count_heap(state, meter)
+        counters, program = costing.counters, trainer.inspect.engine.ran
         traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
-        program = trainer.inspect.engine.ran
         assert program is not None
-        alive = [(most - arena, after - arena) for most, after in costing.alive]
-        found = RankClass(self.mesh.rank(place), place, watch.peak(), traffic)
-        return _Run(found, dict(costing.costs), alive, trainer._session, {microbatches: program})
+        found = RankClass(self.mesh.rank(place), place, peak_of(trainer.inspect.engine, watch), traffic)
+        return _Run(found, dict(costing.costs), watch.each, trainer._session, {microbatches: program})
 
 
 @dataclass(frozen=True)
@@ -587,15 +583,13 @@ def _held(run: _Run, microbatches: int, row: list[Event]) -> dict[str, list[tupl
     for life in (*lives(state, program), *parts):
         own = changes.setdefault(SLOTS[cast(Slot, life.name).kind].memory, [])
         own += [(row[life.start].start, life.nbytes), (row[life.stop].end, -life.nbytes)]
-    free, now, there = 0.0, 0, Counter[int]()
-    for life in parts:
-        there.update(dict.fromkeys(range(life.start, len(row)), life.nbytes))  # freed after the last update
+    free, now = 0.0, 0
     own = changes["activations"] = []
-    for at, (event, alive) in enumerate(zip(row, run.alive, strict=True)):
+    for event, alive in zip(row, run.alive, strict=True):
         times = (free, free) if VERBS[event.action.op].moves else (event.start, event.end)
         for free, nbytes in zip(times, alive, strict=True):
-            own.append((free, nbytes - there[at] - now))
-            now = nbytes - there[at]
+            own.append((free, nbytes - now))
+            now = nbytes
     return {kind: _curve(some) for kind, some in changes.items()}
 
 

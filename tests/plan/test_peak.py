@@ -10,7 +10,10 @@ import pytest
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
-from fsdpx.core.comm import Communicator
+from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.comm import Communicator, FakeCommunicator
+from fsdpx.core.state.step_inputs import Feed
 from fsdpx.plan import predict
 from fsdpx.plan.dry_run import DryRun
 from fsdpx.plan.peak import Change, Holding, Peak, lowered, lowered_text
@@ -154,3 +157,21 @@ def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
     planned = json.loads(capsys.readouterr().out)
     assert planned["peak"]["bytes"] == planned["found"][0]["memory"]
     assert {"recompute": "'all'"} in [one["options"] for one in planned["lower"]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "ddp"}, {"strategy": "fsdp", "microbatches": 2}, {"strategy": "zero2"}]
+)
+def test_a_peak_a_dry_run_a_prediction_and_an_error_count_memory_by_one_rule(options: dict[str, Any]) -> None:
+    batch = ((ROWS, WIDTH), "float32")
+    run = dry(**options)
+    given = {"loss": nn.MSE(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False, **options}
+    whole = ((2 * ROWS, WIDTH), "float32")
+    predicted = predict(chain(), (whole, whole), ranks=2, machine="laptop", **given).peak
+    assert run.peak.memory == predicted.memory
+    made = fsdpx.distribute(chain(), comm=FakeCommunicator(0, 2), device="shape", **given)
+    made.step(*(ShapeArray(batch[0], np.dtype(batch[1])) for _ in range(2)))
+    text = str(made._session.short(MemoryError("none left"), Feed(made.inspect.engine.batch)))
+    plan = text.partition("plan of this rank")[2].partition("\n\n")[0].splitlines()[2:]
+    found = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in plan}
+    assert found == {**{k: bytes_text(n) for k, n in run.peak.memory.items()}, "in all": bytes_text(run.peak.nbytes)}

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from fsdpx.core.base.config import byte_count
 from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.comm.init import node_of
-from fsdpx.core.state.activations import count_pass_rows
 from fsdpx.core.state.train_state import TrainState
 
 __all__ = ["Footprint", "ProcessBytes", "held", "memory_limits", "peak_rss", "reading"]
@@ -76,7 +75,7 @@ def held(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     own = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = own * (ranks_here - 1) // ranks_here
-    private = max(total - share - own - count_pass_rows(state.ledger), 0)  # those lie where activations were
+    private = max(total - share - own - state.ledger.pass_nbytes(), 0)  # those lie where activations were
     parts = {"arena": ProcessBytes(private, private), "shared windows": ProcessBytes(common + own + read, share + own)}
     return {name: part for name, part in parts.items() if part.rss}
 

@@ -166,6 +166,11 @@ class Ledger:
                 total[KINDS[row.key.kind].memory] += row.nbytes // row.sharers
         return dict(total)
 
+    def pass_nbytes(self, now: bool = False) -> int:
+        """Bytes of rows that have no memory after an update, which is never the arena's. now: of those that have some
+        at this moment."""
+        return sum(row.nbytes for row in self if row.passing and (not now or row.key in self.arrays))
+
     def slow_nbytes(self) -> dict[str, int]:
         """Bytes by kind of memory of all rows that lie in a slower level."""
         total: Counter[str] = Counter()

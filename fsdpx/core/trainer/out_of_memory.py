@@ -15,7 +15,7 @@ from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import carrier_of, node_of
-from fsdpx.core.state.activations import count_heap, count_pass_rows
+from fsdpx.core.engine.activations import HeapWatch
 from fsdpx.core.state.footprint import memory_limits
 from fsdpx.core.state.step_inputs import Feed
 from fsdpx.core.state.tuning import Tuning
@@ -106,28 +106,27 @@ def _short(
 def _counted(recipe: Recipe, fake: Communicator, feed: Feed | None, most: int | None) -> str:
     """The plan by kind, and remedies."""
     bare, batch = recipe.without_data(), _shapes(feed)
-    plan = _planned(bare, fake, batch)
+    plan = _planned(bare, fake, feed)
     lines = [("plan of this rank", "bytes"), *((kind, bytes_text(n)) for kind, n in sorted(plan.items()))]
     lines += [("in all", bytes_text(sum(plan.values())))]
 
     def count(changes: dict[str, Any]) -> int:
-        return sum(_planned(bare.changed(changes), fake, batch).values())
+        return sum(_planned(bare.changed(changes), fake, feed).values())
 
     now = {**vars(bare.training), **vars(bare.distribution), **vars(bare.machinery)}
     return f"{table(lines)}\n\n{remedies(now, count, most, 0 if batch is None else len(batch[1]))}"
 
 
-def _planned(recipe: Recipe, fake: Communicator, batch: tuple[Any, Any] | None) -> dict[str, int]:
-    """Bytes by kind: of a step on a batch, else of what a rank holds between and during steps of any batch."""
+def _planned(recipe: Recipe, fake: Communicator, feed: Feed | None) -> dict[str, int]:
+    """Bytes by kind: of a step on such a batch, else of what a rank holds between and during steps of any batch."""
     with metered() as meter:
+        batch = _shapes(feed)
         session = session_of(recipe, fake, initial=False)
         state = session.state
         if batch is not None:
-            feed = session.feed(*batch, "step", training=True)
-            meter.peak = meter.live  # checking the batch made shapes, too
-            session.run("step", feed)
-            parts = count_pass_rows(state.ledger)  # among gradients already
-            return {**state.nbytes(), "activations": max(count_heap(state, meter) - parts, 0)}
+            watch = HeapWatch(session.engine, meter)
+            session.run("step", session.feed(*batch, "step", training=True))
+            return watch.memory()
         pieces = session.place.accumulation.microbatches(session.microbatches)
         kind = "predict" if isinstance(session.place.optimizer, NoOptimizer) else "step"
         state.arena.lend(session.engine.prepare(session.request(kind, pieces)).workspace.plan)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.random import Random
 from fsdpx.core.engine import compute_verbs
+from fsdpx.core.engine.activations import roots
 from fsdpx.core.program import Action, Stage
-from fsdpx.core.state.activations import roots
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import ConfigError

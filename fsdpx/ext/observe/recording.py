@@ -9,11 +9,11 @@ from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.engine.activations import Activations, is_activation
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import ExecutableAction
 from fsdpx.core.program import Action, Program
-from fsdpx.core.state.activations import Activations, is_activation
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.state.units import Unit
 from fsdpx.nn.layer import Layer

@@ -7,11 +7,11 @@ from typing import Any
 
 from fsdpx.core.array.shapes.array import root_of
 from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.engine.activations import arena_roots
 from fsdpx.core.engine.operations import ABOUT, OPERATIONS, release
 from fsdpx.core.engine.run import ProgramRun, Values
 from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Move, Slot, SlotKind, Verb
 from fsdpx.core.program.pipeline import OVER, STANDING
-from fsdpx.core.state.activations import arena_roots
 from fsdpx.core.state.placement import Placement
 from fsdpx.ext.offload.disk import Disk, spill
 from fsdpx.ext.offload.records import SPILLED, place_records, record_of, records_of

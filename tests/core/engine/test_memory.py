@@ -18,7 +18,7 @@ from fsdpx import Mesh, Sharding, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN, Arena, Life, place
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm import Communicator, FakeCommunicator
-from fsdpx.core.state.activations import roots
+from fsdpx.core.engine.activations import roots
 from fsdpx.errors import ConfigError
 
 N = 4
