@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fsdpx"
 CORE = "core", "nn", "optim", "errors"
 WORDS = {
-    "ext/fields": r"\b(grids?|halos?|ghosts?|ghost_cells|fields? of|rims?|overlaps?|place\.field|space)\b",
+    "ext/fields": r"\b(grids?|halos?|ghosts?|ghost_cells|fields? of|rims?|place\.field|(?<!white )space)\b",
     "ext/offload": r"\b(offload\w*|disk|FETCH|STORE|EVICT|records)\b",
     "ext/compression": r"\b(codecs?|compress\w*|int8|Int8|TopK|topk|PowerSGD|error feedback)\b",
     "ext/asynchronous": r"\b(pace\w*|own speed|Gossip|gossip|DiLoCo|diloco|local_sgd|asynchronous)\b",

@@ -18,7 +18,17 @@ from fsdpx.core.base.config import byte_count
 from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.base.safe_files import unreadable
 from fsdpx.core.comm.mesh import AXES, Mesh
-from fsdpx.core.program import SCHEDULES, VERBS, Costs, Event, PipelineSchedule, bubble, grid, in_flight, simulate
+from fsdpx.core.program import (
+    SCHEDULES,
+    VERBS,
+    Costs,
+    Event,
+    PipelineSchedule,
+    bubble,
+    draw_schedule,
+    in_flight,
+    simulate,
+)
 from fsdpx.core.state.gradients import rows_of
 from fsdpx.core.trainer.out_of_memory import remedies
 from fsdpx.core.trainer.recipe import Distribution
@@ -293,7 +303,7 @@ def _schedule(schedule: PipelineSchedule) -> str:
     numbers = f"{_count(schedule.stages, 'stage')}, {_count(schedule.microbatches, 'microbatch', 'es')}"
     head = f"schedule {schedule.name}: {numbers}; F, I and W as long as a step"
     found = f"bubble {idle:.1%} (simulated, messages take no time); in flight by rank: {pairs}"
-    return f"{head}\n{grid(schedule, WIDE)}\n{found}"
+    return f"{head}\n{draw_schedule(schedule, WIDE)}\n{found}"
 
 
 def _count(number: int, word: str, plural: str = "s") -> str:

@@ -10,7 +10,7 @@ from fsdpx.core.program.simulator import (
     PipelineSchedule,
     arrow,
     bubble,
-    grid,
+    draw_schedule,
     idle,
     simulate,
     simulate_programs,
@@ -24,7 +24,7 @@ __all__ = [
     "KINDS", "PASSES", "SCHEDULES", "SLOTS", "VERBS", "Action", "ActionTimes", "Costs", "Edge", "Event", "Lifetime",
     "Move", "Moves", "PipelineSchedule", "Program", "ProgramKind", "Request", "ScheduleFunction", "Scratch", "Sizes",
     "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "Sync", "Traffic", "Verb", "arrow", "bubble", "buffer_of",
-    "check", "check_pipe", "compile", "constants", "expand", "grid", "idle", "in_flight", "lifetimes",
+    "check", "check_pipe", "compile", "constants", "draw_schedule", "expand", "idle", "in_flight", "lifetimes",
     "one_by_one", "parse", "pipeline", "placed", "prove", "schedule", "simulate", "simulate_programs",
     "traffic", "validate",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
     "ActionTimes", "Costs", "Event", "PipelineSchedule", "Stuck", "Task", "Waits", "arrow", "bubble", "by_rank",
-    "done_as", "grid", "idle", "needs", "run", "simulate", "simulate_programs", "walk", "walked",
+    "done_as", "draw_schedule", "idle", "needs", "run", "simulate", "simulate_programs", "walk", "walked",
 ]  # fmt: skip
 
 
@@ -364,7 +364,7 @@ def idle(events: Sequence[Event]) -> float:
 UNIT = Costs(forward=1, backward_input=1, backward_params=1)
 
 
-def grid(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -> str:
+def draw_schedule(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -> str:
     """What each rank computes, in equal steps of time, as text.
 
     A cell is a verb and a microbatch: "F0". Where a rank has several stages, a letter tells them apart ("F0b"), and a

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, schedule
-from fsdpx.core.program.simulator import Costs, Event, PipelineSchedule, arrow, grid, simulate
+from fsdpx.core.program.simulator import Costs, Event, PipelineSchedule, arrow, draw_schedule, simulate
 from fsdpx.core.program.verbs import Action, parse
 from fsdpx.core.program.verifier import validate
 from fsdpx.errors import ConfigError, ProgramError
@@ -283,7 +283,7 @@ def test_what_is_no_schedule_at_all_is_refused() -> None:
 
 
 def test_one_stage_per_rank() -> None:
-    assert grid(schedule("1f1b", 3, 3)) == (
+    assert draw_schedule(schedule("1f1b", 3, 3)) == (
         "rank 0  F0 F1 F2 .  .  .  .  B0 -- .  B1 -- .  B2 --\n"
         "rank 1  .  F0 F1 .  .  B0 -- F2 B1 -- .  B2 --\n"
         "rank 2  .  .  F0 B0 -- F1 B1 -- F2 B2 --"
@@ -291,7 +291,7 @@ def test_one_stage_per_rank() -> None:
 
 
 def test_letters_tell_stages_of_a_rank_apart() -> None:
-    assert grid(schedule("zbv", 2, 3)) == (
+    assert draw_schedule(schedule("zbv", 2, 3)) == (
         "rank 0  F0a F1a F2a F0b I0b W0b F1b I1b W1b I0a W0a F2b I2b W2b I1a W1a I2a W2a\n"
         "rank 1  .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b I1a I2b I2a W1a W2b W2a\n"
         "a: stages 0 1; b: stages 2 3"
@@ -299,22 +299,23 @@ def test_letters_tell_stages_of_a_rank_apart() -> None:
 
 
 def test_long_lines_are_cut() -> None:
-    lines = grid(schedule("gpipe", 2, 30), width=40).splitlines()
+    lines = draw_schedule(schedule("gpipe", 2, 30), width=40).splitlines()
     assert lines == ["rank 0  F0  F1  F2  F3  F4  F5  F6 ...", "rank 1  .   F0  F1  F2  F3  F4  F5 ..."]
     assert all(len(line) <= 40 for line in lines)
 
 
 def test_events_are_drawn_in_steps_of_the_shortest() -> None:
     events = simulate(schedule("1f1b", 2, 2), Costs(0.5, 0.75, 0.25))
-    assert grid(events) == "rank 0  F0 F1 .  .  B0 -- .  B1 --\nrank 1  .  F0 B0 -- F1 B1 --"
-    assert grid([Event(0, parse("GATHER0")[0], 0, 1), Event(0, parse("NORM")[0], 1, 1)]) == "(nothing is computed)"
+    assert draw_schedule(events) == "rank 0  F0 F1 .  .  B0 -- .  B1 --\nrank 1  .  F0 B0 -- F1 B1 --"
+    events = [Event(0, parse("GATHER0")[0], 0, 1), Event(0, parse("NORM")[0], 1, 1)]
+    assert draw_schedule(events) == "(nothing is computed)"
 
 
 @PROPERTY
 @given(name=st.sampled_from(sorted(SCHEDULES)), ranks=st.integers(1, 5), m=st.integers(1, 12))
 def test_every_step_is_drawn_once_and_lines_are_as_long_as_the_time(name: str, ranks: int, m: int) -> None:
     plan = schedule(name, ranks, m)
-    rows = grid(plan, width=10_000).splitlines()[:ranks]
+    rows = draw_schedule(plan, width=10_000).splitlines()[:ranks]
     for rank, row in enumerate(rows):
         cells = row.split()[2:]
         wanted = [f"{a.op}{a.mb}" for a in plan.ranks[rank]]
