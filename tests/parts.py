@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fsdpx"
 CORE = "core", "nn", "optim", "errors"
 WORDS = {
-    "ext/fields": r"\b(grids?|halos?|ghosts?|ghost_cells|fields? of|rims?|place\.field|(?<!white )space)\b",
+    "ext/fields": r"\b(grids?|halos?|ghosts?|ghost_cells|rims?|place\.field|(?<!white )space)\b",
     "ext/offload": r"\b(offload\w*|disk|FETCH|STORE|EVICT|records)\b",
-    "ext/compression": r"\b(codecs?|compress\w*|int8|Int8|TopK|topk|PowerSGD|error feedback)\b",
+    "ext/compression": r"\b(codecs?|compress(ed|ion)|Int8|TopK|topk|PowerSGD|error feedback)\b",
     "ext/asynchronous": r"\b(pace\w*|own speed|Gossip|gossip|DiLoCo|diloco|local_sgd|asynchronous)\b",
     "core/array/shapes": r"\b(imaginary|holds_no_data|imagined|shape-only|ShapeArray|note)\b",
     "ext/observe": r"\b(record(er|ing)|trace[sd]?|tracer|chrome|clock)\b",

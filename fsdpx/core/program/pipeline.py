@@ -56,9 +56,10 @@ class Stage:
     each as its number and its units. edges: what travels between all ranks. twins: pages that hold the same parameter
     for units that are apart. partial: pages whose gradients other ranks find a part of. joined: JOIN makes the whole
     gradient of the parts, else a part is the whole already. rank: of the pipe. scores: the loss is computed here.
-    moving: units with running statistics. coded: pages whose codec keeps memory. constant: values whose gradient is
-    not needed, see `constants`; those inside of units may be among them. elsewhere: slots whose values lie in a slower
-    level between programs, of all ranks, each with the slot that stands for it; activations without a microbatch."""
+    moving: units with running statistics. coded: pages of whose gradients something is kept. constant: values whose
+    gradient is not needed, see `constants`; those inside of units may be among them. elsewhere: slots whose values lie
+    in a slower level between programs, of all ranks, each with the slot that stands for it; activations without a
+    microbatch."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]

@@ -28,7 +28,7 @@ class Sizes:
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Moves]] = field(default_factory=dict)
-    """(axis, collective) -> page -> how a codec carries it instead; plain if nothing is said"""
+    """(axis, collective) -> page -> how it is carried instead; as it is if nothing is said"""
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)

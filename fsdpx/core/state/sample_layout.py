@@ -194,10 +194,10 @@ class NoSpace(Space):
         return array
 
     def groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
-        if mesh.space:
+        if dims := mesh.space:
             raise ConfigError(
-                f"Mesh(space={mesh.space}): which cells each rank has is not known; give space=fsdpx.Grid(comm, "
-                f"u.shape[:{len(mesh.space)}], dims={mesh.space}) as well"
+                f"Mesh(space={dims}): which cells each rank has is not known; give space=fsdpx.Grid(comm, "
+                f"u.shape[:{len(dims)}], dims={dims}) as well"
             )
         return None
 

@@ -234,7 +234,7 @@ def _pages(
     starts = cut_stages(ordered, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
     bitwise = reducing.accumulation.bitwise
     spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
-    return Pages(pipe, _layout(recipe, ranks, formats, ordered, spread, reducing.codecs))
+    return Pages(pipe, _layout(recipe, ranks, formats, ordered, spread, reducing))
 
 
 def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, pages: Pages) -> Options:
@@ -310,7 +310,7 @@ def _formats(formats: Precision) -> Formats:
 
 
 def _layout(
-    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, codecs: Codecs
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, reducing: Reducing
 ) -> Layout:
     """Units and pages; ConfigError for patterns that match no parameter."""
     training = recipe.training
@@ -320,9 +320,8 @@ def _layout(
 
     still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
     frozen = ("*",) if still else training.frozen
-    layout = lay_out(model, dtype.itemsize, group, frozen, spread, codecs.rule_of)
-    for pattern in codecs.patterns:
-        layout.matching(pattern, "codec")
+    layout = lay_out(model, dtype.itemsize, group, frozen, spread, reducing.codecs.rule_of)
+    demand_match("codec", reducing.codecs.patterns, layout.names)
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         _check_patterns(optimizer, layout)
     return layout

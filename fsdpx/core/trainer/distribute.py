@@ -121,8 +121,7 @@ def distribute(
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     options = dict(locals())
-    if comm is None and isinstance(space, Space):
-        comm = space.comm
+    comm = getattr(space, "comm", None) if comm is None else comm
     defaults.demand_member(comm)
     before = _before(comm)
     with nullcontext() if before is None else share_errors(before, "distribute"):

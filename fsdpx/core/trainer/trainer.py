@@ -437,19 +437,19 @@ class Trainer:
 
     @property
     def parts(self) -> Communicator:
-        """The ranks that hold parts of the same fields, with `space`; without it this rank by itself."""
+        """The ranks that hold parts of the same samples, with `space`; without it this rank by itself."""
         return self._session.place.axes.parts
 
     @property
     def output_grid(self) -> Space:
-        """The grid of the model's result, with `space`: as the grid of its input, where both have as many cells.
+        """How the model's result is cut, with `space`: as its input, where both have as many cells.
 
-        `offsets`, `own`, `local`, and `gather` of this grid are those of results and targets. It follows from the
-        layers, before anything has been predicted.
+        `offsets`, `own`, `local`, and `gather` are those of results and targets. It follows from the layers, before
+        anything has been predicted.
 
         Raises
         ------
-        ConfigError : without `space`
+        ConfigError : samples are whole
         """
         return self._session.place.sample_layout.output_space()
 
