@@ -100,7 +100,7 @@ class Costing(Recording):
     def landed(self, action: Action, transfer: Transfer) -> None:
         """Nothing is under way in a dry run."""
 
-    def outside(self, what: str, begin: float, end: float) -> None:
+    def outside(self, what: str, begin: float, end: float, nbytes: int) -> None:
         """What is beside programs takes no time here."""
 
     def _look(self, moved: bool = True) -> tuple[Work, tuple[Call, ...]]:

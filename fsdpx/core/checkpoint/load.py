@@ -18,7 +18,7 @@ from fsdpx.core.array.namespace import to_host
 from fsdpx.core.base.name_hints import demand_match
 from fsdpx.core.checkpoint.atomic_commit import agreed, alone, located, named, place, together
 from fsdpx.core.checkpoint.format import STATE, STATE_KEY, Tensors, array_type, code_of
-from fsdpx.core.checkpoint.local_shards import Held, Name, arrivals, held, landed
+from fsdpx.core.checkpoint.local_shards import ByteCount, Held, Name, arrivals, held, landed
 from fsdpx.core.checkpoint.read import Source, checkpoint, read, sums, take, weights
 from fsdpx.core.checkpoint.save import added
 from fsdpx.core.checkpoint.scalars import Scalars, demand_state, restore
@@ -39,8 +39,8 @@ Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool) -> Scalars:
-    """Take weights, optimiser and everything else from a checkpoint. Collective."""
+def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCount) -> Scalars:
+    """Take weights, optimiser and everything else from a checkpoint. Collective. count: counts what this rank takes."""
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
     path = place(world, "load", path, options=options)
@@ -70,7 +70,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool)
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
     def take(pieces: Iterable[Held]) -> None:
-        read(source, chain(pieces, landed(arrivals(state, shapes))), state.placement.xp)
+        read(source, chain(count.of(pieces), landed(arrivals(state, shapes))), state.placement.xp)
 
     fill(state, where, take, scalars.replicas)
     restore(state, scalars)
@@ -225,9 +225,11 @@ def load_weights(
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
     convert: bool = False,
+    count: ByteCount | None = None,
 ) -> WeightsReport:
     """Take the weights alone: from a checkpoint, from any safetensors files, or from a dict of whole arrays that every
-    rank has. CheckpointError before anything changes. call: the name of the method, for errors. Collective."""
+    rank has. CheckpointError before anything changes. call: the name of the method, for errors. count: counts what this
+    rank takes. Collective."""
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_dict if isinstance(source, Mapping) else _file)(world, call, source, options)
     where = given.where
@@ -243,7 +245,8 @@ def load_weights(
     def named(pieces: Iterable[Held]) -> Iterator[Held]:
         return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
 
-    fill(state, where, lambda pieces: given.read(named(pieces), state.placement.xp))
+    count = count or ByteCount()
+    fill(state, where, lambda pieces: given.read(count.of(named(pieces)), state.placement.xp))
     return report
 
 

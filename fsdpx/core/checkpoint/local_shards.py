@@ -17,8 +17,8 @@ from fsdpx.nn.layer import Spec
 from fsdpx.nn.sharding import share
 
 __all__ = [
-    "BLOCK", "Arrival", "Block", "Held", "Name", "TensorPiece", "arrivals", "held", "in_blocks", "kept", "landed",
-    "owned", "written",
+    "BLOCK", "Arrival", "Block", "ByteCount", "Held", "Name", "TensorPiece", "arrivals", "held", "in_blocks", "kept",
+    "landed", "owned", "written",
 ]  # fmt: skip
 
 BLOCK = 4 << 20
@@ -31,6 +31,19 @@ class Block:
 
     array: Any
     runs: tuple[Run, ...]
+
+
+class ByteCount:
+    """Counts the bytes of parts that pass by."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def of(self, parts: Iterable[Held]) -> Iterator[Held]:
+        """The same parts, which are counted."""
+        for part in parts:
+            self.nbytes += int(part.array.size) * int(part.array.dtype.itemsize)
+            yield part
 
 
 @dataclass(frozen=True)

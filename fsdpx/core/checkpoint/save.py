@@ -27,7 +27,7 @@ from fsdpx.core.base.safe_files import parse_json, read_json
 from fsdpx.core.base.version import __version__
 from fsdpx.core.checkpoint.atomic_commit import Target, alone, in_words, place, prune, same, together, unnumbered
 from fsdpx.core.checkpoint.format import WRITTEN, FileLayout, code_of, lay_out, opened, read_at, write_at
-from fsdpx.core.checkpoint.local_shards import Held, owned, written
+from fsdpx.core.checkpoint.local_shards import ByteCount, Held, owned, written
 from fsdpx.core.checkpoint.read import Source
 from fsdpx.core.checkpoint.scalars import Scalars, scalars_of
 from fsdpx.core.checkpoint.write import SUMS, Manifest, write
@@ -157,15 +157,17 @@ class Prepared:
             self.target.abandon()
 
 
-def save(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> None:
-    """Write the checkpoint `path`. Collective; returns when it is whole on disk, or raises alike on all ranks."""
+def save(
+    state: TrainState, path: Any, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, count: ByteCount
+) -> None:
+    """Write the checkpoint `path`. Collective; returns when it is whole on disk, or raises alike on all ranks. count:
+    counts what this rank writes."""
     world = state.placement.axes.world
     prepared = prepare(state, path, choices, loader, fit)
     try:
         sums: list[np.ndarray] = []
-        together(
-            world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, prepared.pieces(state)))
-        )
+        mine = count.of(prepared.pieces(state))
+        together(world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, mine)))
         total = added(world, sums[0])
         alone(world, prepared.where, lambda: prepared.finish(total))
     except BaseException:
@@ -238,13 +240,14 @@ class Background:
     """A save under way. What this rank writes is copied at once; the rest is the thread's. Rank 0's commits when all
     ranks have left their sums in the folder, so that the checkpoint is whole without another call to the trainer."""
 
-    def __init__(self, state: TrainState, prepared: Prepared) -> None:
+    def __init__(self, state: TrainState, prepared: Prepared, count: ByteCount) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
         self._problem: str | None = None  # why it could not be written, or not committed
         self._wrote, self._stopped = threading.Event(), threading.Event()
         self._running = threading.Lock()  # a `join` that Ctrl-C breaks off takes the thread for ended (Python 3.11)
         try:
-            self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in prepared.pieces(state)]
+            pieces = count.of(prepared.pieces(state))
+            self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in pieces]
             threading.Thread(target=self._run, name=f"fsdpx save (rank {self.world.rank})").start()
         except BaseException:
             self.abandon()

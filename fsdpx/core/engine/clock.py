@@ -18,14 +18,16 @@ PROGRESS = "(moving transfers on)"
 """A row of the clock beside those of the verbs."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
 """Another one: the first ranks to get there wait for the others."""
+SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
+"""More: with the bytes of this rank's part. In the background a save copies them, and the rest is a thread's."""
 
 
 class Spent(NamedTuple):
     """What went into the actions of one verb.
 
     seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
-    sent or received in them. flown: seconds that transfers which they began were under way. busy: the part of
-    these seconds in which this rank moved the transfer on or waited for it; in the rest it computed."""
+    sent, received, saved or loaded in them. flown: seconds that transfers which they began were under way. busy: the
+    part of these seconds in which this rank moved the transfer on or waited for it; in the rest it computed."""
 
     seconds: float = 0.0
     waited: float = 0.0
@@ -57,10 +59,11 @@ class Clock(Observer):
         row[2] += 1
         row[3] += nbytes
 
-    def outside(self, what: str, begin: float, end: float) -> None:
+    def outside(self, what: str, begin: float, end: float, nbytes: int) -> None:
         row = self.rows[what]
         row[0] += end - begin
         row[2] += 1
+        row[3] += nbytes
 
     def landed(self, action: Action, transfer: Transfer) -> None:
         axis, flown = VERBS[action.op].lane, transfer.landed - transfer.issued

@@ -166,7 +166,7 @@ class Engine:
             acted(planned, begin, ready, end, moved, values)
         if lane == "compute" and self._flying:
             self._poke()
-            self.clock.outside(PROGRESS, end, perf_counter())
+            self.clock.outside(PROGRESS, end, perf_counter(), 0)
 
     def failed(self, error: Exception, words: str) -> None:
         """An action has raised this error: it becomes a part of it where that was."""
@@ -230,11 +230,11 @@ class Engine:
 
     # -- beside programs -----------------------------------------------------------------------------------------------
 
-    def outside(self, what: str, begin: float) -> None:
-        """Something beside programs began at that time, and has ended now."""
+    def outside(self, what: str, begin: float, nbytes: int = 0) -> None:
+        """Something beside programs began at that time, and has ended now. nbytes: that this rank wrote or read."""
         end = perf_counter()
         for outside in self.hooks.outside:
-            outside(what, begin, end)
+            outside(what, begin, end, nbytes)
 
     def reset(self) -> None:
         """Restart counting traffic and time."""
@@ -321,5 +321,5 @@ class Direct:
                 except Exception as error:
                     engine.failed(error, words)
                     raise
-        engine.clock.outside("E", begin, perf_counter())
+        engine.clock.outside("E", begin, perf_counter(), 0)
         return tuple([values[v] for v in self.outputs])

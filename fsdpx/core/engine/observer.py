@@ -50,8 +50,9 @@ class Observer:
     def landed(self, action: Action, transfer: Transfer) -> None:
         """A transfer that this action began is complete."""
 
-    def outside(self, what: str, begin: float, end: float) -> None:
-        """Something beside actions has ended, such as agreeing on a batch."""
+    def outside(self, what: str, begin: float, end: float, nbytes: int) -> None:
+        """Something beside actions has ended, such as agreeing on a batch, saving or loading. nbytes: that this rank
+        wrote or read."""
 
     def failed(self, words: str, error: Exception) -> None:
         """An action has raised this error."""
@@ -75,7 +76,7 @@ class Hooks:
     look: tuple[Callable[[Action], None], ...]
     acted: tuple[Callable[[ExecutableAction, float, float, float, int, Sequence[Any]], None], ...]
     landed: tuple[Callable[[Action, Transfer], None], ...]
-    outside: tuple[Callable[[str, float, float], None], ...]
+    outside: tuple[Callable[[str, float, float, int], None], ...]
     failed: tuple[Callable[[str, Exception], None], ...]
     reset: tuple[Callable[[], None], ...]
     write: tuple[Callable[[], None], ...]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import Parameter, signature
 from os import PathLike
+from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -17,9 +18,12 @@ from fsdpx.core.base.arguments import demand_arguments
 from fsdpx.core.base.name_hints import demand_known
 from fsdpx.core.checkpoint.atomic_commit import alone
 from fsdpx.core.checkpoint.load import load
+from fsdpx.core.checkpoint.local_shards import ByteCount
 from fsdpx.core.checkpoint.save import Background, Choices, prepare, save
 from fsdpx.core.checkpoint.scalars import Scalars
 from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.engine.clock import LOADING, SAVING, WAITING
+from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.run import GradientScale
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Feed
@@ -30,7 +34,7 @@ from fsdpx.errors import ConfigError, RankLost
 
 __all__ = [
     "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "LastUpdate", "TrainerHost",
-    "check_which", "checked_together", "hosted",
+    "check_which", "checked_together", "hosted", "timed",
 ]  # fmt: skip  # fmt: skip
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
@@ -247,11 +251,12 @@ class TrainerHost(ABC):
             self.saved()
             # replicas that train by themselves go on from their own parameters, and save these
             state, plain = self.session.state, choices.with_ == "parameters" and not self.apart
-            with self.session.common("slot", "average"), nullcontext() if plain else self.having(choices.with_):
+            put = nullcontext() if plain else self.having(choices.with_)
+            with timed(self.session.engine, SAVING) as count, self.session.common("slot", "average"), put:
                 if background:
-                    self.saving = Background(state, prepare(state, path, choices, loader, fit))
+                    self.saving = Background(state, prepare(state, path, choices, loader, fit), count)
                 else:
-                    save(state, path, choices, loader, fit)
+                    save(state, path, choices, loader, fit, count)
 
         self.run(LOOKS, SAVE, mine)
 
@@ -261,7 +266,8 @@ class TrainerHost(ABC):
         def mine() -> Scalars:
             self.begin("load")
             self.saved()
-            found = load(self.session.state, path, loader, convert, verify)
+            with timed(self.session.engine, LOADING) as count:
+                found = load(self.session.state, path, loader, convert, verify, count)
             self.session.placed()
             return found
 
@@ -285,7 +291,8 @@ class TrainerHost(ABC):
         if self.saving is None:
             return
         try:
-            self.saving.wait()
+            with timed(self.session.engine, WAITING):
+                self.saving.wait()
         except RankLost:
             raise  # the code that recovers decides what becomes of the save
         except BaseException:
@@ -300,6 +307,16 @@ class TrainerHost(ABC):
         if which == "parameters":
             return self.session.common("master")
         return self.session.having(partial(put_averages, self.session.state), which)
+
+
+@contextmanager
+def timed(engine: Engine, what: str) -> Iterator[ByteCount]:
+    """Tell the observers of an engine when this began and ended, and the bytes that were counted meanwhile."""
+    begin, count = perf_counter(), ByteCount()
+    try:
+        yield count
+    finally:
+        engine.outside(what, begin, count.nbytes)
 
 
 class FixedRanks(TrainerHost):

@@ -18,6 +18,7 @@ from fsdpx.core.base.name_hints import CALLS, demand_match, patterns_of
 from fsdpx.core.checkpoint.load import WeightsReport, load_weights
 from fsdpx.core.checkpoint.save import Choices
 from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.engine.clock import LOADING
 from fsdpx.core.program import Program, Slot
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.sample_layout import Space
@@ -34,6 +35,7 @@ from fsdpx.core.trainer.call_runner import (
     check_which,
     checked_together,
     hosted,
+    timed,
 )
 from fsdpx.core.trainer.gather_full import (
     cut_output,
@@ -299,7 +301,8 @@ class Trainer:
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
         self._host.begin("load_parameters")
-        load_weights(self._session.state, values, "load_parameters", convert=True)
+        with timed(self._session.engine, LOADING) as count:
+            load_weights(self._session.state, values, "load_parameters", convert=True, count=count)
         self._place.pace.loaded(self._session.state)
         self._session.placed()
 
@@ -414,7 +417,9 @@ class Trainer:
         CheckpointError : the same on all ranks, before anything changes
         """
         self._host.begin("load_weights")
-        report = load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
+        options: Any = {"strict": strict, "rename": rename, "convert": convert}
+        with timed(self._session.engine, LOADING) as count:
+            report = load_weights(self._session.state, source, count=count, **options)
         self._place.pace.loaded(self._session.state)
         self._session.placed()
         return report

@@ -9,7 +9,7 @@ import gzip
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +21,7 @@ from fsdpx.core.comm.mesh import AXES, Axes
 from fsdpx.core.program import VERBS, Action, Event
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.measure import Reading, offset_at
-from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn
+from fsdpx.ext.observe.recording import Acted, Outside, TransferSpan, Turn
 
 __all__ = [
     "LAYER", "MERGED", "SIMULATED", "RankTrace", "TraceHeader", "TracePlace", "events_of", "merge", "name_of", "read",
@@ -154,10 +154,12 @@ def name_of(rank: int) -> str:
     return f"rank-{rank:05}.json.gz"
 
 
-def write(folder: Path, header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> Path:
-    """Write one rank's file; returns its path."""
+def write(
+    folder: Path, header: TraceHeader, turns: Sequence[Turn], place: TracePlace, after: Iterable[Outside] = ()
+) -> Path:
+    """Write one rank's file; returns its path. after: what was done since the last turn."""
     path = folder / name_of(header.rank)
-    _save(path, {"traceEvents": traced(header, turns, place), "displayTimeUnit": "ms", "fsdpx": asdict(header)})
+    _save(path, {"traceEvents": traced(header, turns, place, after), "displayTimeUnit": "ms", "fsdpx": asdict(header)})
     return path
 
 
@@ -167,15 +169,14 @@ def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, Turn, TracePl
     _save(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> list[JSON]:
+def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace, after: Iterable[Outside] = ()) -> list[JSON]:
     """The events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows, activations
     as a curve."""
     lanes = _Lanes(header)
     for turn in turns:
         if not turn.acted:
             continue
-        for outside in turn.before:
-            lanes.slice(COMPUTE, outside.what, "outside", outside.begin, outside.end, key=f"{turn.number}", stops=True)
+        lanes.outside(turn.before, turn.number)
         events = events_of(turn, place)
         lanes.step(turn, max(event.end for event in events))
         for wait in waits_of(turn, events):
@@ -185,6 +186,7 @@ def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> lis
             lanes.alive(one.end, one.alive)
         for path, what, begin, end in turn.layers:
             lanes.slice(COMPUTE, f"{path} {what}", LAYER, begin, end)
+    lanes.outside(after, len(turns))
     return [*lanes.names(), *lanes.found]
 
 
@@ -215,6 +217,12 @@ class _Lanes:
         common = {"ph": "X", "name": name, "cat": kind, "pid": self.header.rank, "tid": tid}
         begin = self._micro(start)
         self.found.append({**common, "ts": begin, "dur": round(self._micro(end) - begin, 3), "args": args})
+
+    def outside(self, some: Iterable[Outside], turn: int) -> None:
+        """What was done before a turn."""
+        for what, begin, end, nbytes in some:
+            args: JSON = {"bytes": nbytes} if nbytes else {}
+            self.slice(COMPUTE, what, "outside", begin, end, key=f"{turn}", stops=True, **args)
 
     def step(self, turn: Turn, end: float) -> None:
         words = f"{turn.program.kind} {turn.steps + 1}"

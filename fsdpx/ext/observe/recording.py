@@ -60,11 +60,16 @@ class LayerTime(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Something beside programs, such as agreeing on a batch."""
+    """Something beside programs, such as agreeing on a batch. nbytes: that this rank wrote or read."""
 
     what: str
     begin: float
     end: float
+    nbytes: int
+
+
+MOST_OUTSIDE = 1000
+"""Kept between two programs that train: predictions agree on a batch each time."""
 
 
 @dataclass
@@ -89,7 +94,8 @@ class Turn:
 
 class Recording(Observer):
     """The last `keep` programs that train; evaluating and predicting leave no turn. layers: path -> time since the
-    beginning, or the last `reset`. written: whether all turns were written to files."""
+    beginning, or the last `reset`. after: what was done since the last turn. written: whether all turns were written to
+    files."""
 
     def __init__(self, keep: int) -> None:
         self.turns: deque[Turn] = deque(maxlen=keep)
@@ -99,18 +105,18 @@ class Recording(Observer):
         self.written = False
         self._count = 0
         self._now: Turn | None = None
-        self._before: list[Outside] = []
+        self.after: deque[Outside] = deque(maxlen=MOST_OUTSIDE)
 
     def begin_program(self, program: Program, state: TrainState) -> None:
         """A program is about to run."""
         self._now = None
         if program.kind not in ("evaluate", "predict"):
-            self._now = Turn(self._count, state.steps, program, self._before)
+            self._now = Turn(self._count, state.steps, program, list(self.after))
+            self.after.clear()
             self._count += 1
             self.turns.append(self._now)
             self.written = False
             self.activations.within(state.arena)
-        self._before = []
 
     def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """The same units with layers that note when they run."""
@@ -133,9 +139,9 @@ class Recording(Observer):
         else:
             self.layers[path] = LayerTime(forwards, forward, backward + end - begin)
 
-    def outside(self, what: str, begin: float, end: float) -> None:
+    def outside(self, what: str, begin: float, end: float, nbytes: int) -> None:
         """Something beside programs has ended."""
-        self._before.append(Outside(what, begin, end))
+        self.after.append(Outside(what, begin, end, nbytes))
 
     def acted(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]

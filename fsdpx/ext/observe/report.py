@@ -145,7 +145,7 @@ def _row(report: Report) -> dict[str, Any]:
     }
 
 
-OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
+OUTSIDE = "outside of programs: reading data, printing, callbacks, and Python between two programs"
 
 
 Moving = tuple[str, str]

@@ -40,7 +40,8 @@ class Tracer(Observer):
         """Write what was kept, each rank its own file. Collective; ConfigError on all ranks if one cannot."""
         turns = list(self._recording.turns)
         header = self._header(turns)
-        self._together(lambda: write(self.folder, header, turns, TracePlace.of(self._axes)))
+        after = list(self._recording.after)
+        self._together(lambda: write(self.folder, header, turns, TracePlace.of(self._axes), after))
         self._recording.written = True
 
     def _make(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 import fsdpx
 from fsdpx import nn, optim
+from fsdpx.core.engine.clock import LOADING, SAVING, WAITING
 from fsdpx.core.engine.observer import Hooks, Observer, hooks_of
 
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
@@ -38,7 +39,7 @@ class Everything(Observer):
         assert begin <= ready <= end
         self.told.append(("acted", str(planned.action)))
 
-    def outside(self, what, begin, end):
+    def outside(self, what, begin, end, nbytes):
         self.told.append(("outside", what))
 
     def failed(self, words, error):
@@ -119,3 +120,47 @@ def test_predictions_take_no_short_cut_past_an_observer():
     trainer.inspect.engine.observe(lambda action: seen.append(action.op))
     trainer.predict(X)
     assert "E" in seen
+
+
+class Beside(Observer):
+    def __init__(self):
+        self.told = []
+
+    def outside(self, what, begin, end, nbytes):
+        assert begin < end
+        self.told.append((what, nbytes))
+
+
+def test_saving_and_loading_are_told_with_their_bytes(tmp_path):
+    """On each rank those of its part; the clock and the report add them up."""
+
+    def run(comm):
+        trainer = make(comm=comm, strategy="fsdp", precision="float64")
+        seen = trainer.inspect.engine.observe(Beside())
+        trainer.step(X, Y)
+        seen.told.clear()
+        trainer.save(tmp_path / "one")
+        trainer.save(tmp_path / "two", background=True)
+        trainer.host.wait_saved()
+        trainer.load(tmp_path / "one")
+        trainer.load_weights(tmp_path / "two")
+        trainer.load_parameters(trainer.parameters())
+        times = trainer.report().times
+        return seen.told, {name: (times[name].calls, times[name].nbytes) for name in (SAVING, WAITING, LOADING)}
+
+    found = fsdpx.spawn(run, 2)
+    own = [dict(told)[SAVING] for told, _ in found]
+    assert sum(own) == 8 * (3 * 2 + 2)
+    assert min(own) > 0
+    for n, (told, times) in zip(own, found, strict=True):
+        assert told == [(SAVING, n), (SAVING, n), (WAITING, 0), (LOADING, n), (LOADING, n), (LOADING, n)]
+        assert times == {SAVING: (2, 2 * n), WAITING: (1, 0), LOADING: (3, 3 * n)}
+
+
+def test_a_save_that_fails_is_told_as_well(tmp_path):
+    trainer = make()
+    seen = trainer.inspect.engine.observe(Beside())
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(fsdpx.errors.CheckpointError):
+        trainer.save(tmp_path / "file" / "one")
+    assert seen.told == [(SAVING, 0)]

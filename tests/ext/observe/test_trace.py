@@ -414,3 +414,26 @@ def test_choices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path, elastic=Elastic()), 1)
     with pytest.raises(ConfigError, match="ranks differ in trace: rank 0 has None, rank 1 has"):
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path if comm.rank else None), 2)
+
+
+def test_saving_and_loading_are_slices_of_a_trace(tmp_path: Path) -> None:
+    """Before, between and behind the steps, with the bytes of each rank's part."""
+
+    def run(comm: Communicator) -> None:
+        trainer = trained(comm, tmp_path / "trace", steps=1, case="mlp")
+        trainer.save(tmp_path / "one")
+        trainer.predict(CASES["mlp"].batch(np.random.default_rng(0), 2)[0])  # a program that leaves no turn
+        trainer.step(*(a[part(trainer.data, 8)] for a in CASES["mlp"].batch(np.random.default_rng(0), 8)))
+        trainer.load(tmp_path / "one")
+        trainer.close()
+
+    spawn(run, 2)
+    for rank in read(tmp_path / "trace"):
+        slices = [e for e in rank.events if e["ph"] == "X"]
+        found = {e["name"]: e for e in slices if e["cat"] == "outside" and "batches" not in e["name"]}
+        assert list(found) == ["(saving a checkpoint)", "(loading weights)"]
+        saved, loaded = found.values()
+        assert saved["args"]["bytes"] == loaded["args"]["bytes"] > 0
+        first, second = (e for e in slices if e["cat"] == "step")
+        assert first["ts"] + first["dur"] <= saved["ts"] <= saved["ts"] + saved["dur"] <= second["ts"]
+        assert second["ts"] + second["dur"] <= loaded["ts"]
