@@ -38,12 +38,7 @@ from fsdpx.core.state.tuning import Tuning, kept, tune_for
 from fsdpx.core.state.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
 from fsdpx.core.trainer.agreement import agree, list_choices
 from fsdpx.core.trainer.batch import share_errors
-from fsdpx.core.trainer.option_rules import (
-    CHUNKS,
-    Beside,
-    check_whole,
-    demand_together,
-)  # fmt: skip
+from fsdpx.core.trainer.option_rules import CHUNKS, Beside, check_whole, demand_together
 from fsdpx.core.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
@@ -196,6 +191,39 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
     return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
 
 
+def _namespace(machinery: Machinery, world: Communicator) -> Any:
+    """The namespace of arrays on the device; on GPUs this rank takes its own one first, which is collective."""
+    if machinery.device == "cuda":
+        for ranks in gpu_function("shared")(gpu_function("take")(world, machinery.device_map)):
+            say(world, f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU")
+    return namespace(machinery.device)
+
+
+def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
+    distribution, ahead = recipe.distribution, recipe.machinery.ahead
+    with share_errors(world, "distribute", agree_at_end=True):
+        strategy = distribution.within(world.size)
+        mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
+        named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
+        if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
+            raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
+        width = mesh.width("replica") * mesh.width("shard")
+        lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
+        ahead = lifetimes.ahead if ahead is None else ahead
+        demand_together(distribution.samples.excluded, Beside(recipe, mesh=mesh), "space: ")
+    samples = distribution.samples.groups(mesh, world)
+    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, samples=samples)
+    return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
+
+
+def _asked(choice: str | Precision | None, xp: Any) -> Precision:
+    """The formats that were asked for. "fp16" computes in 16 bits where the processor has instructions for it."""
+    formats = config.precision(choice)
+    if config.half_name(choice) == "float16" and xp is np and blas.halves().chosen("float16") != blas.halves().WIDENED:
+        return Precision("float16", loss_scale="dynamic")
+    return formats
+
+
 def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
     """The model that this rank runs."""
     training, axes = recipe.training, ranks.axes
@@ -210,6 +238,18 @@ def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankMode
     return RankModel(planned, ordered, samples)
 
 
+def _planned(
+    training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype, samples: SampleLayout
+) -> Planned:
+    """The model that this line of the tensor axis runs on its part of the samples: the model itself, if there is no
+    such axis. dtype: in which it computes."""
+    model, _ = distribution.samples.cut(with_numbers(training.model, dtype))
+    loss, plan, sequence = samples.over(training.loss), distribution.tensor_plan, distribution.sequence
+    if axes.tensor.size == 1 and plan is None and sequence is None:
+        return Planned(model, loss, None, frozenset())
+    return parallelise(model, loss, axes.tensor.size, plan, sequence)
+
+
 def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted) -> Reducing:
     """What carries gradients, and in which tree they add up."""
     training, axes = recipe.training, ranks.axes
@@ -222,19 +262,43 @@ def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: S
     return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
 
 
-def _pages(
-    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: Reducing
-) -> Pages:
+def _pages(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: Reducing) -> Pages:
     """Stages, units and pages."""
     axes, ordered = ranks.axes, model.ordered
-    distribution, pipe = _dealt(recipe.distribution, ordered, axes.pipe.size)
-    assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
+    stages, dealt = deal(ordered, recipe.distribution.stages, axes.pipe.size)
+    assert not isinstance(stages, Mapping), "a list of first layers by now"
+    pipe = Pipe(recipe.distribution.schedule, axes.pipe.size, dealt)
     demand_layers(ordered, axes.pipe.size, "")  # before a schedule of so many ranks is made
     home = pipe.home(reducing.each)
-    starts = cut_stages(ordered, len(home), distribution.stages, recipe.machinery.costs, pipe.many(home))
+    starts = cut_stages(ordered, len(home), stages, recipe.machinery.costs, pipe.many(home))
     bitwise = reducing.accumulation.bitwise
     spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
     return Pages(pipe, _layout(recipe, ranks, formats, ordered, spread, reducing))
+
+
+def _layout(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, reducing: Reducing
+) -> Layout:
+    """Units and pages; ConfigError for patterns that match no parameter."""
+    training = recipe.training
+    wanted = recipe.machinery.group_bytes
+    group = ranks.tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
+    dtype = dtype_of(formats.compute)
+    still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
+    frozen = ("*",) if still else training.frozen
+    layout = lay_out(model, dtype.itemsize, group, frozen, spread, reducing.codecs.rule_of)
+    demand_match("codec", reducing.codecs.patterns, layout.names)
+    for optimizer in (training.optimizer, *ranks.pace.optimizers):
+        _check_patterns(optimizer, layout)
+    return layout
+
+
+def _check_patterns(optimizer: Any, layout: Layout) -> None:
+    """ConfigError for a pattern of an optimiser that matches nothing, unless it is one of those for any model."""
+    names = [name for name, spec in layout.specs.items() if not spec.state]
+    for argument, common in (("groups", no_decay), ("but", BUT)):
+        given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
+        demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
 
 
 def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, pages: Pages) -> Options:
@@ -260,38 +324,6 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: So
     )
 
 
-def _namespace(machinery: Machinery, world: Communicator) -> Any:
-    """The namespace of arrays on the device; on GPUs this rank takes its own one first, which is collective."""
-    if machinery.device == "cuda":
-        for ranks in gpu_function("shared")(gpu_function("take")(world, machinery.device_map)):
-            say(world, f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU")
-    return namespace(machinery.device)
-
-
-def _asked(choice: str | Precision | None, xp: Any) -> Precision:
-    """The formats that were asked for. "fp16" computes in 16 bits where the processor has instructions for it."""
-    formats = config.precision(choice)
-    if config.half_name(choice) == "float16" and xp is np and blas.halves().chosen("float16") != blas.halves().WIDENED:
-        return Precision("float16", loss_scale="dynamic")
-    return formats
-
-
-def _products(world: Communicator, formats: Precision, xp: Any) -> str:
-    """The library that computes products of 16-bit matrices: results depend on it. A warning, once, where it is slower
-    than float32."""
-    if formats.compute == formats.gradients or xp is not np:
-        return ""
-    name = dtype_of(formats.compute).name
-    library, able = blas.halves().chosen(name), blas.halves().instructions(name)
-    if library == blas.halves().WIDENED and world.rank == 0:
-        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NOTHING
-        warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
-    return library
-
-
-NOTHING = "this processor has no instructions for it"
-
-
 def _optimizer(training: Training, formats: Precision) -> Any:
     """The optimiser that updates the shard, in the format of the shard."""
     optimizer, narrow = training.optimizer, formats.updated != formats.gradients
@@ -300,74 +332,6 @@ def _optimizer(training: Training, formats: Precision) -> Any:
     if training.average is not None:
         optimizer = Averaged(optimizer, training.average, "float32" if narrow else None)
     return optimizer
-
-
-def _formats(formats: Precision) -> Formats:
-    p = formats
-    compute, wire = dtype_of(p.compute), dtype_of(p.wire)
-    master, gradients, statistics = dtype_of(p.updated), dtype_of(p.gradients), dtype_of(p.statistics)
-    return Formats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
-
-
-def _layout(
-    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, reducing: Reducing
-) -> Layout:
-    """Units and pages; ConfigError for patterns that match no parameter."""
-    training = recipe.training
-    wanted = recipe.machinery.group_bytes
-    group = ranks.tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
-    dtype = dtype_of(formats.compute)
-
-    still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
-    frozen = ("*",) if still else training.frozen
-    layout = lay_out(model, dtype.itemsize, group, frozen, spread, reducing.codecs.rule_of)
-    demand_match("codec", reducing.codecs.patterns, layout.names)
-    for optimizer in (training.optimizer, *ranks.pace.optimizers):
-        _check_patterns(optimizer, layout)
-    return layout
-
-
-def _check_patterns(optimizer: Any, layout: Layout) -> None:
-    """ConfigError for a pattern of an optimiser that matches nothing, unless it is one of those for any model."""
-    names = [name for name, spec in layout.specs.items() if not spec.state]
-    for argument, common in (("groups", no_decay), ("but", BUT)):
-        given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
-        demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
-
-
-def _planned(
-    training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype, samples: SampleLayout
-) -> Planned:
-    """The model that this line of the tensor axis runs on its part of the samples: the model itself, if there is no
-    such axis. dtype: in which it computes."""
-    model, _ = distribution.samples.cut(with_numbers(training.model, dtype))
-    loss, plan, sequence = samples.over(training.loss), distribution.tensor_plan, distribution.sequence
-    if axes.tensor.size == 1 and plan is None and sequence is None:
-        return Planned(model, loss, None, frozenset())
-    return parallelise(model, loss, axes.tensor.size, plan, sequence)
-
-
-def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Distribution, Pipe]:
-    """The same with stages as a list, and the pipe that has them."""
-    stages, dealt = deal(ordered, distribution.stages, ranks)
-    return replace(distribution, stages=stages), Pipe(distribution.schedule, ranks, dealt)
-
-
-def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
-    distribution, ahead = recipe.distribution, recipe.machinery.ahead
-    with share_errors(world, "distribute", agree_at_end=True):
-        strategy = distribution.within(world.size)
-        mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
-        named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
-        if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
-            raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
-        width = mesh.width("replica") * mesh.width("shard")
-        lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
-        ahead = lifetimes.ahead if ahead is None else ahead
-        demand_together(distribution.samples.excluded, Beside(recipe, mesh=mesh), "space: ")
-    samples = distribution.samples.groups(mesh, world)
-    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, samples=samples)
-    return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
 
 
 def _stages(
@@ -393,3 +357,26 @@ def _stages(
         constant=layout.constant(),
         elsewhere=storage.elsewhere(pages, len(layout.units), bool(optimizer.slots)),
     )
+
+
+def _formats(formats: Precision) -> Formats:
+    p = formats
+    compute, wire = dtype_of(p.compute), dtype_of(p.wire)
+    master, gradients, statistics = dtype_of(p.updated), dtype_of(p.gradients), dtype_of(p.statistics)
+    return Formats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
+
+
+def _products(world: Communicator, formats: Precision, xp: Any) -> str:
+    """The library that computes products of 16-bit matrices: results depend on it. A warning, once, where it is slower
+    than float32."""
+    if formats.compute == formats.gradients or xp is not np:
+        return ""
+    name = dtype_of(formats.compute).name
+    library, able = blas.halves().chosen(name), blas.halves().instructions(name)
+    if library == blas.halves().WIDENED and world.rank == 0:
+        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NOTHING
+        warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
+    return library
+
+
+NOTHING = "this processor has no instructions for it"
