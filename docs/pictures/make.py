@@ -27,7 +27,7 @@ from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, colour, figure, s
 from fsdpx.launch.show import lanes, trace_step
 from fsdpx.nn.sharding import Parts
 from fsdpx.plan import Machine
-from fsdpx.plan.prediction import prepared
+from fsdpx.plan.prediction import predict_runs, prepared
 
 HERE = Path(__file__).parent
 
@@ -50,7 +50,7 @@ def step(theme: str) -> Any:
     machine, batch, panels = Machine.load(HERE / "two-laptops.toml"), ((1024, 1024), "float32"), []
     for title, options in THREE.items():
         dry = prepared(models.mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
-        panels.append(lanes(dry, dry.on(machine), title))
+        panels.append(lanes(dry, predict_runs(dry, machine), title))
     return figure(panels, theme)
 
 
@@ -168,8 +168,8 @@ def strategies(theme: str) -> Any:
     tokens, machine, rows = ((SAMPLES, LONG), "int64"), Machine.load("epyc-100g"), {}
     for name, options in STRATEGIES.items():
         model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
-        found = (dry := prepared(model, (tokens, tokens), RANKS, gpu=False, **chosen)).on(machine)
-        rows[name] = max(map(_most, dry.held(found)), key=lambda held: sum(held.values())), _sent(found)
+        found = predict_runs(dry := prepared(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
+        rows[name] = max(map(_most, dry.held(found.events)), key=lambda held: sum(held.values())), _sent(found)
     drawn = _empty(9.25, 4.1, theme)
     left = drawn.add_axes((0.115, 0.02, 0.42, 0.72), ylim=(len(rows) - 0.4, -0.6))
     right = drawn.add_axes((0.63, 0.02, 0.28, 0.72), ylim=(len(rows) - 0.4, -0.6))
@@ -279,7 +279,7 @@ def trace(theme: str) -> Any:
     options = {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 4}
     dry = prepared(models.mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
     with TemporaryDirectory() as folder:
-        trace_step(dry, dry.on(machine), f"{folder}/step.json")
+        trace_step(dry, predict_runs(dry, machine), f"{folder}/step.json")
         events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
     tracks = _tracks(events)
     drawn = _empty(9.25, TRACK * len(tracks) + 0.4, theme)

@@ -20,7 +20,7 @@ from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute, wri
 from fsdpx.plan.auto import MACHINE
 from fsdpx.plan.measuring import machine_text, measured
 from fsdpx.plan.peak import lowered_text
-from fsdpx.plan.prediction import prepared
+from fsdpx.plan.prediction import predict_runs, prepared
 from fsdpx.plan.searching import ANY, MOST
 
 __all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
@@ -78,7 +78,7 @@ def plan_job(args: argparse.Namespace) -> str:
         options = {**fixed, **found.best.options, "loss": example.loss}
         dry = prepared(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best.words}"
-        print(draw_step(dry, dry.on(found.machine), title, args.png, found.memory), file=sys.stderr)
+        print(draw_step(dry, predict_runs(dry, found.machine), title, args.png, found.memory), file=sys.stderr)
     if args.ranks_png is not None:
         rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
         title = f"{args.example} on {found.machine.name}: {found.best.words}"

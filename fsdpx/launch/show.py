@@ -41,9 +41,10 @@ from fsdpx.ext.observe.report import call_text
 from fsdpx.ext.offload.choice import Offload
 from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
 from fsdpx.plan.dry_run import DryRun, dry_run
+from fsdpx.plan.extrapolation import Dry
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import Change, lowered, lowered_text
-from fsdpx.plan.prediction import Dry, Prediction, prepared
+from fsdpx.plan.prediction import Prediction, predict_runs, prepared
 
 __all__ = [
     "add_options", "check_axes", "draw_step", "lanes", "mesh_text", "no_field", "numbers", "parse_recompute", "show",
@@ -320,7 +321,7 @@ def _simulated(args: argparse.Namespace, example: CatalogModel, options: dict[st
     chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
     batch = example.x(example.batch), example.y(example.batch)
     dry = prepared(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
-    found, where = dry.on(machine), "" if options["mesh"] is None else f" on {mesh_text(options['mesh'])}"
+    found, where = predict_runs(dry, machine), "" if options["mesh"] is None else f" on {mesh_text(options['mesh'])}"
     if args.png:
         title = f"{args.strategy}{where}: {args.example}, batch {example.batch}, on {machine.name}"
         yield draw_step(dry, found, title, args.png)
@@ -335,7 +336,7 @@ EACH = 4
 def lanes(dry: Dry, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
     """The simulated step for `fsdpx.ext.observe.plots.figure`. title: "name: about". limit: bytes that a rank may take;
     by default what the machine says."""
-    mesh, held, pipe = found.mesh, dry.held(found), found.mesh.width("pipe")
+    mesh, held, pipe = found.mesh, dry.held(found.events), found.mesh.width("pipe")
     places, each = [mesh.coordinates(rank).pipe for rank in range(mesh.size)], pipe == 1 and mesh.size <= EACH
     rows = range(mesh.size) if each else [places.index(stage) for stage in range(pipe)]
     more = f"\nand {mesh.size // pipe - 1} more" * (not each and mesh.size > pipe)
@@ -377,7 +378,7 @@ def draw_step(dry: Dry, found: Prediction, title: str, path: str, limit: float |
 def trace_step(dry: Dry, found: Prediction, path: str) -> str:
     """Write it as a trace for Perfetto, a rank of each stage of the pipe, and say what is written."""
     ranks = []
-    for stage, (run, held) in enumerate(zip(dry.runs, dry.held(found), strict=True)):
+    for stage, (run, held) in enumerate(zip(dry.runs, dry.held(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
         host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])

@@ -14,8 +14,9 @@ from fsdpx.errors import ConfigError
 from fsdpx.plan.result import Candidate, Plan
 from fsdpx.plan.kernels import KernelRates
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
-from fsdpx.plan.prediction import Prediction, RankClass, predict
+from fsdpx.plan.prediction import Prediction, predict
 from fsdpx.plan.searching import search
+from fsdpx.plan.world_step import RankClass
 
 __all__ = [
     "Candidate", "Compute", "KernelRates", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage",

@@ -18,9 +18,9 @@ from fsdpx.core.trainer.agreement import agree
 from fsdpx.core.trainer.recipe import Recipe, demand
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan.machine import Level, Machine
-from fsdpx.plan.prediction import batch_of
 from fsdpx.plan.result import Plan
 from fsdpx.plan.searching import search
+from fsdpx.plan.world_step import batch_of
 
 __all__ = ["MACHINE", "planned"]
 

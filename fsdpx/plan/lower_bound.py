@@ -14,7 +14,7 @@ from fsdpx.core.state.units import cut_stages, demand_layers
 from fsdpx.nn.linearize import Sorted, once, sort
 from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.prediction import WorldStep
+from fsdpx.plan.world_step import WorldStep
 
 __all__ = ["least_seconds"]
 

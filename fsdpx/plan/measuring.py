@@ -31,7 +31,7 @@ from fsdpx.nn.gradient_accumulation import product
 from fsdpx.plan import probes
 from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, point_of, weights_of
 from fsdpx.plan.machine import Compute, Level, Machine, Storage
-from fsdpx.plan.prediction import prepared
+from fsdpx.plan.prediction import predict_runs, prepared
 
 __all__ = ["machine_text", "measured"]
 
@@ -195,7 +195,7 @@ def _beside(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, f
         shape = ((4, 16), "float32")
         dry = prepared(model, (shape, shape), 1, of.gpu, group_bytes=0)
         one = Machine("one", (Level("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=of.gpu))
-        kernels = round(dry.on(one).seconds)
+        kernels = round(predict_runs(dry, one).seconds)
         found.append((kernels, _seconds(comm, partial(trainer.step, x, x), of)))
         trainer.close()
     (few, quick), (many, slow) = found

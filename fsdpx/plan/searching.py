@@ -23,8 +23,9 @@ from fsdpx.plan.lower_bound import least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.max_depth import deeper, depth, parameters
 from fsdpx.plan.peak import options_text
-from fsdpx.plan.prediction import Batch, Prediction, WorldStep, batch_of, demand_words, dims_of, seldom, step_of, whole
+from fsdpx.plan.prediction import Prediction, predict_step, seldom
 from fsdpx.plan.result import SHOWN, Candidate, Plan, divides
+from fsdpx.plan.world_step import Batch, WorldStep, batch_of, demand_words, dims_of, step_of, whole
 
 __all__ = ["search"]
 
@@ -279,7 +280,7 @@ class _Search:
                 return None
             if self.predicted >= self.most:
                 raise ConfigError(f"most={self.most} others were predicted before it")
-            made = step.on(self.machine)
+            made = predict_step(step, self.machine)
         except FsdpxError as error:
             self.refused[words] = str(error)
             return None
@@ -391,7 +392,8 @@ class _Search:
 
     def _memory_of(self, options: dict[str, Any], layers: int) -> int:
         """Bytes of a rank with so many blocks."""
-        return self._step(self.batch, self.ranks, options, deeper(self.model, layers)).on(self.machine).memory
+        step = self._step(self.batch, self.ranks, options, deeper(self.model, layers))
+        return predict_step(step, self.machine).memory
 
     def _deeper(self, options: dict[str, Any], now: int, memory: int) -> int:
         """The most blocks that fit, of a model of which `now` do with so much memory.
@@ -412,7 +414,7 @@ class _Search:
         return fits
 
     def _predicted(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
-        return self._step(batch, ranks, options).on(self.machine)
+        return predict_step(self._step(batch, ranks, options), self.machine)
 
     def _step(self, batch: Any, ranks: int, options: Mapping[str, Any], model: nn.Layer | None = None) -> WorldStep:
         return step_of(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})

@@ -25,7 +25,7 @@ from fsdpx.core.state.gradients import rows_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.linearize import once
 from fsdpx.plan import Compute, Level, Machine, costing, predict
-from fsdpx.plan.prediction import prepared
+from fsdpx.plan.prediction import predict_runs, prepared
 from fsdpx.plan.time_model import Lines, StepTimes
 
 TOKENS = "int64"
@@ -370,7 +370,7 @@ def test_many_ranks() -> None:
 def held(strategy: str, **options: Any) -> dict[str, list[int]]:
     """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
     dry = prepared(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
-    found = dry.held(dry.on(FLAT))[0]
+    found = dry.held(predict_runs(dry, FLAT).events)[0]
     assert all([time for time, _ in points] == sorted({time for time, _ in points}) for points in found.values())
     return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
 
@@ -410,7 +410,7 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
     options = {"strategy": strategy, "schedule": schedule, "mesh": fsdpx.Mesh(pipe=2), "recompute": "attention"}
     for microbatches in (8, 24):
         options |= {"microbatches": microbatches}
-        whole = prepared(gpt(), batch(microbatches * 4), 4, False, **options).on(FLAT)
+        whole = predict_runs(prepared(gpt(), batch(microbatches * 4), 4, False, **options), FLAT)
         few = predict(gpt(), batch(microbatches * 4), ranks=4, machine=FLAT, **options)
         assert (few.seconds, few.parts, few.bytes) == (whole.seconds, whole.parts, whole.bytes)
         assert few.events == whole.events

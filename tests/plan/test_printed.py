@@ -20,7 +20,7 @@ from fsdpx.launch.show import lanes
 from fsdpx.plan import Machine, Plan, predict
 from fsdpx.plan.grounds import unmeasured
 from fsdpx.plan.kernels import KernelRates
-from fsdpx.plan.prediction import prepared
+from fsdpx.plan.prediction import predict_runs, prepared
 from fsdpx.plan.printed import COLUMNS, call_text, grid
 
 X = ((16, 8), "int64")
@@ -214,7 +214,7 @@ def test_pictures_are_asked_for_before_the_search(
 def test_pictures_have_the_line_of_the_memory_that_there_is() -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     dry = prepared(gpt(), (X, X), 2, False, strategy="fsdp")
-    found = dry.on(Machine.load("laptop"))
+    found = predict_runs(dry, Machine.load("laptop"))
     for limit, lines in ((2 * found.memory, 1), (found.memory // 2, 1), (10**12, 0)):
         (axes,) = plots.figure([lanes(dry, found, "fsdp: a GPT", limit)]).axes
         assert [line.get_gid() for line in axes.lines].count(plots.LIMIT) == lines

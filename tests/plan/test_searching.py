@@ -24,10 +24,11 @@ from fsdpx.plan.lower_bound import least_seconds
 from fsdpx.plan.machine import Storage
 from fsdpx.plan.max_depth import deeper
 from fsdpx.plan.measuring import machine_text
-from fsdpx.plan.prediction import step_of
+from fsdpx.plan.prediction import predict_step
 from fsdpx.plan.printed import call_text
 from fsdpx.plan.result import SHOWN
 from fsdpx.plan.searching import CLOSE
+from fsdpx.plan.world_step import step_of
 
 X = ((16, 8), "int64")
 SIX = ((12, 6), "int64")
@@ -165,7 +166,7 @@ def test_a_bound_of_a_pipe_counts_the_way_through_it(schedule: str, recompute: A
     machine = replace(laptop, levels=(Level("host", 0.0, 1e30),))
     options = {"mesh": Mesh(replica=1, pipe=4), "microbatches": 8, "strategy": "ddp", "schedule": schedule}
     step = step_of(nn.GPT(64, 64, 10, 2, 128), (x, x), 4, False, options | {"recompute": recompute})
-    assert 0.85 < least_seconds(step, machine) / step.on(machine).seconds <= 1
+    assert 0.85 < least_seconds(step, machine) / predict_step(step, machine).seconds <= 1
 
 
 def test_hundreds_of_configurations_are_ranked_by_few_predictions() -> None:
