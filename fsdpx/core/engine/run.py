@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,6 @@ class Workspace:
         self.plan = _agreed(state, plan(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
-        self.messages = StageMessages(self.place, program.microbatches)
         pages, ledger = self.place.pages, state.ledger  # looked up once: what is kept stays where it is
         self._full = {p: ledger.array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(Key("part", p)))}
@@ -161,6 +161,11 @@ class Workspace:
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
         self._scratch: dict[tuple[str, int], int] = {}
         self._nothing: dict[str, Any] = {}  # scratch without elements, by kind
+
+    @cached_property
+    def messages(self) -> StageMessages:
+        """What travels between stages of a pipe."""
+        return StageMessages(self.place, self.program.microbatches)
 
     def enter(self) -> None:
         """Before each run: grow the slab if need be."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,11 +40,45 @@ STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
 """Calls of which replicas that train by themselves tell each other only where they meet."""
 
 
+TRAINS = ("step", "accumulate")
+"""Programs that run forward and backward on samples and targets."""
 IDLE, CUT = "no gradient reaches some", "how samples are cut"
 SHAPES = 16
 """The most shapes of small batches for which the way their layers run is kept."""
 LOOKS = ("evaluate", "predict")
 """Programs that only look: their requests depend on what is in the store and on what is frozen, and on nothing else."""
+
+
+class Meeting(NamedTuple):
+    """How ranks agree on a batch, which is decided before anybody looks at it.
+
+    ranks: those that come together, None where no other rank comes to this program. may_be_settled: a rank asks its
+    neighbors alone, as long as all bring the same as before. digests: several ranks may work on the same samples, and
+    tell each other what their values add up to. doubted: ranks that should have samples of their own may have the
+    same."""
+
+    ranks: Communicator | None
+    may_be_settled: bool
+    digests: bool
+    doubted: bool
+
+
+@dataclass
+class GivenBatch:
+    """A batch of this rank, as far as it is good. rows: samples. features: what other ranks must have alike. batched:
+    see `Feed`. error: why it is not good."""
+
+    inputs: tuple[Any, ...] = ()
+    target: Any = None
+    rows: int = 0
+    features: str = ""
+    batched: bool = True
+    error: FsdpxError | None = None
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Inputs and targets."""
+        return [*self.inputs, *([] if self.target is None else [self.target])]
 
 
 class Session:
@@ -145,51 +179,66 @@ class Session:
         """A checked and agreed batch, cut into microbatches. kind: of the program. also: what else ranks must agree on.
 
         Collective: all ranks raise the same error if the batch of one of them is not good."""
-        place, error, begin = self.place, None, perf_counter()
-        layout = place.sample_layout
+        begin = perf_counter()
         self.note(kind)
-        inputs: tuple[Any, ...] = ()
-        target, features, rows, doubted, batched = None, "", 0, False, True
-        by_itself = self._by_itself(kind)
+        meeting = self._meeting_about(kind)
+        given = self._given(x, y, kind, meeting, also + ", training=False" * (kind == "forward" and not training))
+        everyone = self._agree(meeting, given, kind)
+        if kind in TRAINS and CUT not in self._noticed:
+            self._tell_mistakes(given.inputs[0])
+        microbatches = self._microbatches(given.inputs, given.target, everyone, kind)
+        self.engine.outside(BATCHES, begin)
+        return Feed(microbatches, training, self.commit, batched=given.batched)
+
+    def _meeting_about(self, kind: str) -> Meeting:
+        """How ranks agree on a batch of this kind."""
+        axes, own_speed = self.place.axes, self.place.pace.own_speed and kind == "step"
+        doubted = kind in TRAINS and self._twins.doubted and self.place.sample_layout.is_whole
+        if own_speed or not axes.world.has_peers:
+            return Meeting(None, False, digests=False, doubted=doubted)
+        digests = doubted or axes.data.size < axes.world.size
+        return Meeting(self._meeting(kind), kind == "predict" and self._settled is not None, digests, doubted)
+
+    def _given(self, x: Any, y: Any, kind: str, meeting: Meeting, also: str) -> GivenBatch:
+        """A batch as it was given here, checked by this rank alone, with what others must have alike. also: more of
+        that."""
+        place, given = self.place, GivenBatch()
+        layout = place.sample_layout
         try:
             batches.check_places(place, x, y)
-            inputs = batches.inputs_of(place, x)
-            batched = layout.is_whole or layout.is_batched(batches.given_of(place, x)[0])
-            rows = int(inputs[0].shape[0])
-            if kind in ("step", "accumulate", "evaluate"):
-                target = batches.target_of(place, y, rows)
-            arrays = [*inputs, *([] if target is None else [target])]
+            given.inputs = batches.inputs_of(place, x)
+            given.batched = layout.is_whole or layout.is_batched(batches.given_of(place, x)[0])
+            given.rows = int(given.inputs[0].shape[0])
+            if kind in (*TRAINS, "evaluate"):
+                given.target = batches.target_of(place, y, given.rows)
             if place.axes.world.size > 1:
-                mode = ", training=False" * (kind == "forward" and not training)
-                features = ", ".join(map(layout.describe, arrays)) + also + mode
-            doubted = kind in ("step", "accumulate") and self._twins.doubted and layout.is_whole
-            shared = doubted or place.axes.data.size < place.axes.world.size  # several ranks work on the same samples
-            if shared and not by_itself:
-                features += f"{batches.DIGEST}{batches.sum_of(arrays)}"
-            self._validate(inputs, target)
+                given.features = ", ".join(map(layout.describe, given.arrays)) + also
+            if meeting.digests:
+                given.features += f"{batches.DIGEST}{batches.sum_of(given.arrays)}"
+            self._validate(given.inputs, given.target)
         except FsdpxError as problem:
-            error = batches.as_given(problem, x, y)
-        settled = self._settled if kind == "predict" else None
-        if error is not None and by_itself:
-            raise batches.name_rank(error, place.axes.world.rank)
-        if by_itself:
-            everyone = place.accumulation.extrapolate(rows)
-        elif settled is not None and settled.start((features, rows), error):
-            everyone = (rows,) * place.axes.data.size
-        else:
-            self.meet()
-            comm = self._meeting(kind)
-            everyone, alike = batches.agree(place.axes, kind, features, rows, error, comm)
-            if doubted and comm is place.axes.world:
-                self._twins.see(alike, arrays)
-            layout.demand_together(everyone)
-            if settled is not None:
-                settled.agree_on((features, rows), _shapes(inputs))
-        if kind in ("step", "accumulate") and CUT not in self._noticed:
-            self._tell_mistakes(inputs[0])
-        microbatches = self._microbatches(inputs, target, everyone, kind)
-        self.engine.outside(BATCHES, begin)
-        return Feed(microbatches, training, self.commit, batched=batched)
+            given.error = batches.as_given(problem, x, y)
+        return given
+
+    def _agree(self, meeting: Meeting, given: GivenBatch, kind: str) -> tuple[int, ...]:
+        """The samples of all data ranks. Raises the same error on all ranks that meet, if the batch of one is not
+        good."""
+        place, about = self.place, (given.features, given.rows)
+        if meeting.ranks is None:
+            if given.error is not None:
+                raise batches.name_rank(given.error, place.axes.world.rank)
+            return place.accumulation.extrapolate(given.rows)
+        settled = self._settled if meeting.may_be_settled else None
+        if settled is not None and settled.start(about, given.error):
+            return (given.rows,) * place.axes.data.size
+        self.meet()
+        everyone, alike = batches.agree(place.axes, kind, *about, given.error, meeting.ranks)
+        if meeting.doubted and meeting.ranks is place.axes.world:
+            self._twins.see(alike, given.arrays)
+        place.sample_layout.demand_together(everyone)
+        if settled is not None:
+            settled.agree_on(about, _shapes(given.inputs))
+        return everyone
 
     def tokens(self, tokens: Any, row: int, cache: Cache | None) -> Feed:
         """The same for tokens of texts that all ranks know to be good. row: number of the first text. cache: of keys
@@ -197,10 +246,6 @@ class Session:
         inputs = batches.inputs_of(self.place, tokens)
         self._validate(inputs, None)
         return Feed([Microbatch(inputs, None, row)], training=False, cache=cache)
-
-    def _by_itself(self, kind: str) -> bool:
-        """Whether no other rank comes to a program of this kind."""
-        return not self.place.axes.world.has_peers or (self.place.pace.own_speed and kind == "step")
 
     def _microbatches(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
@@ -210,7 +255,7 @@ class Session:
         if kind == "predict":
             return [Microbatch(inputs, None, sum(place.others(rows)))]
         trains = kind in ("step", "accumulate", "forward")
-        before = 0 if kind in ("step", "accumulate") and not state.adding else state.samples
+        before = 0 if kind in TRAINS and not state.adding else state.samples
         row = sum(place.others(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
