@@ -14,8 +14,8 @@ from fsdpx.core.comm.backend import FakeNode
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import node_of
 from fsdpx.core.comm.mesh import Axes
-from fsdpx.core.state.flat_parameters import Run, near
-from fsdpx.core.state.ledger import Ledger, LedgerRow, rows_of
+from fsdpx.core.state.flat_parameters import Range, Run, near
+from fsdpx.core.state.ledger import Key, Ledger, LedgerRow, rows_of
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import StateStorage
 from fsdpx.core.state.train_state import Tie, TrainState
@@ -39,7 +39,7 @@ def sharers_of(placement: Placement, arena: Arena) -> int:
 
     They can where the shard axis lies inside machines; or spans machines and full parameters are kept anyway.
     Collective."""
-    if arena.memory is None or not placement.shards_stay:
+    if arena.memory is None or not _in_memory(placement, "master"):
         return 0
     node, own_format = node_of(placement.axes.shard), placement.formats.wire is None
     fits = node is not None and own_format and (node.inside or (node.shares and placement.keep_full))
@@ -117,10 +117,16 @@ def _placed(placement: Placement, arena: Arena) -> list[LedgerRow]:
         full = [row for row in rows if row.key.kind == "full"]
         if not lay_out_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(rows_of(placement, True, 0))
-    gradients = [row for row in rows if row.key.kind == "grad" and row.kept and row.level == "device"]
-    if arena.memory is not None and gradients:
+    gradients = [row for row in rows if row.key.kind == "grad"]
+    if arena.memory is not None and placement.keep_grads and _in_memory(placement, "grad"):
         lay_out_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
+
+
+def _in_memory(placement: Placement, kind: str) -> bool:
+    """Whether rows of this kind lie in memory: an answer that all ranks have alike, also those without such a row."""
+    row = LedgerRow(Key(kind, 0), placement.formats.gradients, Range(0, 0), lifetime="step")
+    return bool(placement.options.storage.place(row).level == "device")
 
 
 def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStorage) -> Any:
