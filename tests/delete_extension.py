@@ -21,7 +21,7 @@ from present import ABSENT
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = ("compression", "elastic", "moe", "offload", "plan")
 TESTS = ["tests/core", "tests/nn", "tests/optim"]
-OPTIONS = ["-m", "not world and not jobs", "--hypothesis-profile=check", "-p", "no:cacheprovider", "-rs"]
+OPTIONS = ["-m", "not world and not jobs", "--hypothesis-profile=check", "-p", "no:cacheprovider", "-rsfE"]
 
 
 def copy_checkout(folder: Path) -> None:
@@ -35,6 +35,7 @@ def copy_checkout(folder: Path) -> None:
 def run_core_without(name: str, options: list[str]) -> tuple[int, int, str]:
     """Return pytest's status, how many tests say that this extension is missing, and pytest's last line."""
     with tempfile.TemporaryDirectory(prefix=f"without-{name}-") as place:
+        Path(place).chmod(0o755)  # some tests act as another user
         copy_checkout(Path(place))
         inside = Path(place) / "fsdpx" / "ext" / name
         shutil.rmtree(inside if inside.exists() else Path(place) / "fsdpx" / name)

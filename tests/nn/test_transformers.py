@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from present import needs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -304,6 +305,7 @@ def test_positions_are_stretched_as_there(scaling: dict[str, Any], time: int) ->
     assert factor == pytest.approx(size, rel=1e-12)
 
 
+@needs("moe")
 def test_the_balancing_loss_is_theirs() -> None:
     """Of one block: theirs is of all blocks together, ours of each."""
     torch.manual_seed(1)
