@@ -16,6 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
+from fsdpx.core.base.messages import shorten
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = ["check_arguments", "check_own_constructor", "demand_arguments", "describe_hint", "fits_hint"]
@@ -97,7 +98,7 @@ def _demand_fit(
         hint = hints.get(name, Any)
         if not fits_hint(value, hint, failed=error is not None):
             needed = f"{describe_hint(hint)} is needed"
-            raise ConfigError(f"{label}({name}={_shorten(value)}): {needed}") from error
+            raise ConfigError(f"{label}({name}={shorten(value)}): {needed}") from error
 
 
 @cache
@@ -214,12 +215,3 @@ _COLLECTIONS = {
     tuple: "a tuple", list: "a list", Sequence: "a list", Collection: "a list", Iterable: "a list or an iterator",
     dict: "a dict", Mapping: "a dict",
 }  # fmt: skip
-
-
-def _shorten(value: Any) -> str:
-    """A value in one line."""
-    try:
-        first, *more = repr(value).splitlines() or [""]
-    except Exception as error:
-        return f"a {type(value).__name__} that cannot be shown ({error})"
-    return first if not more and len(first) < 100 else f"{first[:80]}... ({type(value).__name__})"

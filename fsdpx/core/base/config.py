@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fsdpx.core.base.extensions import name_extensions
 from fsdpx.core.base.name_hints import knowing, meant
@@ -19,9 +20,10 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "PRESETS", "PRESETS_BY_MEMORY", "Elastic", "Lifetime", "Precision", "Sharding", "Trace", "byte_count", "half_name",
-    "positive", "precision", "python_fields", "python_number", "sharding",
+    "of_folder", "positive", "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
+T = TypeVar("T")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
 _POWER = {"K": 1, "M": 2, "G": 3, "T": 4}
 _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": "bf16"}
@@ -43,6 +45,17 @@ def python_fields(owner: Any) -> None:
     """The same for all fields of a dataclass, before it checks them."""
     for field in fields(owner):
         object.__setattr__(owner, field.name, python_number(getattr(owner, field.name)))
+
+
+def of_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
+    """What was given as a `kind`, or as the folder of one, with the rest by default. asked: how an error begins, as
+    "trace={}". more: another field, for the error."""
+    if isinstance(given, str | PathLike):
+        return kind(given)
+    if not isinstance(given, kind):  # type: ignore[arg-type]
+        name = kind.__name__
+        raise ConfigError(f"{asked.format(repr(given))}: a folder, or fsdpx.{name}(folder, {more}=...)")
+    return given
 
 
 _PYTHON = (int, float, bool, str, type(None))
@@ -165,11 +178,7 @@ class Trace:
     @classmethod
     def of(cls, given: Any) -> Trace:
         """From the folder alone: the rest by default."""
-        if isinstance(given, str | PathLike):
-            return cls(given)
-        if not isinstance(given, cls):
-            raise ConfigError(f"trace={given!r}: a folder, or fsdpx.Trace(folder, steps=...)")
-        return given
+        return of_folder(cls, given, "trace={}", "steps")
 
 
 @dataclass(frozen=True, repr=False)

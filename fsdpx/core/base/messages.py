@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from fsdpx.errors import printable
 
 __all__ = [
-    "LOGGER", "SILENCE", "TIMER", "Count", "Slow", "bytes_text", "last_words", "line", "on_terminal", "say", "slow",
-    "table",
+    "LOGGER", "SILENCE", "TIMER", "Count", "Slow", "bytes_text", "last_words", "line", "on_terminal", "say", "shorten",
+    "slow", "table",
 ]  # fmt: skip
 
 SILENCE = 1.0
@@ -145,3 +145,12 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 def _row(cells: tuple[str, ...], widths: list[int]) -> str:
     right = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
     return "  ".join([cells[0].ljust(widths[0]), *right])
+
+
+def shorten(value: Any) -> str:
+    """A value as text in one line, for errors."""
+    try:
+        first, *more = repr(value).splitlines() or [""]
+    except Exception as error:
+        return f"a {type(value).__name__} that cannot be shown ({error})"
+    return first if not more and len(first) < 100 else f"{first[:80]}... ({type(value).__name__})"

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fsdpx.core.base.config import of_folder
 from fsdpx.core.base.messages import say
 from fsdpx.core.base.name_hints import knowing
 from fsdpx.core.base.safe_files import home
@@ -124,11 +125,7 @@ class Checkpoints:
     @classmethod
     def of(cls, given: Any) -> Checkpoints:
         """From the folder alone: the rest by default."""
-        if isinstance(given, str | PathLike):
-            return cls(given)
-        if not isinstance(given, cls):
-            raise ConfigError(f"fit(checkpoints={given!r}): a folder, or fsdpx.Checkpoints(folder, every=...)")
-        return given
+        return of_folder(cls, given, "fit(checkpoints={})", "every")
 
     def path(self, step: int) -> Path:
         return home(self.folder) / f"{NAME}{step}"

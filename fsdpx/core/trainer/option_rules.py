@@ -13,6 +13,7 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.core.base.config import positive
 from fsdpx.core.base.extensions import load_extension, name_extensions
+from fsdpx.core.base.messages import shorten
 from fsdpx.core.base.name_hints import patterns_of
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.state.accumulation import MOST_PIECES
@@ -215,7 +216,7 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
         ("optimizer", optimizer, ("update", "slots", "lr")),
     ):
         if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
-            raise ConfigError(of_torch(value) or f"{name}={_short(value)}: an object is needed{_hint(value)}")
+            raise ConfigError(of_torch(value) or f"{name}={shorten(value)}: an object is needed{_hint(value)}")
     if mesh is not None and not isinstance(mesh, Mesh):
         parsed = f", such as fsdpx.Mesh.parse({mesh!r})" if isinstance(mesh, str) else ""
         raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed{parsed}")
@@ -262,12 +263,6 @@ def of_torch(value: Any) -> str:
     given = {name: one for name, one in getattr(value, "defaults", {}).items() if name in names}
     words = [f"{name}={one!r}" for name, one in given.items() if name == "lr" or one != defaults[name]]
     return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
-
-
-def _short(value: Any) -> str:
-    """In one line."""
-    first, *more = repr(value).splitlines() or [""]
-    return first if not more and len(first) < 200 else f"{first[:100]}... ({type(value).__name__})"
 
 
 def check_whole(optimizer: Any, tensor: int) -> None:
