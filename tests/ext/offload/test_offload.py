@@ -16,6 +16,7 @@ import fsdpx
 from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
 from fsdpx.__main__ import main
 from fsdpx.core.comm import Communicator
+from fsdpx.core.program import Action
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.ext.offload import disk
 from fsdpx.ext.offload import disk as spilling
@@ -306,6 +307,27 @@ def test_a_broken_disk_is_named_with_the_action(tmp_path: Path, monkeypatch: pyt
         trainer.close()
 
     spawn(run, 1)
+
+
+def test_a_step_follows_one_that_failed(tmp_path: Path) -> None:
+    """What was here of the broken step is let go of; what is stored is whole."""
+
+    def stop(action: Action) -> None:
+        if action.op == "B":
+            raise ValueError("stopped")
+
+    def run(comm: Communicator, folder: Path | None) -> Any:
+        with make(comm, folder, ALL, strategy="fsdp") as trainer:
+            trainer.step(*part(trainer, 0))
+            engine = trainer.inspect.engine
+            between, stopping = set(engine.state.store), engine.observe(stop)
+            with pytest.raises(ValueError, match="stopped"):
+                trainer.step(*part(trainer, 1))
+            engine.ignore(stopping)
+            assert set(engine.state.store) == between
+            return trainer.step(*part(trainer, 1)), bits(trainer)
+
+    assert spawn(lambda comm: run(comm, tmp_path), 2) == spawn(lambda comm: run(comm, None), 2)
 
 
 @pytest.mark.parametrize(
