@@ -59,8 +59,8 @@ def in_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, ca
 def convolutions(rounds: int) -> list[dict[str, Any]]:
     import torch
 
-    from fsdpx.core.array import kernels
-    from fsdpx.core.array.kernels.correlation import Strides
+    from fsdpx.ext.fields import kernels as windows
+    from fsdpx.ext.fields.kernels import Strides
 
     torch.set_num_threads(1)
     found = []
@@ -77,9 +77,9 @@ def convolutions(rounds: int) -> list[dict[str, Any]]:
 
         forward, into = torch.conv2d if dims == 2 else torch.conv3d, (w, False)
         pairs = (
-            (partial(kernels.correlate, np, x, w, None, strides, cells), partial(forward, there, weight, None, 1, 1)),
-            (partial(kernels.correlate_backward_input, np, w, dy, strides, x.shape), partial(back, True, False)),
-            (partial(kernels.correlate_backward_params, np, x, dy, strides, into, None), partial(back, False, True)),
+            (partial(windows.correlate, np, x, w, None, strides, cells), partial(forward, there, weight, None, 1, 1)),
+            (partial(windows.correlate_backward_input, np, w, dy, strides, x.shape), partial(back, True, False)),
+            (partial(windows.correlate_backward_params, np, x, dy, strides, into, None), partial(back, False, True)),
         )
         flops, speeds = 2.0 * inner * outer * 3**dims * np.prod(cells), []
         for ours, theirs in pairs:

@@ -20,8 +20,9 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.core.array import arena, kernels, parallel
 from fsdpx.core.array import dtype as dtype_of
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.core.array.random import Stretch, normal
+from fsdpx.ext.fields import kernels as windows
+from fsdpx.ext.fields.kernels import Strides
 from fsdpx.optim import Segment, Segments
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
@@ -134,15 +135,15 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     weight = np.ones((channels, channels, 3, 3), x.dtype)
     strides, out = Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1), x.shape[2:]
     into = (weight.copy(), False)
-    yield "correlate", size, lambda: kernels.correlate(np, x, weight, None, strides, out)
-    yield "correlate_backward_input", size, lambda: kernels.correlate_backward_input(np, weight, x, strides, x.shape)
-    yield "correlate_backward_params", size, lambda: kernels.correlate_backward_params(np, x, x, strides, into, None)
+    yield "correlate", size, lambda: windows.correlate(np, x, weight, None, strides, out)
+    yield "correlate_backward_input", size, lambda: windows.correlate_backward_input(np, weight, x, strides, x.shape)
+    yield "correlate_backward_params", size, lambda: windows.correlate_backward_params(np, x, x, strides, into, None)
     half, less = Strides((2, 2), (2, 2), (1, 1), (0, 0), 1), tuple(n // 2 for n in out)
-    y, winner = kernels.max_pool(np, x, half, less)
-    yield "max_pool", size, lambda: kernels.max_pool(np, x, half, less)
-    yield "max_pool_backward", size, lambda: kernels.max_pool_backward(np, y, winner, half, x.shape)
-    yield "avg_pool", size, lambda: kernels.avg_pool(np, x, half, less, 4)
-    yield "avg_pool_backward", size, lambda: kernels.avg_pool_backward(np, y, half, x.shape, 4)
+    y, winner = windows.max_pool(np, x, half, less)
+    yield "max_pool", size, lambda: windows.max_pool(np, x, half, less)
+    yield "max_pool_backward", size, lambda: windows.max_pool_backward(np, y, winner, half, x.shape)
+    yield "avg_pool", size, lambda: windows.avg_pool(np, x, half, less, 4)
+    yield "avg_pool_backward", size, lambda: windows.avg_pool_backward(np, y, half, x.shape, 4)
     a = np.ones(channels, x.dtype)
     yield "channel_sums", size, lambda: kernels.channel_sums(np, x)
     yield "channel_squares", size, lambda: kernels.channel_squares(np, x, a)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.attention import clear_hidden, compute_seen, multiply_seen
+from fsdpx.core.array.kernels.dot_product_attention import clear_hidden, compute_seen, multiply_seen
 from fsdpx.nn.activation import apply_mask, keep_mask
 from fsdpx.nn.gradient_accumulation import product
 from fsdpx.nn.layer import Array, Env

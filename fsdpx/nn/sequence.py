@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.attention import clear_hidden, compute_seen, multiply_seen
+from fsdpx.core.array.kernels.dot_product_attention import clear_hidden, compute_seen, multiply_seen
 from fsdpx.errors import DataError
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import apply_mask, keep_mask

@@ -11,9 +11,10 @@ import numpy as np
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.array.shapes.flop_counter import note
+from fsdpx.ext.fields import kernels as field_kernels
+from fsdpx.ext.fields.kernels import Strides
 from fsdpx.nn.gradient_accumulation import wide
 from fsdpx.optim import Segment, Segments
 
@@ -85,7 +86,7 @@ def _channels(xp: Any, n: int, kind: Any) -> list[Call]:
 
 
 def _pools(xp: Any, n: int, kind: Any) -> list[Call]:
-    k, cells = kernels, (16, n * WIDTH // CHANNELS // 16)
+    k, cells = field_kernels, (16, n * WIDTH // CHANNELS // 16)
     half, x = (cells[0] // 2, cells[1] // 2), _field(xp, 1, cells, CHANNELS, kind)
     dy, winner = (_field(xp, 1, half, CHANNELS, one) for one in (kind, np.int32))
     shape = (1, CHANNELS, *cells)
@@ -164,9 +165,9 @@ def _convolutions(
     x, dy = (_field(xp, samples, cells, channels, kind) for channels in (inner, outer))
     weight = xp.full((outer, inner // groups, *window), 0.5, dtype=kind)
     gradient, bias = xp.full(weight.shape, 0.5, dtype=kind), xp.full((outer,), 0.5, dtype=kind)
-    yield lambda: kernels.correlate(xp, x, weight, bias, strides, cells)
-    yield lambda: kernels.correlate_backward_input(xp, weight, dy, strides, (samples, inner, *cells))
-    yield lambda: kernels.correlate_backward_params(xp, x, dy, strides, (gradient, True), (bias, False))
+    yield lambda: field_kernels.correlate(xp, x, weight, bias, strides, cells)
+    yield lambda: field_kernels.correlate_backward_input(xp, weight, dy, strides, (samples, inner, *cells))
+    yield lambda: field_kernels.correlate_backward_params(xp, x, dy, strides, (gradient, True), (bias, False))
 
 
 HEADS = (4, 256, 64)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from fsdpx import nn
-from fsdpx.core.array import kernels, shapes
+from fsdpx.core.array import shapes
 from fsdpx.core.array.shapes.flop_counter import Pass, Product, Work, counting
 from fsdpx.core.comm.local import single
 from fsdpx.errors import ConfigError
+from fsdpx.ext.fields import kernels as windows
 from fsdpx.plan import Compute, Level, Machine, measuring, predict, probes
 from fsdpx.plan.kernels import LONG, SHORT, KernelRates
 from fsdpx.plan.measuring import machine_text
@@ -99,7 +100,7 @@ def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
         with counting() as work:
             model = nn.Conv2d(8, 8, window, padding=window // 2)
             x, weight = shapes.ones((2, 8, *cells), np.float32), shapes.ones((8, 8, window, window), np.float32)
-            kernels.correlate(shapes, x, weight, None, model.window.strides((-(window // 2),) * 2), cells)
+            windows.correlate(shapes, x, weight, None, model.window.strides((-(window // 2),) * 2), cells)
         found |= {one.windows for one in work.products}
         assert {one.kernel for one in work.products} == {"correlate"}
     assert found == {8 / 3, 64 / 3, 64 / 7}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.core.array.kernels import square_sums
+from fsdpx.core.array.kernels.squares import square_sums
 from fsdpx.core.array.namespace import to_host
 
 __all__ = ["GRAIN", "PARTS", "block_squares", "chan", "exact_sum", "expansion", "padded"]

@@ -24,6 +24,7 @@ TABLE: dict[str, dict[str, str]] = {
         "nccl": "fsdpx.ext.gpu.nccl:open_nccl",
         "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
     },
+    "kernels": {"fields": "fsdpx.ext.fields.kernels"},
     "code": {"disk": "fsdpx.ext.native.store:STORE"},
     "gpu": {
         "on_gpu": "fsdpx.ext.gpu.kernels:on_gpu",
@@ -75,6 +76,7 @@ TABLE: dict[str, dict[str, str]] = {
 
 codec : a function without arguments, or a class, that makes a `Codec`
 backend : a function of `core.comm.init.Asked` that opens a communicator
+kernels : a package of kernels, the compiled ones in its folder `compiled`; `python -m fsdpx compile --all` asks for all
 code : what keeps machine code, see `core.array.jit.CodeStore`
 gpu : a function that is called with arrays of CuPy, or where `device="cuda"` is asked for
 half : arithmetic in 16 bits: the module of products, and the optimizer whose parameters are held in bfloat16
@@ -103,7 +105,7 @@ def find_extension(kind: str, name: str, optional: bool = False) -> Any:
         return None
     module, _, attribute = target.partition(":")
     home = import_extension(module, f"{kind} {name!r}", optional)
-    return None if home is None else getattr(home, attribute)
+    return getattr(home, attribute) if home and attribute else home
 
 
 def import_extension(module: str, what: str, optional: bool = False) -> Any:

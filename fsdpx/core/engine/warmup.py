@@ -103,7 +103,7 @@ def _warm_kernel(name: str, *given: Any) -> None:
     assert sample is not None
     calls = sample(*given)
     for arguments in calls if isinstance(calls, list) else [calls]:
-        getattr(kernels, known)(np, *arguments, *([variant] if variant else []))
+        choice.KERNELS[known](np, *arguments, *([variant] if variant else []))
 
 
 def _linear(x: Any, w: Any, s: Any) -> None:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES, FieldLayer, Reach, dealt, demand_dims, demand_fit, reaches
 from fsdpx.ext.fields.halo_slabs import Box, Rims, fold, fold_rims, widen
+from fsdpx.ext.fields.kernels import Strides, correlate, correlate_backward_input, correlate_backward_params
 from fsdpx.nn.gradient_accumulation import destination
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
@@ -254,9 +253,9 @@ class Conv(WindowLayer):
         if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # 16 bits would be rounded once for each slab
             x, moves, widened = widen(env, x, moves), (), moves
         rims = Rims(env, x, moves)
-        y = kernels.correlate(env.xp, x, weight, bias, self._strides(inside, rims.boxes[0]), sizes)
+        y = correlate(env.xp, x, weight, bias, self._strides(inside, rims.boxes[0]), sizes)
         for box in rims.rest():
-            y = kernels.correlate(env.xp, box.cells, weight, None, self._strides(inside, box), sizes, y)
+            y = correlate(env.xp, box.cells, weight, None, self._strides(inside, box), sizes, y)
         return y, (tuple(rims.boxes), moves, inside, widened)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -265,7 +264,7 @@ class Conv(WindowLayer):
 
         def slope(box: Box) -> Array:
             strides = self._strides(inside, box)
-            return kernels.correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
+            return correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
 
         slopes += [Box(box.at, slope(box)) for box in boxes[1:]]
         dx = fold_rims(env, moves, slopes, lambda: slope(boxes[0]))
@@ -278,7 +277,7 @@ class Conv(WindowLayer):
         boxes, _, inside, _, dy = kept
         weight, bias = destination(g, "weight"), destination(g, "bias")
         for box in boxes:
-            kernels.correlate_backward_params(env.xp, box.cells, dy, self._strides(inside, box), weight, bias)
+            correlate_backward_params(env.xp, box.cells, dy, self._strides(inside, box), weight, bias)
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _strides(self, inside: tuple[int, ...], box: Box) -> Strides:

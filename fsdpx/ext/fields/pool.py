@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import reduced
 from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, for_each, here
 from fsdpx.ext.fields.halo import FieldLayer, cells_of, dealt, demand_dims
 from fsdpx.ext.fields.halo_slabs import fold, widen
+from fsdpx.ext.fields.kernels import Strides, avg_pool, avg_pool_backward, max_pool, max_pool_backward
 from fsdpx.nn.gradient_accumulation import along, wide
 from fsdpx.nn.layer import Array, Env, Params
 from fsdpx.nn.sharding import Parts
@@ -76,12 +76,12 @@ class MaxPool(Pool):
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         wide, moves, strides, sizes = self.reached(env, x)
-        y, winner = kernels.max_pool(env.xp, wide, strides, sizes)
+        y, winner = max_pool(env.xp, wide, strides, sizes)
         return y, (tuple(wide.shape), moves, strides, winner)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         shape, moves, strides, winner = saved
-        dwide = kernels.max_pool_backward(env.xp, dy, winner, strides, shape)
+        dwide = max_pool_backward(env.xp, dy, winner, strides, shape)
         return fold(env, dwide, moves), ()
 
 
@@ -109,13 +109,13 @@ class AvgPool(Pool):
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         wide, moves, strides, sizes = self.reached(env, x)
         shares = self._shares(env, self.parts_of(x), x.dtype)
-        y = kernels.avg_pool(env.xp, wide, strides, sizes, self._divisor(shares))
+        y = avg_pool(env.xp, wide, strides, sizes, self._divisor(shares))
         return y if shares is None else y * shares, (tuple(wide.shape), moves, strides, shares)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         shape, moves, strides, shares = saved
         dy = dy if shares is None else dy * shares
-        dwide = kernels.avg_pool_backward(env.xp, dy, strides, shape, self._divisor(shares))
+        dwide = avg_pool_backward(env.xp, dy, strides, shape, self._divisor(shares))
         return fold(env, dwide, moves), ()
 
     def _divisor(self, shares: Array | None) -> int:

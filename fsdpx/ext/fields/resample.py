@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
 from fsdpx.ext.fields.halo import FieldLayer, Reach, cells_of, dealt, demand_dims, rank_along
 from fsdpx.ext.fields.halo_slabs import fold, widen
+from fsdpx.ext.fields.kernels import Strides, correlate, correlate_backward_input, correlate_backward_params
 from fsdpx.nn.gradient_accumulation import add_sum, along, destination
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Params, Spec
@@ -79,17 +79,17 @@ class ConvTranspose(FieldLayer):
         wide = widen(env, x, moves)
         strides, sizes = self._strides(env, moves, outputs)
         shape = x.shape[0], self.out_channels, *sizes
-        y = kernels.correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
+        y = correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
         return y, (wide, moves, strides)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         wide, moves, strides = saved
-        dwide = kernels.correlate(env.xp, dy, p["weight"], None, strides, wide.shape[2:])
+        dwide = correlate(env.xp, dy, p["weight"], None, strides, wide.shape[2:])
         return fold(env, dwide, moves), (wide, strides, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         wide, strides, dy = kept
-        kernels.correlate_backward_params(env.xp, dy, wide, strides, destination(g, "weight"), None)
+        correlate_backward_params(env.xp, dy, wide, strides, destination(g, "weight"), None)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.devices import is_on_gpu
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.core.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.conv import for_each, window_specs
 from fsdpx.ext.fields.halo import FieldLayer, cells_of, demand_dims
+from fsdpx.ext.fields.kernels import Strides, correlate_backward_params
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Chain
@@ -192,7 +192,7 @@ class ChannelLinear(Layer):
         x, dy = kept
         if is_on_gpu(dy):
             into, window = (destination(g, "weight"), destination(g, "bias")), Strides((1,), (1,), (1,), (0,), 1)
-            kernels.correlate_backward_params(env.xp, _in_a_row(x), _in_a_row(dy), window, *into)
+            correlate_backward_params(env.xp, _in_a_row(x), _in_a_row(dy), window, *into)
             return
         if "weight" in g:
             a, b = (kernels.widened(env.xp, _in_a_row(v)) for v in (dy, x))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from present import is_present
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.core.array.random import Stretch
 
 __all__ = ["CALLS", "DY", "ROWS", "SEGMENTS", "B", "N", "Q", "W", "X", "arguments_of", "each", "noise"]
@@ -39,34 +39,6 @@ SHARED = kernels.attention(np, Q4, K, V, True, 0.4, 3, SEGMENTS)
 ACROSS4 = kernels.attention(np, Q4, K2, V2, False, 0.4)
 APART = kernels.attention(np, Q, K, V, False, 0.4, 0, SEGMENTS)
 
-
-
-def window(groups: int, outputs: int, cells: tuple[int, ...], s: Strides, samples: int = 2, bias: bool = True) -> Any:
-    """x, weight, bias, the window, cells of the result, and its gradient."""
-    sizes = tuple(  # those of a field with as much padding behind as before
-        (n - 2 * first - d * (k - 1) - 1) // step + 1
-        for n, k, step, d, first in zip(cells, *s[:4], strict=True)
-    )
-    x, w = noise(samples, 2 * groups, *cells), noise(outputs, 2, *s.kernel, seed=1)
-    return x, w, noise(outputs, seed=2) if bias else None, s, sizes, noise(samples, outputs, *sizes, seed=3)
-
-
-WINDOWS = [
-    window(1, 5, (11,), Strides((3,), (1,), (1,), (-1,), 1)),
-    window(1, 3, (9, 7), Strides((3, 2), (2, 1), (1, 3), (-2, 0), 1), bias=False),
-    window(3, 6, (8, 5), Strides((2, 3), (1, 2), (2, 1), (0, -1), 3), 1),
-    window(1, 4, (5, 6, 4), Strides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1)),
-    window(2, 6, (9, 3), Strides((1, 1), (1, 1), (1, 1), (0, 0), 2)),
-    window(1, 3, (8200,), Strides((1,), (1,), (1,), (0,), 1)),
-    window(2, 2, (7, 4, 5), Strides((3, 2, 1), (3, 2, 1), (2, 1, 1), (-3, -1, 0), 2)),
-]
-POOLS = [
-    (noise(2, 3, *cells), Strides(*s, 1), sizes, noise(2, 3, *sizes, seed=1))
-    for cells, s, sizes in (
-        ((9,), ((3,), (2,), (1,), (-1,)), (5,)), ((6, 7), ((2, 3), (2, 1), (1, 2), (0, -1)), (3, 5)),
-        ((4, 6, 5), ((2, 2, 3), (2, 2, 3), (1, 1, 1), (-1, 0, -1)), (3, 3, 2)),
-    )
-]  # fmt: skip
 CHANNELS = [(noise(n, c, *cells), noise(n, c, *cells, seed=1), noise(c, seed=2)) for n, c, *cells in (
     (5, 3), (2, 4, 7), (3, 2, 90, 70),
 )]  # fmt: skip
@@ -114,10 +86,6 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "relu": [(X,), (np.where(X > 1, np.nan, X),)],
     "relu_backward": [(Y - 0.01, DY)],
     "squared_error": [(X, DY)],
-    "max_pool": [(x, s, sizes) for x, s, sizes, _ in POOLS],
-    "max_pool_backward": [(dy, kernels.max_pool(np, x, s, sizes)[1], s, x.shape) for x, s, sizes, dy in POOLS],
-    "avg_pool": [(x, s, sizes, 5) for x, s, sizes, _ in POOLS],
-    "avg_pool_backward": [(dy, s, x.shape, 5) for x, s, _, dy in POOLS],
     "channel_sums": [(x,) for x, _, _ in CHANNELS],
     "channel_squares": [(x, c) for x, _, c in CHANNELS],
     "channel_affine": [(x, c, 2 * c, c + 1) for x, _, c in CHANNELS],
@@ -128,17 +96,11 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "channel_slopes": [(np.concatenate([C, C + 1]), C * C, weight, n) for weight, n in ((C - 2, 5), (None, 0))],
     "channel_sums_with": [(dy, x, c, c * c) for x, dy, c in CHANNELS],
     "channel_norm_backward": [(dy, x, c, c + 1, c - 1, c * c) for x, dy, c in CHANNELS],
-    "correlate": [(x, w, bias, s, sizes) for x, w, bias, s, sizes, _ in WINDOWS]
-    + [(x, w, None, s, sizes, dy) for x, w, _, s, sizes, dy in WINDOWS],
-    "correlate_backward_input": [
-        case for x, w, bias, s, _, dy in WINDOWS
-        for case in ((w, dy, s, x.shape), (w, dy, s, x.shape, noise(x.shape[1])))
-    ],
-    "correlate_backward_params": [
-        (x, dy, s, (w, add), None if bias is None else (bias, add)) for x, w, bias, s, _, dy in WINDOWS
-        for add in (True, False)
-    ],
 }  # fmt: skip
+if is_present("fields"):
+    import window_kernels
+
+    CALLS |= window_kernels.CALLS
 DOUBLE = {"channel_scales": (0, 1), "channel_slopes": (0, 1), "channel_squares": (1,), "channel_affine": (1, 2, 3),
           "channel_sums_with": (2, 3), "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
 WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),

@@ -11,8 +11,6 @@ from layouts import lay
 from references import BF16, F16, FAMILIES, KERNELS, TOLERANCE, agree, cases
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.compiled import convolution
-from fsdpx.core.array.kernels.correlation import Strides
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 ELEMENTWISE = {
@@ -241,24 +239,6 @@ def test_every_kernel_has_a_reference():
     x = np.ones((2, 3))
     known = {name for family in FAMILIES for name, _ in cases(family, x, x, BF16)}
     assert known - {"product"} == KERNELS
-
-
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16, F16], ids=str)
-def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
-    """A tile of 4 x 4 results is made of differences of all its pixels."""
-    rng, strides = np.random.default_rng(0), Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
-    x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((1, 16, 16, 32), (16, 16, 3, 3)))
-    assert convolution.suits_winograd(x.shape, weight.shape, strides, (16, 32))
-    clean = kernels.correlate(np, x, weight, None, strides, (16, 32))
-    x[0, 3, 5, 6] = np.inf
-    with np.errstate(invalid="ignore"):
-        got = kernels.correlate(np, x, weight, None, strides, (16, 32))
-    odd = ~np.isfinite(got.astype(np.float32))
-    assert odd[:, :, 4:7, 5:8].all()
-    odd[:, :, 4:8, 4:8] = True
-    assert not odd[:, :, :4].any()
-    np.testing.assert_array_equal(got[~odd], clean[~odd])
-    assert (~odd).sum() == 16 * (16 * 32 - 4 * 4)
 
 
 SPECIAL = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-38, 1e38, -1e38, 3e38, np.inf, -np.inf, np.nan, 1.0], np.float32)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.array import kernels, random, shapes
-from fsdpx.core.array.kernels.activation import threshold
+from fsdpx.core.array.kernels.dropout import threshold
 from fsdpx.core.array.random import Random, Stretch
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from references import KERNELS
 
-from fsdpx.core.array import kernels, shapes
+from fsdpx.core.array import shapes
 from fsdpx.core.array import shapes as xp
-from fsdpx.core.array.kernels import attention, embedding_backward
+from fsdpx.core.array.kernels import attention, choice, embedding_backward
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes import shape_cache as known_of
 from fsdpx.core.array.shapes.array import metered
@@ -334,8 +334,8 @@ def test_same_shapes_and_dtypes(name, dtype):
     for arguments in ALL[name]:
         real = arguments_of(name, arguments, dtype.name)
         ghosts = [each(ghost, a) for a in real]
-        want = getattr(kernels, name)(np, *real)
-        assert described(getattr(kernels, name)(shapes, *ghosts)) == described(want)
+        want = choice.KERNELS[name](np, *real)
+        assert described(choice.KERNELS[name](shapes, *ghosts)) == described(want)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -343,7 +343,7 @@ def test_what_is_remembered_takes_the_same_memory(name):
     def call():
         ghosts = [each(ghost, a) for a in arguments_of(name, ALL[name][0], "float32")]
         with metered() as meter:
-            results = getattr(kernels, name)(shapes, *ghosts)
+            results = choice.KERNELS[name](shapes, *ghosts)
             roots = [getattr(r, "root", None) for r in (results if isinstance(results, tuple) else (results,))]
             others = [getattr(g, "root", None) for g in ghosts]
             shared = [[one is not None and one is other for other in (*roots, *others)] for one in roots]

@@ -21,6 +21,7 @@ from stand_in import Cupy, Device
 from fsdpx import optim
 from fsdpx.core.array import kernels
 from fsdpx.core.array.devices import is_on_gpu
+from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.random import Stretch
 from fsdpx.ext.gpu import gemm
 from fsdpx.ext.gpu import kernels as cuda
@@ -66,8 +67,8 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     there = [each(cupy.asarray, a) for a in host]
     assert on_gpu(name, tuple(there)) is not None
     with kernels.use("plain"):
-        want = getattr(kernels, name)(np, *host)
-    got = getattr(kernels, name)(cupy, *there)
+        want = choice.KERNELS[name](np, *host)
+    got = choice.KERNELS[name](cupy, *there)
     close(got, want, BOUNDS[dtype])
     close(
         tuple(a for one in there for a in (one if type(one) is tuple else [one]) if is_on_gpu(a)),

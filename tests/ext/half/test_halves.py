@@ -208,7 +208,7 @@ WAYS = ["plain", "numba", *(["words"] if attention16.available() else [])]
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    module = importlib.import_module("fsdpx.core.array.kernels.compiled.attention")
+    module = importlib.import_module("fsdpx.core.array.kernels.compiled.dot_product_attention")
     monkeypatch.setattr(module, "available", lambda: request.param == "words")
     with kernels.use("plain" if request.param == "plain" else "default"):
         yield request.param

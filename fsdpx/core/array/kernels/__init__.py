@@ -1,14 +1,50 @@
 """Kernels: what layers compute, each as plain array code and, where it is faster, as compiled code.
 
 `f(xp, ...)` runs on NumPy, CuPy and shape-only arrays, in float64 and float32; float16 and bf16 arrays are computed in
-float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not imported, before a kernel first needs it.
+float32 and rounded once. Rows may be 0. A file is imported when one of its kernels is first used, and its namesake in
+`compiled` when that is to run as machine code; Numba is not imported before something has to be compiled.
 """
 
-from fsdpx.core.array.kernels.activation import *
-from fsdpx.core.array.kernels.attention import *
+from typing import TYPE_CHECKING
+
 from fsdpx.core.array.kernels.choice import chosen as chosen
 from fsdpx.core.array.kernels.choice import use as use
-from fsdpx.core.array.kernels.correlation import *
-from fsdpx.core.array.kernels.half import *
-from fsdpx.core.array.kernels.loss import *
-from fsdpx.core.array.kernels.norm import *
+from fsdpx.core.base.lazy_names import attach
+
+if TYPE_CHECKING:
+    from fsdpx.core.array.kernels.activation import (
+        add as add, add_bias as add_bias, bias_gelu as bias_gelu, gated as gated, gated_backward as gated_backward,
+        gelu as gelu, gelu_backward as gelu_backward, gelu_recompute as gelu_recompute, relu as relu,
+        relu_backward as relu_backward, sigmoid as sigmoid, silu as silu, silu_backward as silu_backward,
+        sum_rows as sum_rows,
+    )  # fmt: skip
+    from fsdpx.core.array.kernels.dot_product_attention import (
+        attention as attention, attention_backward as attention_backward, rotate as rotate, softmax as softmax,
+        softmax_backward as softmax_backward,
+    )  # fmt: skip
+    from fsdpx.core.array.kernels.dropout import (
+        drop as drop, drop_backward as drop_backward,
+    )  # fmt: skip
+    from fsdpx.core.array.kernels.half import (
+        add_widened as add_widened, narrowed as narrowed, round_randomly as round_randomly, store as store,
+        widened as widened,
+    )  # fmt: skip
+    from fsdpx.core.array.kernels.loss import (
+        binary_entropy as binary_entropy, binary_entropy_backward as binary_entropy_backward,
+        cross_entropy as cross_entropy, cross_entropy_backward as cross_entropy_backward,
+        embedding_backward as embedding_backward, squared_error as squared_error,
+        squared_error_backward as squared_error_backward,
+    )  # fmt: skip
+    from fsdpx.core.array.kernels.norm import (
+        channel_affine as channel_affine, channel_norm_backward as channel_norm_backward,
+        channel_scales as channel_scales, channel_slopes as channel_slopes, channel_squares as channel_squares,
+        channel_sums as channel_sums, channel_sums_with as channel_sums_with, layer_norm as layer_norm,
+        layer_norm_backward_input as layer_norm_backward_input,
+        layer_norm_backward_params as layer_norm_backward_params, rms_norm as rms_norm,
+        rms_norm_backward_input as rms_norm_backward_input, rms_norm_backward_params as rms_norm_backward_params,
+    )  # fmt: skip
+    from fsdpx.core.array.kernels.squares import (
+        square_sum as square_sum, square_sums as square_sums,
+    )  # fmt: skip
+
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,5 +1,4 @@
-"""Element by element: activations, gates, sums with what follows them (residuals, biases), and random numbers by
-position.
+"""Element by element: activations, gates, and sums with what follows them (residuals, biases).
 
 `gelu_recompute` differentiates GELU from its argument: its result need not be saved from forward to backward."""
 
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.random import Stretch
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "add", "add_bias", "bias_gelu", "drop", "drop_backward", "gated", "gated_backward", "gelu", "gelu_backward",
+    "add", "add_bias", "bias_gelu", "gated", "gated_backward", "gelu", "gelu_backward",
     "gelu_recompute", "relu", "relu_backward", "sigmoid", "silu", "silu_backward", "sum_rows",
 ]  # fmt: skip
 
@@ -65,36 +63,6 @@ def integral(xp: Any, x: Any, bell: Any) -> Any:
     """Phi(x), given `bell = density(x)`."""
     below = tail(xp, x, bell)
     return xp.where(x < 0, below, 1.0 - below)
-
-
-def keep_mask(xp: Any, numbers: Stretch, shape: tuple[int, ...], p: float) -> Any:
-    """True, with probability 1 - p, where an element is kept: where its random number is p or more."""
-    return numbers.fractions(xp).reshape(shape) >= p
-
-
-@kernel()
-def drop(xp: Any, x: Any, numbers: Stretch, p: float) -> tuple[Any, Any]:
-    """x / (1 - p) where kept, else 0, and the mask; element i is compared with number i."""
-    keep = keep_mask(xp, numbers, x.shape, p)
-    return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
-
-
-@kernel()
-def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
-    """dy / (1 - p) where kept, else 0; with a given mask this is also forward."""
-    dx = dy * keep
-    dx *= scale(p)
-    return dx
-
-
-def scale(p: float) -> float:
-    """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
-    return 1.0 / (1.0 - p) if p < 1.0 else 1.0
-
-
-def threshold(p: float) -> int:
-    """The least 24-bit number that means "kept": `number 2^-24 >= p` in float32."""
-    return math.ceil(float(np.float32(p)) * 2.0**24)
 
 
 FORMS = ("silu", "gelu", "gelu tanh")

@@ -3,15 +3,18 @@
 The table follows `bench/kernels.py`; it never depends on a measurement made while a job runs."""
 
 import functools
+import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from fsdpx.core.array.devices import gpu_function
+from fsdpx.core.base.extensions import find_extension, name_extensions
 from fsdpx.errors import ConfigError, warn
 
-__all__ = ["Mode", "chosen", "compiled", "form", "installed", "names", "on_device", "use"]
+__all__ = ["Mode", "add_kernel", "chosen", "compiled", "form", "installed", "names", "on_device", "use"]
 
 Mode = Literal["default", "plain", "numba"]
 
@@ -19,9 +22,13 @@ Sample = Callable[[Any, Any, Any], Any]
 """From rows (2, 3) and columns (3,) of the dtype computed in, and columns of that in which it is summed, to the
 arguments of a call, or to a list of these."""
 
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""The kernels whose files are imported, by name."""
+FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
+"""The module in which the compiled code of each of them lies, if it has any; and of `array.random.normal`."""
 FORMS: dict[str, Callable[..., Any]] = {}
-"""The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`; once they are
-loaded."""
+"""The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`; once their
+files are imported, which happens when one of the file is first wanted."""
 SAMPLES: dict[str, Sample | None] = {}
 active: Mode = "default"
 """The mode that `use` has set."""
@@ -38,9 +45,23 @@ def form(sample: Sample | None = None) -> Callable[[Any], Any]:
     return declare
 
 
+def add_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
+    """Give a kernel a name, and return it. Its compiled code lies in the folder `compiled` beside its own file, in a
+    file that is called `compiled_in`, or as its own."""
+    package, _, own_file = plain.__module__.rpartition(".")
+    KERNELS[name], FILES[name] = plain, f"{package}.compiled.{compiled_in or own_file}"
+    return plain
+
+
 def names() -> dict[str, Callable[..., Any]]:
-    """The compiled code of every kernel that has any, by its name; the files are imported."""
-    importlib.import_module("fsdpx.core.array.kernels.compiled")  # by name: its files import this one
+    """The compiled code of every kernel that has any, by its name; all files are imported."""
+    own = importlib.import_module("fsdpx.core.array.kernels")
+    others = (find_extension("kernels", name, optional=True) for name in name_extensions("kernels"))
+    for package in filter(None, (own, *others)):
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    for name in FILES:
+        _compiled(name)
     return FORMS
 
 
@@ -99,4 +120,7 @@ def _warn() -> None:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any] | None:
-    return names().get(name)
+    file = FILES.get(name)
+    if file and importlib.util.find_spec(file):
+        importlib.import_module(file)
+    return FORMS.get(name)

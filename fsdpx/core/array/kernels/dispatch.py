@@ -17,8 +17,9 @@ __all__ = ["kernel"]
 
 
 def kernel(
-    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True, way: Callable[..., Any] | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True, way: Callable[..., Any] | None = None,
+    compiled_in: str = "",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on NumPy arrays of
     float32, float64, or bfloat16 with some of float32, the compiled function of the same name may run instead; on
     arrays of CuPy the CUDA C of that name.
@@ -27,7 +28,7 @@ def kernel(
     into: names of arguments that are changed in place; they are passed on unchanged.
     bits: the compiled code takes bfloat16 arrays, as views of their bits; else they are widened for it. way: from the
     shapes of the arguments behind xp, the name of the way that the compiled code goes, "" for the usual one, and
-    `Product.windows`."""
+    `Product.windows`. compiled_in: the file of the compiled code, if it is called otherwise than the plain one."""
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
@@ -39,9 +40,9 @@ def kernel(
 
         def fallback(xp: Any, *arguments: Any, **options: Any) -> Any:
             """Without the compiled code for this dtype, for what that does not take."""
-            half = arguments[0].dtype.itemsize == 2
-            body = _through_float32(plain if kept else direct, kept, narrow) if half else plain
-            return body(xp, *arguments, **options)
+            if arguments[0].dtype.itemsize != 2:
+                return plain(xp, *arguments, **options)
+            return _through_float32(plain if kept else direct, kept, narrow)(xp, *arguments, **options)
 
         def choose(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
             fits = xp is np and _floats(arguments, kept) in ({"float32"}, {"float64"})
@@ -53,8 +54,7 @@ def kernel(
             fits = bits and xp is np and _floats(arguments, kept) in ({"bfloat16"}, {"bfloat16", "float32"})
             if fits and (body := compiled(name)):
                 return _on_bits(body, {n for n, a in enumerate(arguments) if _bfloat16(a)})
-            narrow_too = arguments[0].dtype.itemsize == 2
-            return _through_float32(direct, kept, narrow) if narrow_too else choose(xp, arguments)
+            return _through_float32(direct, kept, narrow) if arguments[0].dtype.itemsize == 2 else choose(xp, arguments)
 
         def resolved(xp: Any, *arguments: Any, **options: Any) -> Any:
             return resolve(xp, arguments)(xp, *arguments, **options)
@@ -72,7 +72,7 @@ def kernel(
             return body(xp, *arguments, **options)
 
         run.fallback = fallback  # type: ignore[attr-defined]
-        return run
+        return choice.add_kernel(name, run, compiled_in)
 
     return register
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.choice import compiled, on_device
+from fsdpx.core.array.kernels.choice import add_kernel, compiled, on_device
 from fsdpx.core.array.random import Stretch
 from fsdpx.core.array.shapes.flop_counter import note
 
@@ -83,3 +83,7 @@ def _fit(half: Any, wide: Any) -> bool:
     """Whether the compiled code takes this pair of arrays."""
     formats = wide.dtype == np.float32 and half.dtype.name in FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))
+
+
+for function in (store, add_widened, round_randomly):
+    add_kernel(function.__name__, function)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels.activation import sigmoid
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.kernels.norm import square_sum
+from fsdpx.core.array.kernels.squares import square_sum
 
 __all__ = [
     "binary_entropy", "binary_entropy_backward", "cross_entropy", "cross_entropy_backward", "embedding_backward",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.shapes.flop_counter import alike
 
 __all__ = [
     "channel_affine", "channel_norm_backward", "channel_scales", "channel_slopes", "channel_squares", "channel_sums",
     "channel_sums_with", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm",
-    "rms_norm_backward_input", "rms_norm_backward_params", "square_sum", "square_sums",
+    "rms_norm_backward_input", "rms_norm_backward_params",
 ]  # fmt: skip
 
 
@@ -141,48 +139,3 @@ def _others(x: Any) -> tuple[int, ...]:
 def _broad(channels: Any, x: Any) -> Any:
     """One value per channel, in shape and dtype to be combined with x."""
     return channels.astype(x.dtype, copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))
-
-
-BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
-LANES = 64  # partial sums of a block, one element in so many
-PIECE = 1 << 18  # elements converted at a time: the float64 copy stays in cache
-
-
-@kernel(narrow=0)
-def square_sum(xp: Any, flat: Any) -> float:
-    """Add the squares of a 1-D array in float64: the sums of its blocks of `BLOCK` elements, added in lanes."""
-    sums = [square_sums(xp, flat[start : start + PIECE], BLOCK) for start in _starts(xp, flat.shape[0], PIECE)]
-    return float(add_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
-
-
-@kernel(narrow=0)
-def square_sums(xp: Any, flat: Any, grain: int) -> Any:
-    """Add the squares of each block of `grain` elements of a 1-D array, the last one perhaps shorter.
-
-    The sums are float64, and their bits are the same in each form of the kernel and on each processor, whatever the
-    width of its vectors: they are added in lanes.
-    """
-    squares = xp.square(flat.astype(np.float64))
-    rows = xp.zeros((-(-squares.size // grain), grain))
-    rows.reshape(-1)[: squares.size] = squares
-    return add_in_lanes(xp, rows)
-
-
-def _starts(xp: Any, size: int, step: int) -> Iterable[int]:
-    """Where each piece of `step` elements begins; of arrays without data the first one stands for all."""
-    if getattr(xp, "holds_no_data", False):
-        return alike(0, -(-size // step))
-    return range(0, size, step)
-
-
-def add_in_lanes(xp: Any, rows: Any) -> Any:
-    """Add up each row in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after the other, and
-    the upper half of the lanes is added to the lower half until one is left."""
-    lanes = xp.zeros((rows.shape[0], LANES))
-    for start in _starts(xp, rows.shape[1], LANES):
-        some = rows[:, start : start + LANES]
-        lanes[:, : some.shape[1]] += some
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0]

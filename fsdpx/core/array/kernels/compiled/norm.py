@@ -1,8 +1,6 @@
-"""LayerNorm and RMSNorm row by row, with parameter gradients in blocks of rows; batch norm with channels last; sums of
-squares.
+"""LayerNorm and RMSNorm row by row, with parameter gradients in blocks of rows; batch norm with channels last.
 
-Batch norm adds up rows of channels in fixed blocks and is cut among threads by channels. Sums of squares of flat arrays
-have fixed blocks and a fixed order: they depend neither on threads nor on the width of vectors."""
+Batch norm adds up rows of channels in fixed blocks and is cut among threads by channels."""
 
 from __future__ import annotations
 
@@ -13,51 +11,8 @@ import numpy as np
 from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.choice import form
 from fsdpx.core.array.kernels.compiled.half import number, owned, put, real, square_distance, total, wide, zero
-from fsdpx.core.array.kernels.compiled.images import rows_first, rows_of
-from fsdpx.core.array.kernels.norm import BLOCK as SQUARES
-from fsdpx.core.array.kernels.norm import LANES, add_in_lanes
-from fsdpx.core.array.parallel import GRAIN, cuts, over, over_columns, run
-
-
-@jit
-def _square_sums(x, sums, grain):
-    """In vectors of any width the order is that of `add_in_lanes`: a lane has one element of each row."""
-    lanes = np.empty(LANES)
-    for n in range(sums.size):
-        block = x[n * grain : min((n + 1) * grain, x.size)]
-        whole = block.size // LANES
-        lanes[:] = 0
-        for row in range(whole):
-            start = row * LANES
-            for k in range(LANES):
-                v = np.float64(real(block[start + k]))
-                lanes[k] += v * v
-        rest = block[whole * LANES :]
-        for k in range(rest.size):
-            v = np.float64(real(rest[k]))
-            lanes[k] += v * v
-        half = LANES
-        while half > 1:
-            half //= 2
-            for k in range(half):
-                lanes[k] += lanes[half + k]
-        sums[n] = lanes[0]
-
-
-@form(lambda x, w, s: (w,))
-def square_sum(xp: Any, flat: np.ndarray) -> float:
-    sums = square_sums(xp, flat, SQUARES)
-    return float(add_in_lanes(np, sums[None])[0]) if sums.size else 0.0
-
-
-@form(lambda x, w, s: (w, 2))
-def square_sums(xp: Any, flat: np.ndarray, grain: int) -> np.ndarray:
-    flat = np.ascontiguousarray(flat)
-    sums = np.empty(-(-flat.size // grain))
-    blocks = cuts(sums.size, max(GRAIN // grain, 1), line=8)
-    run(_square_sums, [(flat[a * grain : b * grain], sums[a:b], grain) for a, b in blocks])
-    return sums
-
+from fsdpx.core.array.kernels.compiled.memory_order import rows_first, rows_of
+from fsdpx.core.array.parallel import over, over_columns
 
 BLOCK = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK + BLOCK
 

@@ -1,4 +1,4 @@
-"""Windows over fields of any dims, place by place: convolutions as products, with strides, dilation, groups; pools."""
+"""Convolutions of fields of any dims as products, place by place, with strides, dilation and groups."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 from fsdpx.core.array.kernels.dispatch import kernel
 
-__all__ = [
-    "avg_pool", "avg_pool_backward", "correlate", "correlate_backward_input", "correlate_backward_params", "max_pool",
-    "max_pool_backward",
-]  # fmt: skip
+__all__ = ["Strides", "correlate", "correlate_backward_input", "correlate_backward_params"]
 
 Sum = tuple[Any, bool] | None
 """Where a gradient goes, and whether it is added to what is there; None: it is not wanted."""
@@ -183,48 +180,3 @@ def _of_place(weight: Any, place: tuple[int, ...], groups: int) -> Any:
 def _grouped(x: Any, groups: int) -> Any:
     """(samples, groups, channels / groups, cells)."""
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))
-
-
-@kernel(bits=False)
-def max_pool(xp: Any, x: Any, strides: Strides, sizes: Sequence[int]) -> tuple[Any, Any]:
-    """The largest value of each window of x (samples, channels, *cells), NaN before all others, and its place
-    in the window, int32: the first of equals."""
-    y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
-    winner = xp.zeros(y.shape, dtype="int32")
-    for place, outputs, cells in strides.places(sizes, x.shape[2:]):
-        value, best = x[cells], y[outputs]
-        better = (value > best) | (value != value)
-        y[outputs] = xp.where(better, value, best)
-        winner[outputs] = xp.where(better, strides.number(place), winner[outputs])
-    return y, winner
-
-
-@kernel(bits=False)
-def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: Strides, shape: Sequence[int]) -> Any:
-    """dy to the cell that won, in a field of this shape."""
-    dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
-    for place, outputs, cells in strides.places(dy.shape[2:], shape[2:]):
-        into = dx[cells]
-        into += xp.where(winner[outputs] == strides.number(place), dy[outputs], nothing)
-    return dx
-
-
-@kernel(bits=False)
-def avg_pool(xp: Any, x: Any, strides: Strides, sizes: Sequence[int], divisor: int) -> Any:
-    """The sum of each window of x (samples, channels, *cells) over `divisor`."""
-    y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
-    for _, outputs, cells in strides.places(sizes, x.shape[2:]):
-        into = y[outputs]
-        into += x[cells]
-    y /= divisor
-    return y
-
-
-@kernel(bits=False)
-def avg_pool_backward(xp: Any, dy: Any, strides: Strides, shape: Sequence[int], divisor: int) -> Any:
-    """dy / divisor to all cells of its window, in a field of this shape."""
-    dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
-    for _, outputs, cells in strides.places(dy.shape[2:], shape[2:]):
-        into = dx[cells]
-        into += share[outputs]
-    return dx

@@ -20,8 +20,8 @@ from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.half import owned
 from fsdpx.core.array.kernels.compiled.scalar import widest
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
+from fsdpx.ext.fields.kernels.convolution import Strides
 
 __all__ = [
     "WIDE", "pointer", "read", "row_of_strips", "sums", "sums_backward_input", "sums_backward_weight", "times",

@@ -8,10 +8,11 @@ import pytest
 from amount import few
 
 from fsdpx.core.array import dtype as dtype_of
-from fsdpx.core.array import kernels, parallel
+from fsdpx.core.array import parallel
 from fsdpx.core.array.kernels import use
-from fsdpx.core.array.kernels.compiled import direct
-from fsdpx.core.array.kernels.correlation import Strides
+from fsdpx.ext.fields import kernels as windows
+from fsdpx.ext.fields.kernels import Strides
+from fsdpx.ext.fields.kernels.compiled import direct
 
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
 CELLS, SIZES = (7, 5, 14), (4, 3, 13)
@@ -29,11 +30,11 @@ def all_of(dtype: str, strides: Strides, inner: int, outer: int) -> list[np.ndar
         for sizes, many in ((CELLS, inner), (SIZES, outer))
     )
     weight, bias, sizes = noise(dtype, outer, inner // groups, *strides.kernel), noise(dtype, outer), dy.shape[2:]
-    y = kernels.correlate(np, x, weight, bias, strides, sizes)
-    more = kernels.correlate(np, x, weight, None, strides, sizes, np.moveaxis(noise(dtype, 2, *sizes, outer), -1, 1))
-    dx = kernels.correlate_backward_input(np, weight, dy, strides, x.shape, noise(dtype, inner))
+    y = windows.correlate(np, x, weight, bias, strides, sizes)
+    more = windows.correlate(np, x, weight, None, strides, sizes, np.moveaxis(noise(dtype, 2, *sizes, outer), -1, 1))
+    dx = windows.correlate_backward_input(np, weight, dy, strides, x.shape, noise(dtype, inner))
     dweight, dbias = np.ones_like(weight), np.ones_like(bias)
-    kernels.correlate_backward_params(np, x, dy, strides, (dweight, True), (dbias, False))
+    windows.correlate_backward_params(np, x, dy, strides, (dweight, True), (dbias, False))
     return [y, more, dx, dweight, dbias]
 
 
@@ -90,6 +91,6 @@ def test_what_is_added_to_may_be_of_another_format_or_order(wanted: str) -> None
     weight, dtype = np.ones((8, 8, 3), np.float32), dtype_of("float32" if wanted == "first" else wanted)
     memory = np.zeros((3, 8, 16), dtype)  # what lies around must stay as it is
     out = memory[1:2] if wanted == "first" else memory.reshape(3, 16, 8)[1:2].transpose(0, 2, 1)
-    assert kernels.correlate(np, x, weight, None, strides, (16,), out) is out
+    assert windows.correlate(np, x, weight, None, strides, (16,), out) is out
     assert (np.asarray(out, np.float32)[:, :, 1:-1] == 24.0).all()
     assert not memory[::2].astype(np.float32).any()

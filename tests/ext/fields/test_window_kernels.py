@@ -8,9 +8,10 @@ from amount import few
 
 from fsdpx.core.array import blas, kernels, parallel
 from fsdpx.core.array.kernels import use
-from fsdpx.core.array.kernels.compiled import convolution
-from fsdpx.core.array.kernels.correlation import Strides
 from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.ext.fields import kernels as windows
+from fsdpx.ext.fields.kernels import Strides
+from fsdpx.ext.fields.kernels.compiled import convolution
 
 WINDOWS = [
     ((3, 3), (1, 1), (1, 1)),  # Winograd's way where channels allow it
@@ -44,9 +45,9 @@ def sizes(x: np.ndarray, window: Strides) -> tuple[int, ...]:
 def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: Strides) -> list[np.ndarray]:
     """Forward and all gradients; those of parameters are added to ones."""
     dweight, dbias = np.ones_like(weight), np.ones_like(bias)
-    y = kernels.correlate(np, x, weight, bias, window, sizes(x, window))
-    dx = kernels.correlate_backward_input(np, weight, dy, window, x.shape)
-    kernels.correlate_backward_params(np, x, dy, window, (dweight, True), (dbias, True))
+    y = windows.correlate(np, x, weight, bias, window, sizes(x, window))
+    dx = windows.correlate_backward_input(np, weight, dy, window, x.shape)
+    windows.correlate_backward_params(np, x, dy, window, (dweight, True), (dbias, True))
     return [y, dx, dweight, dbias]
 
 
@@ -142,10 +143,10 @@ def test_pools_equal_the_plain_ones(window: Any, order: Any) -> None:
 
     def run() -> list[np.ndarray]:
         given, slope = order(x), order(dy)
-        y, winner = kernels.max_pool(np, given, window, out)
-        back = kernels.max_pool_backward(np, slope, winner, window, x.shape)
-        return [y, winner, back, kernels.avg_pool(np, np.nan_to_num(given, neginf=0), window, out, 5),
-                kernels.avg_pool_backward(np, slope, window, x.shape, 5)]  # fmt: skip
+        y, winner = windows.max_pool(np, given, window, out)
+        back = windows.max_pool_backward(np, slope, winner, window, x.shape)
+        return [y, winner, back, windows.avg_pool(np, np.nan_to_num(given, neginf=0), window, out, 5),
+                windows.avg_pool_backward(np, slope, window, x.shape, 5)]  # fmt: skip
 
     with use("plain"):
         want = run()
@@ -207,5 +208,23 @@ def test_fields_in_16_bits_lie_as_those_in_32_do(dtype: str) -> None:
         assert [2 * n for n in half.strides] == [*np.empty_like(wide).strides]
         assert kernels.widened(np, half).strides == np.empty_like(wide).strides
     weight = np.ones((16, 6, 3, 3), kind)
-    y = kernels.correlate(np, x.astype(kind), weight, None, sliding((3, 3), (1, 1), (1, 1)), (4, 5))
+    y = windows.correlate(np, x.astype(kind), weight, None, sliding((3, 3), (1, 1), (1, 1)), (4, 5))
     assert y.strides == turned(y).strides
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
+def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
+    """A tile of 4 x 4 results is made of differences of all its pixels."""
+    rng, strides = np.random.default_rng(0), Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
+    x, weight = (rng.normal(size=shape).astype(dtype_of(dtype)) for shape in ((1, 16, 16, 32), (16, 16, 3, 3)))
+    assert convolution.suits_winograd(x.shape, weight.shape, strides, (16, 32))
+    clean = windows.correlate(np, x, weight, None, strides, (16, 32))
+    x[0, 3, 5, 6] = np.inf
+    with np.errstate(invalid="ignore"):
+        got = windows.correlate(np, x, weight, None, strides, (16, 32))
+    odd = ~np.isfinite(got.astype(np.float32))
+    assert odd[:, :, 4:7, 5:8].all()
+    odd[:, :, 4:8, 4:8] = True
+    assert not odd[:, :, :4].any()
+    np.testing.assert_array_equal(got[~odd], clean[~odd])
+    assert (~odd).sum() == 16 * (16 * 32 - 4 * 4)

@@ -18,15 +18,17 @@ import numpy as np
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation
-from fsdpx.core.array.kernels import correlation as places
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled import direct
-from fsdpx.core.array.kernels.compiled.direct import WIDE, pointer, read, row_of_strips, times
 from fsdpx.core.array.kernels.compiled.half import owned
-from fsdpx.core.array.kernels.compiled.images import as_first, as_last, cells_last, put_first
+from fsdpx.core.array.kernels.compiled.memory_order import as_first, as_last, cells_last, turn
 from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.core.array.kernels.compiled.scalar import widest
-from fsdpx.core.array.kernels.correlation import (
+from fsdpx.core.array.lazy_numba import intrinsic, ir, types
+from fsdpx.core.array.parallel import over
+from fsdpx.ext.fields.kernels import convolution as places
+from fsdpx.ext.fields.kernels.compiled import direct
+from fsdpx.ext.fields.kernels.compiled.direct import WIDE, pointer, read, row_of_strips, times
+from fsdpx.ext.fields.kernels.convolution import (
     FEWEST,
     LANES,
     MANY,
@@ -38,7 +40,6 @@ from fsdpx.core.array.kernels.correlation import (
     suits_winograd,
     tiles_of,
 )  # fmt: skip
-from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 
 __all__ = ["LANES", "gathering", "scattering", "suits_winograd", "winograd", "winograd_backward_weight"]
 
@@ -398,3 +399,13 @@ def _flat(rows: np.ndarray) -> np.ndarray:
 
 def _matrix(kernel: np.ndarray) -> np.ndarray:
     return kernel.reshape(kernel.shape[0], math.prod(kernel.shape[1:]))
+
+
+def put_first(into: Any, cells: np.ndarray) -> None:
+    """Write or add an array with channels last to where a gradient with channels first goes."""
+    out, add = into
+    n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
+    if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:
+        over(turn, (cells.reshape(n, size, channels), out.reshape(n, channels, size)), add)
+    else:
+        put(into, as_first(cells))

@@ -13,9 +13,6 @@ import numpy as np
 
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.array.jit import REORDER, fixed, jit
-from fsdpx.core.array.kernels.attention import attention as plain_attention
-from fsdpx.core.array.kernels.attention import attention_backward as plain_backward
-from fsdpx.core.array.kernels.attention import rotate as plain_rotate
 from fsdpx.core.array.kernels.choice import form
 from fsdpx.core.array.kernels.compiled import attention16
 from fsdpx.core.array.kernels.compiled.attention16 import available
@@ -35,6 +32,9 @@ from fsdpx.core.array.kernels.compiled.half import (
 )
 from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.core.array.kernels.compiled.scalar import exp, widest
+from fsdpx.core.array.kernels.dot_product_attention import attention as plain_attention
+from fsdpx.core.array.kernels.dot_product_attention import attention_backward as plain_backward
+from fsdpx.core.array.kernels.dot_product_attention import rotate as plain_rotate
 from fsdpx.core.array.kernels.head_layout import merged, time_first
 from fsdpx.core.array.parallel import over
 

@@ -1,0 +1,10 @@
+"""Kernels of fields: convolutions and pools, as plain array code and compiled."""
+
+from fsdpx.ext.fields.kernels.convolution import Strides as Strides
+from fsdpx.ext.fields.kernels.convolution import correlate as correlate
+from fsdpx.ext.fields.kernels.convolution import correlate_backward_input as correlate_backward_input
+from fsdpx.ext.fields.kernels.convolution import correlate_backward_params as correlate_backward_params
+from fsdpx.ext.fields.kernels.pool import avg_pool as avg_pool
+from fsdpx.ext.fields.kernels.pool import avg_pool_backward as avg_pool_backward
+from fsdpx.ext.fields.kernels.pool import max_pool as max_pool
+from fsdpx.ext.fields.kernels.pool import max_pool_backward as max_pool_backward

@@ -1,0 +1,99 @@
+"""What the kernels of fields compute, in float64: families for `references.py`, which imports this file at its end."""
+
+from inspect import isfunction
+
+import numpy as np
+from references import Case, Cases, wide
+
+from fsdpx.ext.fields import kernels
+from fsdpx.ext.fields.kernels import Strides
+
+__all__ = ["FAMILIES", "KERNELS"]
+
+WINDOW = Strides((2, 3), (1, 2), (1, 1), (0, 0), 1)
+OUT = (3, 3)
+"""Places of WINDOW in a field of 4 x 7 cells."""
+
+
+def images(x, dy, dtype) -> Cases:
+    """Windows of two samples of three channels, place by place."""
+    image, shape = np.resize(x, (2, 3, 4, 7)), (2, 3, 4, 7)
+    places = [cells for _, _, cells in WINDOW.places(OUT, shape[2:])]
+    slope = np.resize(dy, (2, 3, *OUT))
+    seen = np.stack([image[place] for place in places])
+    winner = np.argmax(np.where(np.isnan(seen), np.inf, seen), axis=0)  # the first NaN goes before Inf
+    first_nan = np.argmax(np.isnan(seen), axis=0)
+    winner = np.where(np.isnan(seen).any(axis=0), first_nan, winner).astype(np.int32)
+    largest = np.take_along_axis(seen, winner[None], axis=0)[0]
+    to_largest, to_all, size = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    for number, place in enumerate(places):
+        to_largest[place] += np.where(winner == number, slope, 0)
+        to_all[place] += slope / len(places)
+        size[place] += np.abs(slope)
+
+    def backward(xp, a):
+        return kernels.max_pool_backward(xp, a, winner, WINDOW, shape)
+
+    return {
+        "max_pool": [Case(lambda xp, a: kernels.max_pool(xp, a, WINDOW, OUT)[0], (image,), largest, 0 * largest)],
+        "max_pool_backward": [Case(backward, (slope,), to_largest, size)],
+        "avg_pool": [
+            Case(lambda xp, a: kernels.avg_pool(xp, a, WINDOW, OUT, 6), (image,), seen.mean(axis=0),
+                 np.abs(seen).sum(axis=0))
+        ],
+        "avg_pool_backward": [
+            Case(lambda xp, a: kernels.avg_pool_backward(xp, a, WINDOW, shape, 6), (slope,), to_all, size)
+        ],
+    }
+
+
+def convolutions(x, dy, dtype) -> Cases:
+    image, weight, shape = np.resize(x, (2, 3, 4, 7)), np.resize(dy[::-1], (4, 3, 2, 3)), (2, 3, 4, 7)
+    slope = np.resize(dy, (2, 4, *OUT))
+    bias = np.linspace(-1, 1, 4).astype(np.float32).astype(dtype).astype(np.float64)
+
+    def both(term):
+        """A sum of products, and of their sizes."""
+        return [term(*arrays) for arrays in ((image, weight, slope), [np.abs(a) for a in (image, weight, slope)])]
+
+    places = [cells for _, _, cells in WINDOW.places(OUT, shape[2:])]
+    taps = [(i, j) for i in range(2) for j in range(3)]
+
+    def forward(x, w, d):
+        return sum(np.einsum("nchw,oc->nohw", x[at], w[:, :, i, j]) for at, (i, j) in zip(places, taps, strict=True))
+
+    def to_input(x, w, d):
+        total = np.zeros(shape)
+        for at, (i, j) in zip(places, taps, strict=True):
+            total[at] += np.einsum("nohw,oc->nchw", d, w[:, :, i, j])
+        return total
+
+    def to_weight(x, w, d):
+        return np.stack([np.einsum("nchw,nohw->oc", x[at], d) for at in places], axis=-1).reshape(weight.shape)
+
+    y, dx, dw = both(forward), both(to_input), both(to_weight)
+    shift = bias[:, None, None]
+
+    def params(xp, a, d):
+        sums = np.zeros(weight.shape, wide(dtype)), np.ones(4, wide(dtype))
+        kernels.correlate_backward_params(xp, a, d, WINDOW, (sums[0], False), (sums[1], True))
+        return np.concatenate([sums[0].reshape(-1), sums[1]])
+
+    ends = [
+        np.concatenate([w.reshape(-1), 1 + d.sum(axis=(0, 2, 3))])
+        for w, d in zip(dw, (slope, np.abs(slope)), strict=True)
+    ]
+    return {
+        "correlate": [
+            Case(lambda xp, *a: kernels.correlate(xp, *a, WINDOW, OUT), (image, weight, bias),
+                 y[0] + shift, y[1] + abs(shift))
+        ],
+        "correlate_backward_input": [
+            Case(lambda xp, *a: kernels.correlate_backward_input(xp, *a, WINDOW, shape), (weight, slope), *dx)
+        ],
+        "correlate_backward_params": [Case(params, (image, slope), *ends)],
+    }  # fmt: skip
+
+
+FAMILIES = images, convolutions
+KERNELS = {name for name in vars(kernels) if isfunction(getattr(kernels, name))}
