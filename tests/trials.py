@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -122,14 +123,20 @@ def none_left(folder: Path, seconds: float = 20.0) -> bool:
     return True
 
 
+def heed(number: int) -> None:
+    """As a job begins: nohup, and shells that start something with &, have it ignore signals, and its children too."""
+    signal.signal(number, signal.SIG_DFL)
+
+
 def asked_to_stop(
     folder: Path, command: Sequence[str], number: int, rank: int | None = None, **variables: str
 ) -> tuple[int, str]:
     """Status and errors of a job that gets a signal once three files `ready-*` are there. rank: to which rank the
     signal goes, instead of to the process that was started."""
     with subprocess.Popen(
-        command, cwd=folder, env=environment(**variables), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-    ) as job:
+        command, cwd=folder, env=environment(**variables), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        preexec_fn=partial(heed, number),
+    ) as job:  # fmt: skip
         while job.poll() is None and len(list(folder.glob("ready-*"))) < 3:
             time.sleep(0.02)
         os.kill(job.pid if rank is None else int((folder / f"pid-{rank}").read_text()), number)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import safetensors.numpy
 from models import make
 from savers import steps
 from stopped import READY, train
-from trials import MPIEXEC, environment, none_left
+from trials import MPIEXEC, environment, heed, none_left
 
 from fsdpx import Mesh, __version__, spawn
 from fsdpx.__main__ import main
@@ -251,6 +252,7 @@ def test_stopped_by_a_signal_and_resumed(name: str, whom: str, tmp_path: Path) -
     with subprocess.Popen(
         [str(MPIEXEC), "-n", "3", sys.executable, str(script), str(tmp_path)], cwd=tmp_path, env=environment(),
         stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=partial(heed, getattr(signal, name)),
     ) as job:  # fmt: skip
         while job.poll() is None and not (tmp_path / READY).exists():
             time.sleep(0.01)
