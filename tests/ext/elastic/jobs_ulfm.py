@@ -44,7 +44,7 @@ def unable() -> str | None:
     return None if "Open MPI" in library else f"mpi4py loads another MPI than that of mpiexec: {library[:60]}"
 
 
-def job(folder: Path, program: str, ranks: int, *args: str, seconds: float = 60.0, **variables: str) -> Done:
+def job(folder: Path, program: str, ranks: int, *args: str, seconds: float = 180.0, **variables: str) -> Done:
     """Run `program` on ranks that survive each other, until all have ended; subprocess.TimeoutExpired if they hang.
     A test is skipped where ranks cannot survive."""
     if reason := unable():

@@ -212,7 +212,7 @@ def drawn(seed: int) -> Plan:
     return Plan(ranks, strategy, every, draw.randrange(1, STEPS), background, tuple(deaths))
 
 
-def run(plan: Plan, folder: Path, seconds: float = 60.0, **variables: str) -> Trial:
+def run(plan: Plan, folder: Path, seconds: float = 180.0, **variables: str) -> Trial:
     """Start the job and wait for its end; subprocess.TimeoutExpired if it hangs."""
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(asdict(plan)))
