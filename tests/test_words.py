@@ -28,8 +28,3 @@ def classes(package: Package) -> dict[str, list[str]]:
 def test_a_class_name_has_one_meaning() -> None:
     several = {name: files for name, files in classes(PACKAGE).items() if len(files) > 1}
     assert several.keys() == TWICE.keys(), several
-
-
-def test_classes_of_one_name_are_found() -> None:
-    two = Package({"a.py": "class A: pass", "b.py": "def f():\n    class A: pass", "c.py": "class B: pass"})
-    assert classes(two) == {"A": ["a.py", "b.py"], "B": ["c.py"]}
