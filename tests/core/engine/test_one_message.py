@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from models import CASES, make, part
+from rates import LATE, rated
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.communicator import DONE
 from fsdpx.core.program import Action, Slot
-from fsdpx.errors import ConfigError
 
 FP16 = Precision(param="float16", loss_scale="dynamic")
 CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -106,27 +106,6 @@ def test_an_overflow_is_seen_in_the_same_message() -> None:
         return trainer.report().traffic["world", "all_gather"].calls, trainer.report().times["NORM"][2]
 
     assert spawn(run, 2) == [(2, 1)] * 2
-
-
-def rated(comm: Communicator, ours: Callable[[int], Any], how: str = "step", **options: Any) -> tuple[int, str]:
-    """Steps made, and the error. ours: the rate of rank 1."""
-    steps = 0
-    try:
-        schedule = ours if comm.rank == 1 else lambda step: 0.125
-        trainer = make(comm, "mlp", options.pop("strategy", "ddp"), optimizer=optim.SGD(lr=schedule), **options)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-        mine = slice(None) if "mesh" in options else part(comm, 12)
-        while trainer.steps < 6:
-            steps = trainer.steps
-            getattr(trainer, how)(x[mine], y[mine])
-            if how == "accumulate":
-                trainer.update()
-    except ConfigError as error:
-        return steps, str(error)
-    return steps, "none"
-
-
-LATE = "ranks differ in the learning rate of step 3: {}: 0.125; rank 1: 0.25. A schedule is a function of the step"
 
 
 @pytest.mark.parametrize("how", ["step", "accumulate"])

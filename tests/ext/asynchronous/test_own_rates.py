@@ -1,36 +1,11 @@
 """Ranks that train by themselves compare learning rates where they meet."""
 
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
-from models import CASES, make, part
+from rates import LATE, rated
 
 from fsdpx import Local, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import ConfigError
-
-
-def rated(comm: Communicator, ours: Callable[[int], Any], how: str = "step", **options: Any) -> tuple[int, str]:
-    """Steps made, and the error. ours: the rate of rank 1."""
-    steps = 0
-    try:
-        schedule = ours if comm.rank == 1 else lambda step: 0.125
-        trainer = make(comm, "mlp", options.pop("strategy", "ddp"), optimizer=optim.SGD(lr=schedule), **options)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
-        mine = slice(None) if "mesh" in options else part(comm, 12)
-        while trainer.steps < 6:
-            steps = trainer.steps
-            getattr(trainer, how)(x[mine], y[mine])
-            if how == "accumulate":
-                trainer.update()
-    except ConfigError as error:
-        return steps, str(error)
-    return steps, "none"
-
-
-LATE = "ranks differ in the learning rate of step 3: {}: 0.125; rank 1: 0.25. A schedule is a function of the step"
 
 
 def test_replicas_that_train_by_themselves_compare_rates_where_they_meet() -> None:

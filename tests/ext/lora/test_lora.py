@@ -10,12 +10,9 @@ from amount import in_full
 
 import fsdpx
 from fsdpx import Trainer, nn, optim, spawn
-from fsdpx.core.array.random import Random
 from fsdpx.core.checkpoint.read import contents
 from fsdpx.core.comm import Communicator, Mesh
-from fsdpx.core.comm.mesh import alone
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.nn.layer import Env, Layer
 
 rng = np.random.default_rng(0)
 
@@ -202,17 +199,3 @@ def test_what_cannot_be_is_said() -> None:
     tied = nn.lora(plain(), targets="head")
     with pytest.raises(ConfigError, match=r"'head.weight' is tied to 'embed.weight', which has no adapter"):
         spawn(lambda comm: fsdpx.merged_parameters(make(comm, tied)), 1)
-
-
-def env() -> Env:
-    return Env(np, alone(), Random(0), True)
-
-
-def run(layer: Layer) -> tuple[Any, Any, dict[str, Any]]:
-    rng = np.random.default_rng(1)
-    p = {name: rng.standard_normal(spec.shape).astype(np.float32) for name, spec in layer.specs().items()}
-    g = {name: np.zeros_like(array) for name, array in p.items()}
-    x, dy = rng.standard_normal((2, 3, 5, 16)).astype(np.float32)
-    y, saved = layer.forward(env(), p, x)
-    dx = layer.backward(env(), p, g, saved, dy)
-    return saved, (y, dx), g

@@ -11,10 +11,8 @@ from fsdpx import FakeCommunicator, nn
 from fsdpx.core.array import shapes
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Axes, Mesh, connect
-from fsdpx.core.comm.mesh import alone
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import Env, Layer
 
 rng = np.random.default_rng(0)
 ROWS = rng.standard_normal((2, 5, 4))
@@ -117,33 +115,3 @@ def test_inputs_of_several_lengths_are_not_cut_by_samples() -> None:
 def test_what_cannot_be_cut(width: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         nn.parallelise(nn.MoE(4, 3, 2, 1), nn.MSE(), width, **options)
-
-
-def env() -> Env:
-    return Env(np, alone(), Random(0), True)
-
-
-def run(layer: Layer) -> tuple[Any, Any, dict[str, Any]]:
-    rng = np.random.default_rng(1)
-    p = {name: rng.standard_normal(spec.shape).astype(np.float32) for name, spec in layer.specs().items()}
-    g = {name: np.zeros_like(array) for name, array in p.items()}
-    x, dy = rng.standard_normal((2, 3, 5, 16)).astype(np.float32)
-    y, saved = layer.forward(env(), p, x)
-    dx = layer.backward(env(), p, g, saved, dy)
-    return saved, (y, dx), g
-
-
-def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]:
-    rng = np.random.default_rng(1)
-    p = {name: rng.standard_normal(spec.shape) for name, spec in layer.specs().items()}
-    g = {name: np.zeros_like(array) for name, array in p.items()}
-    x, dy = rng.standard_normal((2, 3, 5, 16))
-    world = Env(np, alone(), Random(0), True, recompute).at("attn")
-    assert world.recompute == recompute
-    y, saved = layer.forward(world, p, x)
-    if split:
-        dx, rest = layer.backward_input(world, p, saved, dy)
-        layer.backward_params(world, g, rest)
-    else:
-        dx = layer.backward(world, p, g, saved, dy)
-    return [saved, y, dx, *g.values()]
