@@ -16,6 +16,7 @@ import pytest
 from amount import in_full
 from bits import bits
 from models import CASES, make, part
+from present import needs
 
 from fsdpx import Checkpoints, Elastic, Mesh, data, nn, optim, spawn
 from fsdpx.core.base import environment, messages
@@ -117,6 +118,7 @@ def test_metrics_that_do_not_fit() -> None:
     assert set(spawn(on_one, 3)) == {"rank 0: metric 'mine': float division by zero"}
 
 
+@needs("elastic")
 def test_metrics_of_an_elastic_trainer() -> None:
     def run(comm: Communicator, **options: Any) -> Any:
         model = nn.Chain(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))

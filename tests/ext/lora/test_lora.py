@@ -14,9 +14,6 @@ from fsdpx.core.checkpoint.read import contents
 from fsdpx.core.comm import Communicator, Mesh
 from fsdpx.errors import CheckpointError, ConfigError
 
-rng = np.random.default_rng(0)
-
-
 TARGETS = ["blocks.1.attn.qkv", "mlp.up", "*.mlp.down"]
 
 RANK, ALPHA = 2, 6.0
