@@ -36,9 +36,12 @@ if TYPE_CHECKING:
     from fsdpx.plan.dry_run import dry_run as dry_run
     from fsdpx.core.trainer.functional import (
         all_gather as all_gather, all_reduce as all_reduce, all_to_all as all_to_all, barrier as barrier,
-        broadcast as broadcast, finalize as finalize, gather as gather, init as init, is_initialized as is_initialized,
-        local_rank as local_rank, rank as rank, recv as recv, reduce as reduce, reduce_scatter as reduce_scatter,
-        scatter as scatter, send as send, world_size as world_size,
+        broadcast as broadcast, gather as gather, recv as recv, reduce as reduce, reduce_scatter as reduce_scatter,
+        scatter as scatter, send as send,
+    )  # fmt: skip
+    from fsdpx.core.trainer.initialize import (
+        finalize as finalize, init as init, is_initialized as is_initialized, local_rank as local_rank, rank as rank,
+        world_size as world_size,
     )  # fmt: skip
     from fsdpx.core.trainer.latest import latest as latest
     from fsdpx.launch.python_api import launch as launch

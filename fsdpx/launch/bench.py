@@ -31,7 +31,7 @@ from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.comm.node.node import SMALL
 from fsdpx.core.comm.node.rendezvous import Meeting
 from fsdpx.core.trainer.distribute import distribute
-from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.initialize import init
 from fsdpx.core.trainer.recipe import Distribution
 from fsdpx.errors import ConfigError, LaunchError
 from fsdpx.launch import run

@@ -23,7 +23,7 @@ from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import backend_name, first_line, node_of
 from fsdpx.core.comm.mpi.start_watchdog import ranks_text
-from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
 from fsdpx.launch import info

@@ -8,7 +8,7 @@ from fsdpx import nn, optim
 from fsdpx.core.base.safe_files import home
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.trainer.distribute import distribute
-from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.initialize import init
 from fsdpx.models import from_pretrained
 from fsdpx.models.generation.terminal import Printed
 from fsdpx.models.tokenizer_files import ends_of, tokenizer_of

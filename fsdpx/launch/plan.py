@@ -12,7 +12,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.safe_files import READABLE, home, write
 from fsdpx.core.comm.local import single
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.plots import against_ranks, check_drawable, save
 from fsdpx.launch.catalog import CatalogModel, entry

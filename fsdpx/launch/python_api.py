@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.name_hints import demand_known
-from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig, ranks_there
 from fsdpx.launch.run import run

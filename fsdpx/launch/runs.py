@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.core.base.messages import table
 from fsdpx.core.trainer.fit_checkpoints import Checkpoints
-from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.chrome import merge
 from fsdpx.ext.observe.folder import RunFolder, as_written, choose

@@ -16,7 +16,7 @@ from fsdpx.core.comm.local import single
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.program import SCHEDULES
 from fsdpx.core.state.gradients import chunks_of
-from fsdpx.core.trainer.functional import init
+from fsdpx.core.trainer.initialize import init
 from fsdpx.core.trainer.recipe import Distribution
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.mpi_skip
 
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
-START = "import threading, time, numpy as np, fsdpx.core.trainer.functional as f\ncomm = f.init()\n"
+START = "import threading, time, numpy as np, fsdpx as f\ncomm = f.init()\n"
 RAISE = START + "if comm.rank == 1: raise KeyError('lost\\nand found')\nf.barrier(); f.barrier()\n"
 IN_THREAD = (
     START

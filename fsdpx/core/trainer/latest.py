@@ -14,7 +14,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import demand_member, taken
 from fsdpx.core.comm.default_communicator import place as place_of_process
 from fsdpx.core.trainer.batch import begin
-from fsdpx.core.trainer.functional import default
+from fsdpx.core.trainer.initialize import default
 from fsdpx.errors import CheckpointError
 
 __all__ = ["latest"]

@@ -11,20 +11,20 @@ from ranks import OVER_GLOO, carrier
 
 from fsdpx.core.base import environment
 from fsdpx.core.comm import FakeCommunicator, Guarded, ReduceOp, single, spawn
-from fsdpx.core.trainer import functional
+from fsdpx.core.trainer import functional, initialize
 from fsdpx.errors import ConfigError, DataError, DesyncError, ShapeError
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open():
-    functional.finalize()
+    initialize.finalize()
     yield
-    functional.finalize()
+    initialize.finalize()
 
 
 def open_by(backend):
     """The functional API over messages alone, or in windows too."""
-    functional.init(comm=carrier()) if backend == "messages" else functional.init("gloo" if OVER_GLOO else "node")
+    initialize.init(comm=carrier()) if backend == "messages" else initialize.init("gloo" if OVER_GLOO else "node")
 
 
 def on_ranks(size, body):
@@ -33,21 +33,21 @@ def on_ranks(size, body):
 
 def test_ranks_of_spawn_have_their_own_default():
     def body():
-        assert functional.is_initialized()
-        assert functional.local_rank() == functional.rank()
+        assert initialize.is_initialized()
+        assert initialize.local_rank() == initialize.rank()
         functional.barrier()
-        functional.finalize()
-        return functional.rank(), functional.world_size(), functional.init().rank
+        initialize.finalize()
+        return initialize.rank(), initialize.world_size(), initialize.init().rank
 
     assert on_ranks(3, body) == [(rank, 3, rank) for rank in range(3)]
-    assert not functional.is_initialized()
+    assert not initialize.is_initialized()
 
 
 def test_all_reduce_keeps_the_shape_and_the_argument():
     def body():
-        x = np.full((2, 3), functional.rank() + 1.0)
+        x = np.full((2, 3), initialize.rank() + 1.0)
         total = functional.all_reduce(x)
-        assert x[0, 0] == functional.rank() + 1
+        assert x[0, 0] == initialize.rank() + 1
         assert total.shape == (2, 3)
         assert np.all(total == 6)
         assert functional.all_reduce(x, out=x) is x
@@ -62,7 +62,7 @@ def test_all_reduce_keeps_the_shape_and_the_argument():
 
 def test_every_other_verb():
     def body():
-        rank, size = functional.rank(), functional.world_size()
+        rank, size = initialize.rank(), initialize.world_size()
         x = np.arange(6.0).reshape(3, 2) + 10 * rank
         every = np.stack([np.arange(6.0).reshape(3, 2) + 10 * r for r in range(size)])
         np.testing.assert_array_equal(functional.all_gather(x), every)
@@ -88,7 +88,7 @@ def test_every_other_verb():
 
 
 def test_bad_arrays_are_named():
-    functional.init("local")
+    initialize.init("local")
     with pytest.raises(ShapeError, match="out is not contiguous"):
         functional.recv(np.zeros((2, 4))[:, ::2], 0)
     fixed = np.zeros(2)
@@ -113,31 +113,31 @@ def test_all_to_all_names_what_cannot_be_cut():
 
 
 def test_without_a_launcher_there_is_one_rank():
-    assert not functional.is_initialized()
-    assert (functional.rank(), functional.world_size(), functional.local_rank()) == (0, 1, 0)
-    assert not functional.is_initialized()  # asking opens nothing
-    assert functional.init() is functional.default()
+    assert not initialize.is_initialized()
+    assert (initialize.rank(), initialize.world_size(), initialize.local_rank()) == (0, 1, 0)
+    assert not initialize.is_initialized()  # asking opens nothing
+    assert initialize.init() is initialize.default()
     with pytest.raises(ConfigError, match=r"initialised already: call finalize\(\)"):
-        functional.init("local")
+        initialize.init("local")
 
 
 def test_a_communicator_of_the_user_is_taken_as_it_is():
     comm = single()
-    assert functional.init(comm=comm) is comm
-    assert functional.default() is comm
+    assert initialize.init(comm=comm) is comm
+    assert initialize.default() is comm
 
 
 def test_fake_is_any_rank_of_any_size():
-    functional.init("fake", rank=5, size=1000)
-    assert (functional.rank(), functional.world_size()) == (5, 1000)
+    initialize.init("fake", rank=5, size=1000)
+    assert (initialize.rank(), initialize.world_size()) == (5, 1000)
     assert functional.all_gather(np.zeros((2, 2))).shape == (1000, 2, 2)
-    assert isinstance(functional.default(), FakeCommunicator)
+    assert isinstance(initialize.default(), FakeCommunicator)
 
 
 def test_the_environment_puts_a_guard_in_front(monkeypatch):
     monkeypatch.setenv("FSDPX_CHECK", "1")
-    functional.init("fake", rank=0, size=2)
-    assert isinstance(functional.default(), Guarded)
+    initialize.init("fake", rank=0, size=2)
+    assert isinstance(initialize.default(), Guarded)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_the_environment_puts_a_guard_in_front(monkeypatch):
 )
 def test_bad_choices_are_named(arguments, words):
     with pytest.raises(ConfigError, match=words):
-        functional.init(**arguments)
+        initialize.init(**arguments)
 
 
 def test_a_rank_of_spawn_cannot_open_another_world():
     def body():
         with pytest.raises(ConfigError, match="a rank of spawn has its communicator already"):
-            functional.init("local")
+            initialize.init("local")
 
     on_ranks(2, body)
 
@@ -175,7 +175,7 @@ def test_importing_and_running_on_threads_loads_no_mpi_and_no_torch():
 @pytest.mark.parametrize("name", ["mean", "average", "AVG", "Avg"])
 def test_an_average_has_the_names_that_others_give_it(name: str) -> None:
     assert ReduceOp.of(name) is ReduceOp.AVERAGE is ReduceOp.AVG
-    assert on_ranks(2, lambda: functional.all_reduce(float(functional.rank()), name)) == [0.5, 0.5]
+    assert on_ranks(2, lambda: functional.all_reduce(float(initialize.rank()), name)) == [0.5, 0.5]
 
 
 DIFFERENT = [
@@ -201,7 +201,7 @@ def test_ranks_that_call_it_differently_are_named_and_go_on(backend):
     if (environment.read().expected_size or 1) == 1:
         return
     open_by(backend)
-    size, last = functional.world_size(), functional.rank() == functional.world_size() - 1
+    size, last = initialize.world_size(), initialize.rank() == initialize.world_size() - 1
     for k, (one, other, words) in enumerate(DIFFERENT):
         most = 4 if k else 70  # once more of them than there are places for them
         functional.all_reduce(np.ones(3)), functional.all_reduce(np.ones(4))
@@ -216,7 +216,7 @@ def test_ranks_that_call_it_differently_are_named_and_go_on(backend):
 @pytest.mark.mpi
 def test_columns_and_foreign_numbers_travel_like_others():
     def body():
-        size, rank = functional.world_size(), functional.rank()
+        size, rank = initialize.world_size(), initialize.rank()
         x = np.arange(8 * size, dtype=">i2").reshape(2 * size, 4)[:, ::2]
         mine = slice(2 * rank, 2 * rank + 2)
         np.testing.assert_array_equal(functional.all_gather(x), np.stack([x] * size))
@@ -242,7 +242,7 @@ def test_messages_of_other_sizes_nan_and_waits_in_any_order(backend):
     if (environment.read().expected_size or 1) == 1:
         return
     open_by(backend)
-    size, rank = functional.world_size(), functional.rank()
+    size, rank = initialize.world_size(), initialize.rank()
     for n in (1, 3, 3000):
         for owner in range(size):
             for op, dtype in (("max", "f4"), ("min", "f8")):
@@ -279,7 +279,7 @@ def test_sums_of_few_bytes_are_those_of_many(backend):
     if (environment.read().expected_size or 1) == 1:
         return
     open_by(backend)
-    size, rank = functional.world_size(), functional.rank()
+    size, rank = initialize.world_size(), initialize.rank()
     for dtype in ("f8", "f4", "c16", "i8", "u1", "f2", "?"):
         for op in ("sum", "max", "prod", "avg"):
             if (dtype == "c16" and op == "max") or (op == "avg" and dtype in ("i8", "u1", "?")):

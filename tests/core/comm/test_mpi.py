@@ -19,7 +19,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator, Guarded, Mesh, ReduceOp, connect, split_evenly
 from fsdpx.core.comm.communicator import Survivor, survives
 from fsdpx.core.comm.init import resilient
-from fsdpx.core.trainer import functional
+from fsdpx.core.trainer import functional, initialize
 from fsdpx.data import DistributedSampler, channel_statistics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
@@ -138,9 +138,9 @@ def test_the_functional_api_on_mpi(world):
     def body(comm):
         excepthook, threadhook = sys.excepthook, threading.excepthook
         try:
-            functional.init("mpi")
-            assert (functional.rank(), functional.world_size()) == (comm.rank, comm.size)
-            assert sorted(comm.all_gather_object(functional.local_rank())) == list(range(comm.size))
+            initialize.init("mpi")
+            assert (initialize.rank(), initialize.world_size()) == (comm.rank, comm.size)
+            assert sorted(comm.all_gather_object(initialize.local_rank())) == list(range(comm.size))
             x = np.full((2, 3), comm.rank + 1.0)
             assert np.all(functional.all_reduce(x, "max") == comm.size)
             assert functional.all_gather(x).shape == (comm.size, 2, 3)
@@ -148,10 +148,10 @@ def test_the_functional_api_on_mpi(world):
                 functional.reduce_scatter(np.ones((7, 2))).sum()
                 == 2 * comm.size * split_evenly(7, comm.size)[comm.rank]
             )
-            functional.finalize()
-            functional.init(comm=MPI.COMM_WORLD)
+            initialize.finalize()
+            initialize.init(comm=MPI.COMM_WORLD)
             assert functional.broadcast(x, root=comm.size - 1)[0, 0] == comm.size
-            functional.finalize()
+            initialize.finalize()
         finally:
             sys.excepthook, threading.excepthook = excepthook, threadhook
 
@@ -180,9 +180,9 @@ def test_communicators_that_give_one_of_mpi4py_are_taken(world):
         trainer = nn.Linear(2, 2).as_distributed(comm=petsc)
         assert trainer.host.world.size == comm.size
         trainer.close()
-        functional.init(comm=petsc)
+        initialize.init(comm=petsc)
         assert functional.all_reduce(np.ones(1)).tolist() == [comm.size]
-        functional.finalize()
+        initialize.finalize()
         apart = resilient(petsc)
         assert apart.size == comm.size
         apart.close()
@@ -197,7 +197,7 @@ def test_communicators_that_give_one_of_mpi4py_are_taken(world):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda comm: functional.init(comm=comm),
+        lambda comm: initialize.init(comm=comm),
         lambda comm: nn.Linear(2, 2).as_distributed(comm=comm),
         lambda comm: DistributedSampler(4, comm=comm),
         pytest.param(lambda comm: fsdpx.Grid(comm, (4,)), marks=needs("fields")),

@@ -26,7 +26,7 @@ from fsdpx.core.comm import Communicator, default_communicator
 from fsdpx.core.comm import default_communicator as places
 from fsdpx.core.comm.default_communicator import with_arguments
 from fsdpx.core.comm.init import carrier_of
-from fsdpx.core.trainer.functional import _local_rank, finalize
+from fsdpx.core.trainer.initialize import _local_rank, finalize
 from fsdpx.errors import ConfigError
 
 HALF = """

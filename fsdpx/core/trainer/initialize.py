@@ -1,0 +1,144 @@
+"""The default communicator of a process: opening and closing it, and this rank's place among all ranks."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+from fsdpx.core.base import environment, hooks
+from fsdpx.core.base.name_hints import refusing
+from fsdpx.core.comm import default_communicator as defaults
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.default_communicator import Agreement, Place, place, with_arguments
+from fsdpx.core.comm.desync_check import Guarded
+from fsdpx.core.comm.init import carrier_of, node_of, world
+from fsdpx.core.comm.message_backend import Carrier
+from fsdpx.core.comm.watched import unwatch, watch
+from fsdpx.core.trainer.batch import begin
+from fsdpx.errors import ConfigError
+
+__all__ = ["default", "finalize", "init", "is_initialized", "local_rank", "rank", "world_size"]
+
+
+@refusing
+def init(
+    backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
+) -> Communicator:
+    """Open the default communicator and return it; again without arguments: the one that is open. Collective.
+
+    `with fsdpx.init() as comm:` closes it at the end, as `finalize` does; after an exception the job ends instead.
+
+    With FSDPX_CHECK=1 every collective is compared over the ranks before it begins.
+
+    Parameters
+    ----------
+    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.world`; found out if left out.
+    comm : used instead of all ranks: a Communicator, or one of mpi4py, which is duplicated.
+    rank, size : of a fake communicator.
+    """
+    existing = defaults.current()
+    if existing is None:
+        with with_arguments(comm=defaults.kind(comm), backend=backend):
+            opened = _open(backend, comm, rank, size)
+        opened.comm.leave = finalize
+        defaults.put(opened)
+        return opened.comm
+    if (backend, comm, rank, size) == (None, None, None, None):
+        existing.comm.leave = finalize
+        if (carrier := carrier_of(existing.comm)) is not None:
+            hooks.hold(carrier, carrier)
+        return existing.comm
+    if existing.of_thread:
+        raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")
+    raise ConfigError("fsdpx is initialised already: call finalize() before init with other arguments")
+
+
+def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.Default:
+    base = world(backend, comm, rank=rank, size=size)
+    made = () if base is comm else (base,)
+    launcher = environment.read().launcher
+    hosts = base.all_gather_plain((platform.node(), None if launcher is None else launcher.local_rank))
+    local_rank = _local_rank(base.rank, hosts)
+    watch(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
+    if not environment.read().check or base.size == 1:
+        return defaults.Default(base, local_rank, made, agreement=_agreement(base))
+    guarded = Guarded(base)
+    return defaults.Default(guarded, local_rank, (guarded, *made))
+
+
+def _agreement(comm: Communicator) -> Agreement | None:
+    """None where thread ranks compare their calls themselves, and where there is one rank, or the others are fake."""
+    carrier, node = carrier_of(comm), node_of(comm)
+    if carrier is None or carrier.size == 1:
+        return None
+    apart = carrier.split(0, carrier.rank)
+    assert isinstance(apart, Carrier)
+    return Agreement(carrier, apart, node is not None and getattr(node, "inside", False))
+
+
+def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
+    """The launcher's local rank, known beforehand, if it numbers the ranks of this host; else their order."""
+    here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
+    ranks, numbers = zip(*here, strict=True)
+    local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
+    return int(dict(zip(ranks, local, strict=True))[rank])
+
+
+def is_initialized() -> bool:
+    """Whether there is a default communicator in this thread."""
+    return defaults.current() is not None
+
+
+def finalize() -> None:
+    """Close the default communicator of this process, if `init` made it. Collective; where ranks may die, it waits for
+    none."""
+    opened = defaults.current()
+    if opened is not None and not opened.of_thread:
+        defaults.put(None)
+        if not environment.read().ulfm:  # else some may have died, and MPI need not have heard of it
+            begin(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
+        unwatch(opened.comm)
+        if opened.agreement is not None:
+            opened.agreement.close()
+        for comm in opened.made:
+            comm.close()
+
+
+def default() -> Communicator:
+    """The default communicator; `init()` is called if there is none."""
+    opened = defaults.current()
+    return init() if opened is None else opened.comm
+
+
+def rank() -> int:
+    """This rank's number among all ranks: those of `init()`, before it all of MPI's or the launcher's.
+
+    Like `world_size` and `local_rank` it never communicates. A trainer on a communicator of your own has its own
+    `trainer.host.rank`."""
+    return _place("rank").rank
+
+
+def world_size() -> int:
+    """The number of all ranks, of which `rank` is one."""
+    return _place("world_size").size
+
+
+def local_rank() -> int:
+    """This rank's number among the ranks on the same host."""
+    place = _place("local_rank")
+    if place.local_rank is None:
+        raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
+    return place.local_rank
+
+
+def _place(name: str) -> Place:
+    """Said once, by one rank: which world is meant if the script has two."""
+    found, other = place(), defaults.other()
+    if other is not None and other[1] != found.size and other[0] == 0:
+        print(
+            f"fsdpx: {name}() is of {found.world}, {found.size} in number; the communicator given to distribute() has "
+            f"{other[1]}, and trainer.host.rank is the rank there",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return found
