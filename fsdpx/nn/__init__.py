@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from fsdpx.nn.per_head import Attention as Attention, HeadNorm as HeadNorm, Rotary as Rotary
     from fsdpx.nn.layer import Env as Env, Layer as Layer, Portion as Portion, Spec as Spec
     from fsdpx.nn.linear import ColumnLinear as ColumnLinear, Linear as Linear, RowLinear as RowLinear
-    from fsdpx.nn.losses import MSE as MSE, BCEWithLogits as BCEWithLogits, CrossEntropy as CrossEntropy, Loss as Loss
+    from fsdpx.nn.losses import (
+        MSE as MSE, BCEWithLogits as BCEWithLogits, CrossEntropy as CrossEntropy, Loss as Loss, Planned as Planned,
+    )  # fmt: skip
     from fsdpx.ext.lora.lora import LoRALinear as LoRALinear, lora as lora
     from fsdpx.ext.fields.masks import FillNaN as FillNaN, Mask as Mask
     from fsdpx.ext.moe.moe import CutMoE as CutMoE, MoE as MoE
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from fsdpx.ext.fields.normalize import Denormalize as Denormalize, Normalize as Normalize
     from fsdpx.ext.fields.pad import Pad as Pad
     from fsdpx.ext.fields.physics import Conserve as Conserve, PhysicsLoss as PhysicsLoss
-    from fsdpx.nn.tensor_plan import Planned as Planned, parallelise as parallelise
+    from fsdpx.nn.tensor_plan import parallelise as parallelise
     from fsdpx.ext.fields.pool import (
         AdaptiveAvgPool1d as AdaptiveAvgPool1d, AdaptiveAvgPool2d as AdaptiveAvgPool2d,
         AdaptiveAvgPool3d as AdaptiveAvgPool3d, AvgPool1d as AvgPool1d, AvgPool2d as AvgPool2d, AvgPool3d as AvgPool3d,

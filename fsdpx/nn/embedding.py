@@ -35,6 +35,7 @@ class Embedding(Layer):
     """
 
     acts_on = "position"
+    looks_up = True
     takes = "indices"
     runs = ("embedding_backward",)
 
@@ -137,6 +138,8 @@ class TokenEmbedding(Tokens):
     init : of `weight (vocab, d_model)`; None: N(0, 1)
     position_init : of `position (seq_len, d_model)`; None: N(0, 1)
     """
+
+    looks_up = True
 
     def cut(self, request: CutRequest) -> Portion:
         if type(self) is not TokenEmbedding:  # a subclass computes something else

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
@@ -21,7 +21,7 @@ from fsdpx.nn.sharding import Cut, CutRequest, Features, Kind, Parts, Positions,
 
 __all__ = [
     "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
-    "describe", "dotted", "fraction", "positive", "prefixed", "remember", "runs_of", "time_of", "want_last",
+    "describe", "dotted", "fraction", "paths", "positive", "prefixed", "remember", "runs_of", "time_of", "want_last",
     "want_time",
 ]  # fmt: skip
 
@@ -264,6 +264,9 @@ class Layer(ABC):
     fields: bool = False
     """Whether each rank may run it, as it is, on its part of a field, (samples, channels, *cells)."""
 
+    looks_up: bool = False
+    """Whether it only takes rows of its weights, as an embedding does: pipelines count that as no work."""
+
     caches: bool | None = None
     """Whether a text may come piece by piece, as `env.cache` has it; None: containers ask their children, other layers
     may if `acts_on` is "position" or "element"."""
@@ -414,6 +417,13 @@ def runs_of(layer: Layer) -> tuple[str, ...]:
 def dotted(path: str, name: str) -> str:
     """The path of `name` below `path`; the root's path is empty."""
     return f"{path}.{name}" if path and name else path or name
+
+
+def paths(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+    """Every layer with its dotted path; that of the model itself is empty."""
+    yield path, layer
+    for name, child in layer.children().items():
+        yield from paths(child, dotted(path, name))
 
 
 def prefixed(children: Iterable[tuple[str, Layer]]) -> dict[str, Spec]:

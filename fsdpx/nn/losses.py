@@ -1,6 +1,7 @@
 """Losses: a (total, weight) pair over the samples, so that parts of a batch add up; the mean is their ratio."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base.arguments import check_own_constructor
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.gradient_accumulation import as_indices, wide
-from fsdpx.nn.layer import Array, Env, describe, fraction
+from fsdpx.nn.layer import Array, Env, Layer, describe, fraction
 from fsdpx.nn.sharding import Parts
 
-__all__ = ["MSE", "BCEWithLogits", "CellWeights", "CrossEntropy", "Loss", "same_shape", "weighed"]
+__all__ = ["MSE", "BCEWithLogits", "CellWeights", "CrossEntropy", "Loss", "Planned", "same_shape", "weighed"]
 
 
 class Loss(ABC):
@@ -232,3 +233,15 @@ def same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) ->
     if tuple(target.shape) != wanted:
         raise DataError(f"{loss!r} wants {what}: {wanted}, got {tuple(target.shape)}")
 
+
+@dataclass(frozen=True)
+class Planned:
+    """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
+
+    output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence, 0 samples; None: not cut.
+    partial: names of the parameters whose gradient each rank computes a part of, to be summed over the axis once."""
+
+    model: Layer
+    loss: Loss
+    output_dim: int | None
+    partial: frozenset[str]

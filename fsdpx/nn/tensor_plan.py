@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -11,13 +10,13 @@ from fsdpx.core.base.name_hints import demand_match
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.embedding import VocabCrossEntropy
-from fsdpx.nn.layer import Layer, dotted, prefixed
-from fsdpx.nn.losses import CrossEntropy, Loss
+from fsdpx.nn.layer import Layer, dotted, paths, prefixed
+from fsdpx.nn.losses import CrossEntropy, Loss, Planned
 from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
 from fsdpx.nn.sharding import Column, CutRequest, Features, Kind, Mark, Own, Positions, Samples, Whole
 from fsdpx.nn.tied_parameters import canonical
 
-__all__ = ["SEQUENCES", "LayerMove", "Planned", "Walk", "matched", "parallelise", "paths"]
+__all__ = ["SEQUENCES", "LayerMove", "Walk", "matched", "parallelise"]
 
 
 class LayerMove(NamedTuple):
@@ -138,19 +137,6 @@ WHOLE = ("ulysses", "ring", "samples")
 """The values of `sequence` that cut no parameters but those of experts."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
-
-    output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence, 0 samples; None: not cut.
-    partial: names of the parameters whose gradient each rank computes a part of, to be summed over the axis once."""
-
-    model: Layer
-    loss: Loss
-    output_dim: int | None
-    partial: frozenset[str]
-
-
 def parallelise(
     model: Layer, loss: Loss, width: int, plan: Mapping[str, Any] | None = None, sequence: str | None = None
 ) -> Planned:
@@ -265,13 +251,6 @@ def matched(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
             marks[path] = found
     _own(model, "", marks, plan is None)
     return marks
-
-
-def paths(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Every layer with its dotted path; that of the model itself is empty."""
-    yield path, layer
-    for name, child in layer.children().items():
-        yield from paths(child, dotted(path, name))
 
 
 def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:

@@ -9,14 +9,20 @@ from fsdpx.core.array.kernels.half import add_widened
 from fsdpx.core.base.config import python_fields
 from fsdpx.core.base.name_hints import knowing
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Kept, Optimizer, Slots, Wrapping, check_number, has_data, kept_of, update_parameters
+from fsdpx.optim.optimizer import (
+    AVERAGE,
+    Kept,
+    Optimizer,
+    Slots,
+    Wrapping,
+    check_number,
+    has_data,
+    kept_of,
+    update_parameters,
+)
 from fsdpx.optim.segments import Segments
 
-__all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged"]
-
-AVERAGE = "average"
-"""The slot in which an average is kept, as its distance from the parameters."""
-
+__all__ = ["EMA", "SWA", "Average", "Averaged"]
 
 class Average(Protocol):
     """How parameters are averaged."""

@@ -23,10 +23,13 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.segments import NORMS, Groups, Segments
 
 __all__ = [
-    "BLOCK", "BY_NAME", "UNSCHEDULED", "Elementwise", "Formula", "Kept", "Optimizer", "Rate", "Slots", "Wrapping",
-    "inside", "kept_of", "needs_whole", "no_decay", "rate", "scheduled", "square_toward", "toward", "update",
-    "update_parameters", "with_decay", "zeros",
+    "AVERAGE", "BLOCK", "BY_NAME", "UNSCHEDULED", "Elementwise", "Formula", "Kept", "Optimizer", "Rate", "Slots",
+    "Wrapping", "inside", "kept_of", "needs_whole", "no_decay", "rate", "scheduled", "square_toward", "toward",
+    "update", "update_parameters", "with_decay", "zeros",
 ]  # fmt: skip
+
+AVERAGE = "average"
+"""The slot in which an average is kept, as its distance from the parameters."""
 
 @dataclass(frozen=True)
 class Kept:

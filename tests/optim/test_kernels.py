@@ -14,8 +14,8 @@ from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels import choice
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim import optimizer as updates
-from fsdpx.optim.average import AVERAGE, Averaged
-from fsdpx.optim.optimizer import zeros
+from fsdpx.optim.average import Averaged
+from fsdpx.optim.optimizer import AVERAGE, zeros
 from fsdpx.testing import demand_close
 from fsdpx.testing.optimizer import OptimizerContract
 

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.core.state.flat_parameters import Range, ShardedPage
 from fsdpx.core.state.placement import Placement
 from fsdpx.nn.layer import Spec
-from fsdpx.optim.average import AVERAGE
+from fsdpx.optim.optimizer import AVERAGE
 
 __all__ = [
     "KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime", "local_gradient", "of_replica",

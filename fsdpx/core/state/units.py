@@ -16,7 +16,6 @@ from fsdpx.core.base.name_hints import demand_match
 from fsdpx.core.program import constants
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.errors import ConfigError
-from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.layer import Spec, dotted
 from fsdpx.nn.linearize import Node, Sorted, specs_of
 
@@ -462,7 +461,7 @@ def _cost(node: Node, costs: Costs) -> float:
     for pattern, cost in costs.items():
         if fnmatchcase(node.path, pattern):
             return float(cost)
-    if isinstance(node.layer, Embedding | TokenEmbedding):
+    if node.layer.looks_up:
         return 0.0
     return float(sum(spec.size for spec in node.layer.specs().values() if len(spec.shape) > 1))
 

@@ -44,10 +44,8 @@ from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
 from fsdpx.nn.layer import Layer, runs_of
 from fsdpx.nn.linearize import Sorted, once, sort, with_numbers
-from fsdpx.nn.tensor_plan import Planned, parallelise
+from fsdpx.nn.losses import Planned
 from fsdpx.optim import no_decay
-from fsdpx.optim.average import Averaged
-from fsdpx.optim.muon import BUT
 
 __all__ = ["placement_of", "session_of"]
 
@@ -247,6 +245,8 @@ def _planned(
     loss, plan, sequence = samples.over(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
+    from fsdpx.nn.tensor_plan import parallelise  # attention over a sequence with it
+
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
 
 
@@ -296,7 +296,7 @@ def _layout(
 def _check_patterns(optimizer: Any, layout: Layout) -> None:
     """ConfigError for a pattern of an optimiser that matches nothing, unless it is one of those for any model."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
-    for argument, common in (("groups", no_decay), ("but", BUT)):
+    for argument, common in (("groups", no_decay), ("but", getattr(type(optimizer), "but", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
         demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
 
@@ -330,6 +330,8 @@ def _optimizer(training: Training, formats: Precision) -> Any:
     if narrow:
         optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
     if training.average is not None:
+        from fsdpx.optim.average import Averaged
+
         optimizer = Averaged(optimizer, training.average, "float32" if narrow else None)
     return optimizer
 

@@ -23,7 +23,7 @@ from fsdpx.core.trainer.fit_checkpoints import Checkpoints, History, Saves
 from fsdpx.core.trainer.loader_shares import SharingLoader, demand_shares
 from fsdpx.core.trainer.recipe import demand
 from fsdpx.errors import ConfigError, DataError, NumericsError
-from fsdpx.nn.tensor_plan import paths
+from fsdpx.nn.layer import paths
 
 __all__ = ["fit"]
 

@@ -19,7 +19,7 @@ from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import ConfigError
 from fsdpx.nn import collectives
 from fsdpx.nn.gradient_accumulation import is_index
-from fsdpx.optim.average import AVERAGE
+from fsdpx.optim.optimizer import AVERAGE
 
 __all__ = [
     "cut_output", "input_gradients", "put_averages", "remember", "whole_gradients",

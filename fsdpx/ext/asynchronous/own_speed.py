@@ -27,7 +27,7 @@ from fsdpx.core.state.placement import Placement, segments_of
 from fsdpx.core.state.sync_policy import Pace, PaceChoice, put_for_now
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.optim import Segments
-from fsdpx.optim.average import AVERAGE
+from fsdpx.optim.optimizer import AVERAGE
 from fsdpx.optim.segments import Peers
 
 __all__ = ["Async", "CommonMemory", "Gossip", "Span"]
