@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeVar
 
 from fsdpx.core.base.extensions import name_extensions
 from fsdpx.core.base.name_hints import knowing, meant
+from fsdpx.core.base.option_kinds import positive
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS", "PRESETS_BY_MEMORY", "Elastic", "Lifetime", "Precision", "Sharding", "Trace", "byte_count", "half_name",
-    "of_folder", "positive", "precision", "python_fields", "python_number", "sharding",
+    "PRESETS", "PRESETS_BY_MEMORY", "Elastic", "Lifetime", "Precision", "Sharding", "Trace", "byte_count",
+    "half_name", "of_folder", "precision", "python_fields", "python_number", "sharding",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -43,8 +44,8 @@ def python_number(value: Any) -> Any:
 
 def python_fields(owner: Any) -> None:
     """The same for all fields of a dataclass, before it checks them."""
-    for field in fields(owner):
-        object.__setattr__(owner, field.name, python_number(getattr(owner, field.name)))
+    for one in fields(owner):
+        object.__setattr__(owner, one.name, python_number(getattr(owner, one.name)))
 
 
 def of_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
@@ -268,11 +269,6 @@ class Precision:
     def sums(self) -> str:
         """The format in which gradients are sent."""
         return self.reduce or self.gradients
-
-
-def positive(value: object) -> bool:
-    """Whether `value` is a number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 PRECISIONS: dict[str, Precision] = {

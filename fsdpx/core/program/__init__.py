@@ -17,14 +17,15 @@ from fsdpx.core.program.simulator import (
 )
 from fsdpx.core.program.passes import one_by_one
 from fsdpx.core.program.pipeline import Edge, Slots, Stage, StageUnit, constants, expand, pipeline
+from fsdpx.core.program.step_choices import StepChoices
 from fsdpx.core.program.schedules import SCHEDULES, ScheduleFunction, in_flight, placed, schedule
 from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Verb, buffer_of, parse
 
 __all__ = [
     "KINDS", "PASSES", "SCHEDULES", "SLOTS", "VERBS", "Action", "ActionTimes", "Costs", "Edge", "Event", "Lifetime",
-    "Move", "Moves", "PipelineSchedule", "Program", "ProgramKind", "Request", "ScheduleFunction", "Scratch", "Sizes",
-    "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "Sync", "Traffic", "Verb", "arrow", "bubble", "buffer_of",
-    "check", "check_pipe", "compile", "constants", "draw_schedule", "expand", "idle", "in_flight", "lifetimes",
-    "one_by_one", "parse", "pipeline", "placed", "prove", "schedule", "simulate", "simulate_programs",
-    "traffic", "validate",
+    "Move", "Moves", "PipelineSchedule", "Program", "ProgramKind", "Request", "ScheduleFunction", "Scratch",
+    "Sizes", "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "StepChoices", "Sync", "Traffic", "Verb", "arrow",
+    "bubble", "buffer_of", "check", "check_pipe", "compile", "constants", "draw_schedule", "expand", "idle",
+    "in_flight", "lifetimes", "one_by_one", "parse", "pipeline", "placed", "prove", "schedule", "simulate",
+    "simulate_programs", "traffic", "validate",
 ]  # fmt: skip

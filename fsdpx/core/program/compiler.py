@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 
 from fsdpx.core.program.passes import compute, one_by_one, page, recompute, reduce, reduce_carried
 from fsdpx.core.program.pipeline import Slots, Stage, expand
+from fsdpx.core.program.step_choices import StepChoices
 from fsdpx.core.program.verbs import Action, Slot
 
 __all__ = ["KINDS", "PASSES", "Program", "ProgramKind", "Request", "Sync", "compile"]
@@ -73,9 +74,9 @@ class Request:
     resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
-    run forward again before their backward. commit: all ranks agree that a step has succeeded before it updates.
-    scales: the verbs that find the scale of all updates: SCALE, or NORM where the norm of all gradients is wanted.
-    sync: how ranks come together in a step that updates."""
+    run forward again before their backward. scales: the verbs that find the scale of all updates: SCALE, or NORM where
+    the norm of all gradients is wanted; then COMMIT, if all ranks agree that a step has succeeded before it updates.
+    sync: how ranks come together in a step that updates. choices: what users choose about a step."""
 
     kind: str
     stage: Stage
@@ -89,9 +90,9 @@ class Request:
     weighed: bool = False
     order: tuple[Action, ...] | None = None
     recompute: frozenset[int] = frozenset()
-    commit: bool = False
     scales: tuple[str, ...] = ("SCALE",)
     sync: Sync = Sync()
+    choices: StepChoices = field(default_factory=StepChoices)
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,8 @@ def _update(actions: list[Action], request: Request) -> list[Action]:
         tail = [*reduce_carried(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
     tail += [Action("TIE", p) for p in stage.ties]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
-    tail += [*given, *map(Action, request.scales)]
-    tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
+    agrees = Slot("agreed") in _results(request)
+    tail += [*given, *(Action(op) for op in request.scales if op != "COMMIT" or agrees)]
     tail += map(Action, sync.before)
     last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
     last |= {a.unit: a.op for a in actions if a.op in ("GATHER", "FREE")}
@@ -250,4 +251,4 @@ def _results(request: Request) -> tuple[Slot, ...]:
         wanted = [v for v in stage.used if v not in stage.constant]
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
     slots = tuple(Slot(kind) for kind in (*kinds, *request.sync.results) if kind != "weight" or stage.scores)
-    return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots
+    return (*slots, Slot("agreed")) if "COMMIT" in request.scales and request.kind == "step" else slots

@@ -20,6 +20,7 @@ from fsdpx.core.program import (
     PipelineSchedule,
     Request,
     Stage,
+    StepChoices,
     placed,
     prove,
     schedule,
@@ -131,17 +132,13 @@ def recompute(choice: Any) -> Recompute:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(StepChoices):
     """What a step may be asked for beside its placement.
 
-    clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
-    added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that
-    run forward again. storage: what lies in a slower level between uses. pace: a strategy by which ranks do not make
-    every step together. planned: what a plan has chosen, in words."""
+    check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that run forward again.
+    storage: what lies in a slower level between uses. pace: a strategy by which ranks do not make every step together.
+    planned: what a plan has chosen, in words."""
 
-    seed: int = 0
-    clip_norm: float | None = None
-    chunks: int | None = None
     check_finite: bool = False
     schedule: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
@@ -216,6 +213,11 @@ class Placement:
     def shards_stay(self) -> bool:
         """Whether shards of parameters lie in memory between programs."""
         return all(slot.kind != "shard" for slot, _ in self.stage.elsewhere)
+
+    @cached_property
+    def choices(self) -> StepChoices:
+        """Of a step, as programs may depend on them."""
+        return StepChoices(**self.options.chosen())
 
     @cached_property
     def pace(self) -> Pace:

@@ -312,9 +312,7 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: So
     chosen = Beside(recipe, model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
     return Options(
-        seed=training.seed,
-        clip_norm=training.clip_norm,
-        chunks=training.chunks,
+        **training.chosen(),
         check_finite=machinery.check_finite,
         schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recompute=recomputing,

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.core.base.config import positive
 from fsdpx.core.base.extensions import load_extension, name_extensions
 from fsdpx.core.base.messages import shorten
 from fsdpx.core.base.name_hints import patterns_of
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.state.accumulation import MOST_PIECES
 from fsdpx.core.state.sample_layout import Space
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.nn import losses
@@ -25,8 +23,8 @@ from fsdpx.nn.linearize import Sorted
 from fsdpx.optim.optimizer import needs_whole
 
 __all__ = [
-    "CHUNKS", "ELASTIC", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "check_kinds",
-    "check_options", "check_parts", "check_whole", "demand_together", "has_dynamic_scale",
+    "CHUNKS", "ELASTIC", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "check_options",
+    "check_parts", "check_whole", "demand_together", "has_dynamic_scale",
     "if_collective", "if_given", "if_true", "if_wide", "is_collective", "table",
 ]  # fmt: skip
 
@@ -171,41 +169,6 @@ def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequenc
     ):
         if given is not None and mesh is None:
             raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
-
-
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-
-
-def _flag(value: Any) -> bool:
-    return value is True or value is False
-
-
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "microbatches": (_whole(1), "a whole number, 1 or more"),
-    "clip_norm": (positive, "a positive number, or None"),
-    "seed": (_whole(0), "a whole number, 0 or more"),
-    "ahead": (_whole(0), "a number of pages, 0 or more"),
-    "check": (_flag, "True, False, or None for what FSDPX_CHECK says"),
-    "tune": (_flag, "True, False, or None for what FSDPX_TUNE says"),
-    "check_finite": (_flag, "True or False"),
-}
-"""Option -> what it may be, and that in words. None is a choice of those whose default it is."""
-
-
-def check_kinds(options: Any) -> None:
-    """ConfigError for a field of a dataclass whose value is of another kind than it takes."""
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if field.name not in _KINDS or (value is None and field.default is None):
-            continue
-        fits, text = _KINDS[field.name]
-        if not fits(value):
-            raise ConfigError(f"{field.name}={value!r}: {text}")
-        if field.name == "microbatches" and value > MOST_PIECES:
-            raise ConfigError(f"microbatches={value}: {MOST_PIECES:,} at most")
 
 
 def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:

@@ -15,14 +15,16 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, Trace, byte_count, python_fields
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import knowing, patterns_of
+from fsdpx.core.base.option_kinds import demand_kinds, flag, option, whole
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
-from fsdpx.core.state.accumulation import check_chunks
+from fsdpx.core.program import StepChoices
+from fsdpx.core.state.accumulation import MOST_PIECES, check_chunks
 from fsdpx.core.state.sample_layout import WHOLE, Space
 from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice, pace_of
 from fsdpx.core.state.units import Stages
-from fsdpx.core.trainer.option_rules import STAGES, Beside, check_kinds, check_options, check_parts, demand_together
+from fsdpx.core.trainer.option_rules import STAGES, Beside, check_options, check_parts, demand_together
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
@@ -85,17 +87,14 @@ def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(StepChoices):
     """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
 
     model: Layer
     loss: Any = None
     optimizer: Any = None
     frozen: Sequence[str] = ()
-    microbatches: int | None = None
-    seed: int = 0
-    clip_norm: float | None = None
-    chunks: int | None = None
+    microbatches: int | None = option(None, whole(1), "a whole number, 1 or more")
     recompute: Any = None
     average: Any = None
     precision: str | Precision | None = None
@@ -103,7 +102,9 @@ class Training:
     def __post_init__(self) -> None:
         python_fields(self)
         patterns_of("frozen", self.frozen)
-        check_kinds(self)
+        demand_kinds(self)
+        if (self.microbatches or 0) > MOST_PIECES:
+            raise ConfigError(f"microbatches={self.microbatches}: {MOST_PIECES:,} at most")
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
         object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
         check_chunks(self.chunks, self.microbatches)
@@ -179,16 +180,16 @@ class Machinery:
     device_map: DeviceMap = None
     backend: str | None = None
     group_bytes: int | str | None = None
-    ahead: int | None = None
+    ahead: int | None = option(None, whole(0), "a number of pages, 0 or more")
     costs: Mapping[str, float] | None = None
-    check: bool | None = None
-    check_finite: bool = False
-    tune: bool | None = None
+    check: bool | None = option(None, flag, "True, False, or None for what FSDPX_CHECK says")
+    check_finite: bool = option(False, flag, "True or False")
+    tune: bool | None = option(None, flag, "True, False, or None for what FSDPX_TUNE says")
     trace: str | PathLike[str] | Trace | None = None
 
     def __post_init__(self) -> None:
         python_fields(self)
-        check_kinds(self)
+        demand_kinds(self)
         if self.group_bytes is not None:
             byte_count(self.group_bytes, "group_bytes")
         self.traced()

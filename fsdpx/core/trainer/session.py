@@ -413,9 +413,9 @@ class Session:
             weighed=not fresh and Slot("weight") in self.state.store,
             order=place.pipe.order(microbatches, place.axes.pipe.rank) if steps else None,
             recompute=self._recompute(microbatches) if steps else frozenset(),
-            commit=self.commit is not None,
-            scales=("NORM" if normed else "SCALE",),
+            scales=("NORM" if normed else "SCALE", *(["COMMIT"] if self.commit is not None else [])),
             sync=pace.sync(self.state.steps + 1) if KINDS[kind].updates else Sync(),
+            choices=place.choices,
         )
 
     def _stage(self, wanted: Microbatch | None = None) -> Stage:

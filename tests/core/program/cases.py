@@ -67,10 +67,11 @@ def pipe(
     per_rank = {"interleaved": 2, "zbv": 2}.get(name, 1)
     made = schedule(name, 4 // per_rank, microbatches, per_rank)
     again = frozenset(range(4)) if recompute else frozenset()
+    scales = (*scales, *(["COMMIT"] if commit else []))
     asked = [requests("step", stage, microbatches, placement, scales=scales) for stage in twins(made.home, frozen)]
     orders = [(request, request.stage, made.ranks[request.stage.rank]) for request in asked]
     return [
-        compile(replace(request, order=order, recompute=again & set(stage.here), commit=commit))
+        compile(replace(request, order=order, recompute=again & set(stage.here)))
         for request, stage, order in orders
     ]
 

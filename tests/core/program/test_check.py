@@ -213,13 +213,13 @@ def test_each_rank_of_a_pipe_has_what_lasts_of_its_own_units() -> None:
 
 @pytest.mark.parametrize("kind", ["accumulate", "local", "evaluate", "predict", "forward", "backward"])
 def test_only_a_step_is_committed(kind: str) -> None:
-    program = compile(Request(kind, STAGE, commit=True))
+    program = compile(Request(kind, STAGE, scales=("SCALE", "COMMIT")))
     check(program)
     assert "COMMIT" not in str(program)
 
 
 def test_a_program_that_all_ranks_commit_says_so() -> None:
-    program = compile(Request("step", STAGE, commit=True))
+    program = compile(Request("step", STAGE, scales=("SCALE", "COMMIT")))
     assert texts(program.results) == ["mean", "scale", "agreed"]
     check(program)
     hasty = replace(program, actions=tuple(a for a in program.actions if a.op != "COMMIT"))

@@ -26,6 +26,8 @@ from fsdpx.core.comm import Communicator, default_communicator
 from fsdpx.core.comm import default_communicator as places
 from fsdpx.core.comm.default_communicator import with_arguments
 from fsdpx.core.comm.init import carrier_of
+from fsdpx.core.program import StepChoices
+from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.initialize import _local_rank, finalize
 from fsdpx.errors import ConfigError
 
@@ -392,3 +394,29 @@ def test_the_page_of_names_has_the_whole_table() -> None:
     rows = [f"| `{word}` | {ours} |" for word, ours in words.OTHERS.items()]
     assert "\n".join(rows) in page
     assert "\n".join(f"| `{word}` | {ours} |" for word, ours in words.CALLS.items()) in page
+
+
+def test_a_choice_about_a_step_is_declared_once() -> None:
+    """`StepChoices` declares it: recipes, placements and requests have it, `distribute` takes it, ranks compare it."""
+    values = {"seed": 3, "clip_norm": 0.5, "chunks": 4}
+    assert [one.name for one in fields(StepChoices)] == [*values], "a value for each, other than the default"
+    explained = [line.strip() for line in (distribute.__doc__ or "").splitlines()]
+    for name, value in values.items():
+        default = getattr(StepChoices(), name)
+        assert signature(distribute).parameters[name].default == default
+        assert any(line.startswith(f"{name} : ") for line in explained)
+
+        def run(comm: Communicator, name: str = name, value: Any = value, default: Any = default) -> str:
+            options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
+            trainer = nn.Linear(2, 2).as_distributed(**options, **{name: value})
+            request = trainer._session.request("step", 1)
+            assert getattr(request.choices, name) == getattr(trainer.inspect.placement.options, name) == value
+            other = value if comm.rank else default
+            with pytest.raises(ConfigError) as raised:
+                nn.Linear(2, 2).as_distributed(**options, **{name: other})
+            return str(raised.value)
+
+        assert all(name in text for text in spawn(run, 2))
+        for wrong in (-1, "many"):
+            with pytest.raises(ConfigError, match=f"{name}="):
+                nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **{name: wrong})
