@@ -25,10 +25,10 @@ from fsdpx.core.program import (
     Event,
     PipelineSchedule,
     bubble,
-    draw_schedule,
     in_flight,
     simulate,
 )
+from fsdpx.core.program.drawing import draw_schedule
 from fsdpx.core.state.gradients import rows_of
 from fsdpx.core.trainer.out_of_memory import remedies
 from fsdpx.core.trainer.recipe import Distribution

@@ -3,9 +3,10 @@
 import ast
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-__all__ = ["attach"]
+__all__ = ["LazyMethod", "attach"]
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -50,3 +51,24 @@ def _homes(package: str, source: str) -> dict[str, str]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = package
     return found
+
+
+class LazyMethod:
+    """A method of a class whose function lies in a module that is imported when the method is first used.
+
+    Parameters
+    ----------
+    function : "module:name"
+    """
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        module, _, name = self._function.partition(":")
+        function = getattr(import_module(module), name)
+        setattr(self._owner, self._name, function)
+        return function.__get__(instance, owner)

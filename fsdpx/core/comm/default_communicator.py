@@ -1,229 +1,25 @@
-"""The default communicator, one per process and for every rank of `spawn`, and how ranks agree on calls of it.
-
-Before any data of a call of the functional API moves, all ranks say what they call, every time. Inside a machine a rank
-writes eight bytes on a board that all can read, between machines they travel in one sum. Ranks that call something
-else, or with another shape, dtype, operation or root, all get the error that names them.
-"""
+"""The default communicator, one per process and for every rank of `spawn`, and this rank's place in the world."""
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdpx.core.base import environment
-from fsdpx.core.comm.calls import Array, Handle, ReduceOp, Steps, spin
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.desync_check import different
-from fsdpx.core.comm.message_backend import Carrier
-from fsdpx.core.comm.node.shared_windows import LETTER, Board
-from fsdpx.errors import CommTimeout, ConfigError, DesyncError
+from fsdpx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsdpx.core.comm.call_agreement import Agreement
 
 __all__ = [
-    "Agreement", "Default", "Place", "current", "demand_member", "gather_plain", "given_to_call", "kind",
-    "other", "place", "put", "running_mpi", "signature", "taken", "use", "uses", "with_arguments",
+    "Default", "Place", "current", "demand_member", "gather_plain", "given_to_call", "kind", "other", "place", "put",
+    "running_mpi", "taken", "use", "uses", "with_arguments",
 ]  # fmt: skip
-
-GLANCES = range(64)
-"""Looks at the board before a wait moves other transfers on, too."""
-
-
-class Signature(str):
-    """What a rank calls, as text. mark: eight bytes of a sum of it; words: the same for the board."""
-
-    mark: int
-    words: memoryview
-
-
-@lru_cache(maxsize=1024, typed=True)  # 0, 0.0 and False are three roots
-def signature(verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None) -> Signature:
-    """The parts of a call that all ranks must have alike."""
-    parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
-    made = Signature(verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None))
-    made.mark = int.from_bytes(blake2b(made.encode(), digest_size=8).digest(), "big") >> 1
-    made.words = np.array([made.mark, 0, 0]).data
-    return made
-
-
-class Agreement:
-    """base: the communicator whose calls are agreed on. comm: of the same ranks, for this alone and for the data of
-    calls that go on by themselves; closed with it. machine: whether all ranks run on one machine that shares memory.
-    turn: the call that may say what it is: one after the other on every rank, so that one record is read by all before
-    the next but one is written. Collective."""
-
-    def __init__(self, base: Carrier, comm: Carrier, machine: bool) -> None:
-        self.base, self.comm, self.progress = base, comm, comm.progress
-        self.board = Board(comm) if machine else None
-        self.others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self.turn = self.calls = 0
-        self.under_way: dict[int, Steps] = {}  # calls that go on by themselves, by number
-
-    def settle(self, call: Signature, letter: Array = None) -> list[Array] | None:
-        """Return when all ranks have come to this call; DesyncError on all of them if some have come to another.
-
-        letter: what the call moves, if that is a contiguous array of the host. A few bytes go along inside a machine:
-        then the letters of all ranks are returned, by rank, to be read before the next call."""
-        if self.turn != self.calls:
-            CallTurn(self, self.calls, call).wait()
-        number, board = self._number(), self.board
-        few = board is not None and letter is not None and letter.nbytes <= LETTER
-        if board is not None and few:
-            board.payload(board.rank, number + 1)[: letter.nbytes] = letter.reshape(-1).view(np.uint8)
-        if board is None or not self._fast_path(number, call, board):
-            stage = self._compared(number, call)
-            stage.wait()
-            stage.test()
-        self.passed()
-        if board is None or not few:
-            return None
-        return [board.payload(rank, number + 1)[: letter.nbytes].view(letter.dtype) for rank in range(board.size)]
-
-    def passed(self) -> None:
-        """The next call may say what it is."""
-        self.under_way.pop(self.turn, None)
-        self.turn += 1
-
-    def _fast_path(self, number: int, call: Signature, board: Board) -> bool:
-        """Whether all have come within a few looks, with the same call: the usual end, without a handle."""
-        board.post(number + 1, call.words)
-        for other in self.others:
-            if not any(board.posted(other, number + 1) for _ in GLANCES):
-                return False
-            if board.words(other, number + 1, 1)[0] != call.mark:
-                return False
-        return True
-
-    def after(self, call: Signature, begin: Callable[[], Handle]) -> Handle:
-        """Return at once: the handle of what `begin` begins on `comm` when all ranks have come to this call."""
-        number = self._number()
-
-        def steps() -> Iterator[Handle]:
-            yield CallTurn(self, number, call)
-            yield self._compared(number, call)
-            try:
-                begun = begin()
-            finally:
-                self.passed()
-            yield begun
-
-        made = Steps(steps(), self.progress)
-        if self.turn <= number:
-            self.under_way[number] = made
-        return made
-
-    def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
-        self.comm.close()
-
-    def difference(self, call: Signature) -> DesyncError:
-        """The error that says what every rank calls. All of them know that they differ."""
-        return different(self.turn + 1, self.comm.all_gather_plain(str(call)))
-
-    def _number(self) -> int:
-        self.calls += 1
-        return self.calls - 1
-
-    def _compared(self, number: int, call: Signature) -> AgreementStage:
-        return OnBoard(self, number, call, self.board) if self.board else InSum(self, number, call)
-
-
-class AgreementStage(ABC):
-    """The handle of a stage of an agreement. A wait looks a few times before it moves other transfers on, too."""
-
-    def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
-        self.agreement, self.number, self.call = agreement, number, call
-        self.asking = False
-        self.error: DesyncError | None = None
-
-    @abstractmethod
-    def alike(self) -> bool | None:
-        """Whether all ranks say the same; None before they have."""
-
-    def test(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        alike = None if self.asking else self.alike()  # waits poke what is pending, this among it
-        if alike is False:
-            self.asking = True
-            self.error = self.agreement.difference(self.call)
-            self.agreement.passed()
-            raise self.error
-        return alike is True
-
-    def over(self) -> bool:
-        """Whether the stage is over; an error is kept for the next `test`, which raises it."""
-        try:
-            return self.test()
-        except DesyncError:
-            return True
-
-    def wait(self) -> None:
-        for _ in GLANCES:
-            if self.over():
-                return
-        if not spin(self.over, self.agreement.progress, self.agreement.base.timeout):
-            raise CommTimeout(f"{self} is not complete after {self.agreement.base.timeout:g} s: {self.missing()}")
-
-    def missing(self) -> str:
-        """Who has not come, as text."""
-        return "a peer did not call or has ended"
-
-    def __str__(self) -> str:
-        return f"{self.call} on rank {self.agreement.comm.rank} of {self.agreement.comm.size}"
-
-
-class CallTurn(AgreementStage):
-    """Complete when all calls before it have begun."""
-
-    def alike(self) -> bool | None:
-        agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # the caller may never look at an earlier one
-            seen = agreement.turn
-            if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # `first` keeps it for its own wait
-                    first.test()
-        return True if agreement.turn >= self.number else None
-
-
-class InSum(AgreementStage):
-    """By a sum over all ranks: the largest of the marks is the least of them."""
-
-    def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
-        super().__init__(agreement, number, call)
-        self.ends = np.array([call.mark, -call.mark])
-        self.sum = agreement.comm.all_reduce(self.ends, ReduceOp.MAX, what="calls")
-
-    def alike(self) -> bool | None:
-        return bool(self.ends[0] == -self.ends[1]) if self.sum.test() else None
-
-
-class OnBoard(AgreementStage):
-    """By what all ranks have written on the board."""
-
-    def __init__(self, agreement: Agreement, number: int, call: Signature, board: Board) -> None:
-        super().__init__(agreement, number + 1, call)  # the board is full of zeros
-        self.board, self.same = board, True
-        self.others = list(agreement.others)
-        board.post(number + 1, call.words)
-
-    def alike(self) -> bool | None:
-        others, board, number = self.others, self.board, self.number
-        while others and board.posted(others[-1], number):
-            self.same &= board.words(others.pop(), number, 1)[0] == self.call.mark
-        return None if others else self.same
-
-    def missing(self) -> str:
-        return f"ranks {sorted(self.others)} did not call it or have ended"
-
 
 @dataclass(frozen=True)
 class Default:

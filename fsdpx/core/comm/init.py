@@ -34,7 +34,6 @@ from fsdpx.core.comm.default_communicator import given_to_call
 from fsdpx.core.comm.desync_check import compare
 from fsdpx.core.comm.local import Died, LocalCommunicator, ThreadGroup, ThreadWorld, single
 from fsdpx.core.comm.message_backend import TIMEOUT, Carrier
-from fsdpx.core.comm.mpi.start import together
 from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory, install_hint
 
 if TYPE_CHECKING:
@@ -286,6 +285,8 @@ def open_local(asked: Asked) -> Communicator:
 
 def open_mpi(asked: Asked, shared: bool = False) -> Communicator:
     """shared: memory inside machines, where there are several ranks."""
+    from fsdpx.core.comm.mpi.start import together
+
     with together() if asked.comm is None else nullcontext():
         _check_mpi(asked)
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld

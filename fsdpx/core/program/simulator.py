@@ -1,4 +1,4 @@
-"""Programs run on paper: when each action of each rank begins and ends, where ranks wait for each other; also as text.
+"""Programs run on paper: when each action of each rank begins and ends, where ranks wait for each other.
 
 A pipeline schedule says what each rank of the pipe does in which order, stage by stage, microbatch by microbatch. A
 timeline runs the tasks of several ranks to their end, or to where ranks wait for each other: a rank issues its tasks in
@@ -11,15 +11,30 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from string import ascii_lowercase
 
 from fsdpx.core.program.compiler import Program
 from fsdpx.core.program.verbs import VERBS, Action, Slot, marked, parse, partner
 from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
-    "ActionTimes", "Costs", "Event", "PipelineSchedule", "Stuck", "Task", "Waits", "arrow", "bubble", "by_rank",
-    "done_as", "draw_schedule", "idle", "needs", "run", "simulate", "simulate_programs", "walk", "walked",
+    "UNIT",
+    "ActionTimes",
+    "Costs",
+    "Event",
+    "PipelineSchedule",
+    "Stuck",
+    "Task",
+    "Waits",
+    "bubble",
+    "by_rank",
+    "done_as",
+    "idle",
+    "needs",
+    "run",
+    "simulate",
+    "simulate_programs",
+    "walk",
+    "walked",
 ]  # fmt: skip
 
 
@@ -362,89 +377,3 @@ def idle(events: Sequence[Event]) -> float:
 
 
 UNIT = Costs(forward=1, backward_input=1, backward_params=1)
-
-
-def draw_schedule(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -> str:
-    """What each rank computes, in equal steps of time, as text.
-
-    A cell is a verb and a microbatch: "F0". Where a rank has several stages, a letter tells them apart ("F0b"), and a
-    last line says which is which. An action longer than a step goes on as "--", a step without work is ".". Only what
-    computes is drawn, no messages.
-
-    Parameters
-    ----------
-    drawn : a schedule, with forward and each half of backward as long as a step; or events, with the shortest as a step
-    width : characters; longer lines are cut and end in "..."
-
-    Raises
-    ------
-    ProgramError : ranks wait for each other
-    """
-    events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT)
-    events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
-    if not events:
-        return "(nothing is computed)"
-    letters = _letters(events)
-    cells = _cells(events, letters)
-    wide = max(len(cell) for row in cells.values() for cell in row)
-    lead = len(f"rank {max(cells)}")
-    lines = []
-    for rank, row in sorted(cells.items()):
-        steps = ("-" * wide if cell == "-" else f"{cell:<{wide}}" for cell in row)
-        line = f"{f'rank {rank}':<{lead}}  {' '.join(steps).rstrip()}"
-        lines.append(line if len(line) <= width else line[: max(width - 4, 0)].rstrip() + " ...")
-    return "\n".join([*lines, *_legend(letters)])
-
-
-def _letters(events: Sequence[Event]) -> dict[int | None, str]:
-    """Stage -> letter: the nth stage of its rank has the nth letter. Nothing where every rank has one stage."""
-    there: dict[int, set[int]] = defaultdict(set)
-    for event in events:
-        if event.action.unit is not None:
-            there[event.rank].add(event.action.unit)
-    if max(map(len, there.values()), default=0) < 2:
-        return {}
-    return {
-        stage: ascii_lowercase[n] if n < len(ascii_lowercase) else f":{n}"
-        for stages in there.values()
-        for n, stage in enumerate(sorted(stages))
-    }
-
-
-def _legend(letters: dict[int | None, str]) -> list[str]:
-    stages: dict[str, str] = defaultdict(str)
-    for stage, letter in sorted(letters.items()):
-        stages[letter] += f" {stage}"
-    return ["; ".join(f"{letter}: stages{stages[letter]}" for letter in sorted(stages))] if letters else []
-
-
-def _cells(events: Sequence[Event], letters: dict[int | None, str]) -> dict[int, list[str]]:
-    """Per rank one text per step; what goes on from the step before is "-"."""
-    step = min(e.end - e.start for e in events)
-    zero = min(e.start for e in events)
-    rows: dict[int, list[str]] = defaultdict(list)
-    for event in sorted(events, key=lambda e: (e.start, e.end)):
-        row, action = rows[event.rank], event.action
-        row += ["."] * (round((event.start - zero) / step) - len(row))
-        row.append(f"{action.op}{action.mb}{letters.get(action.unit, '')}")
-        row += ["-"] * (round((event.end - zero) / step) - len(row))
-    return rows
-
-
-def arrow(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """The lists of all ranks around one step, with a ^ under it: "rank 1  F1.0 B1.0 F1.1", in the order of the lists,
-    whatever the time. Works for schedules that cannot run. position: may be the length of the list, for a missing end.
-    """
-    words = [[str(action) for action in row] for row in schedule.ranks]
-    wide = max((len(word) for row in words for word in row), default=1) + 1
-    lead = len(f"rank {len(words) - 1}") + 2
-    shown = max((width - lead - 8) // wide, 1)  # steps that fit beside "... " and " ..."
-    first = max(min(position - shown // 2, max(map(len, words)) - shown), 0)
-    lines = []
-    for number, row in enumerate(words):
-        text = f"{f'rank {number}':<{lead}}" + ("... " if first else "")
-        here = "".join(f"{word:<{wide}}" for word in row[first : first + shown])
-        lines.append((text + here + ("..." if len(row) > first + shown else "")).rstrip())
-        if number == rank:
-            lines.append(" " * (len(text) + (position - first) * wide) + "^")
-    return "\n".join(lines)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 
 from fsdpx.core.program.compiler import Program, Request, compile
-from fsdpx.core.program.simulator import UNIT, Done, PipelineSchedule, Stuck, arrow, done_as, needs, run, walked
+from fsdpx.core.program.simulator import UNIT, Done, PipelineSchedule, Stuck, done_as, needs, run, walked
 from fsdpx.core.program.verbs import VERBS, Action, buffer_of, marked, partner
 from fsdpx.errors import ProgramError
 
@@ -195,4 +195,6 @@ def _explained(schedule: PipelineSchedule, wait: Stuck) -> Iterator[str]:
 
 
 def _wrong_order(schedule: PipelineSchedule, rank: int, at: int, what: str) -> ProgramError:
+    from fsdpx.core.program.drawing import arrow
+
     return ProgramError(f"schedule {schedule.name!r}: {what}\n{arrow(schedule, rank, at)}")

@@ -28,7 +28,6 @@ from fsdpx.core.engine.run import GradientScale
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Feed
 from fsdpx.core.trainer import batch as batches
-from fsdpx.core.trainer.gather_full import put_averages, remember
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, RankLost
 
@@ -306,6 +305,8 @@ class TrainerHost(ABC):
         check_which(which)
         if which == "parameters":
             return self.session.common("master")
+        from fsdpx.core.trainer.gather_full import put_averages
+
         return self.session.having(partial(put_averages, self.session.state), which)
 
 
@@ -359,6 +360,8 @@ class FixedRanks(TrainerHost):
             batches.agree(self.place.axes, "step", batches.ENDED, 0, None)
 
     def remember(self, trainer: Any) -> Callable[[], None]:
+        from fsdpx.core.trainer.gather_full import remember
+
         self.demand_open("remember")
         put_back = self.place.pace.remember() or remember(self.session.state)
 

@@ -29,12 +29,12 @@ from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice
 from fsdpx.core.state.units import Stages
+from fsdpx.core.trainer.assemble import make_session
 from fsdpx.core.trainer.batch import begin, share_errors
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.initialize import default
 from fsdpx.core.trainer.option_rules import ELASTIC, Beside, demand_together
-from fsdpx.core.trainer.out_of_memory import make_session
 from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError

@@ -11,9 +11,9 @@ import numpy as np
 
 from fsdpx.core.array.namespace import unmasked
 from fsdpx.core.comm import default_communicator as defaults
+from fsdpx.core.comm.call_agreement import Signature, signature
 from fsdpx.core.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import Signature, signature
 from fsdpx.core.comm.init import carrier_of, node_of
 from fsdpx.core.comm.message_backend import Carrier
 from fsdpx.core.comm.reduction import fold, kind_of, objection

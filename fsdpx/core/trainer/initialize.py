@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import platform
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.name_hints import refusing
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import Agreement, Place, place, with_arguments
+from fsdpx.core.comm.default_communicator import Place, place, with_arguments
 from fsdpx.core.comm.desync_check import Guarded
 from fsdpx.core.comm.init import carrier_of, node_of, world
 from fsdpx.core.comm.message_backend import Carrier
 from fsdpx.core.comm.watched import unwatch, watch
 from fsdpx.core.trainer.batch import begin
 from fsdpx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsdpx.core.comm.call_agreement import Agreement
 
 __all__ = ["default", "finalize", "init", "is_initialized", "local_rank", "rank", "world_size"]
 
@@ -72,6 +75,8 @@ def _agreement(comm: Communicator) -> Agreement | None:
     carrier, node = carrier_of(comm), node_of(comm)
     if carrier is None or carrier.size == 1:
         return None
+    from fsdpx.core.comm.call_agreement import Agreement
+
     apart = carrier.split(0, carrier.rank)
     assert isinstance(apart, Carrier)
     return Agreement(carrier, apart, node is not None and getattr(node, "inside", False))

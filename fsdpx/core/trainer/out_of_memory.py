@@ -1,9 +1,8 @@
-"""Sessions that say what to do when memory is too small: the plan by kind, and choices that take less."""
+"""What to do when memory is too small: the plan by kind, and choices that take less."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from traceback import clear_frames
 from typing import Any
 
@@ -18,27 +17,15 @@ from fsdpx.core.comm.init import carrier_of, node_of
 from fsdpx.core.engine.activations import HeapWatch
 from fsdpx.core.state.footprint import memory_limits
 from fsdpx.core.state.step_inputs import Feed
-from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer.assemble import session_of
 from fsdpx.core.trainer.recipe import NoOptimizer, Recipe
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import FsdpxError, OutOfMemory
 
-__all__ = ["ENOUGH", "cheaper", "make_session", "remedies"]
+__all__ = ["ENOUGH", "cheaper", "explain_memory_error", "remedies"]
 
 ENOUGH = 0.99
 """A choice that leaves more than this of the bytes is none."""
-
-
-def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """Make the `session_of` a recipe, which says what to do when memory is too small, then and later."""
-    try:
-        session = session_of(recipe, world, tuning, **options)
-    except MemoryError as error:
-        raise _short(recipe, world, None, error, None) from error
-
-    session.short = partial(_short, recipe, world, session)
-    return session
 
 
 def remedies(now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0) -> str:
@@ -81,7 +68,7 @@ def cheaper(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
         yield from (("precision", name) for name in ("bf16", "bf16-true"))
 
 
-def _short(
+def explain_memory_error(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: Feed | None
 ) -> OutOfMemory:
     """The error that says all that. session: if there is one already. feed: of the step in which it happened."""

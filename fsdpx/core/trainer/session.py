@@ -25,8 +25,6 @@ from fsdpx.core.state.step_inputs import Feed, Microbatch
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer.batch import Twins
-from fsdpx.core.trainer.gather_full import whole_outputs
-from fsdpx.core.trainer.recompute_budget import recomputed_units
 from fsdpx.core.trainer.settled import Settled
 from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.nn.cache import Cache
@@ -442,9 +440,13 @@ class Session:
 
     def _recompute(self, microbatches: int) -> frozenset[int]:
         """The same for every step with batches of one size; a budget takes a forward on shapes to find them."""
-        pipe, batch = self.place.pipe, self._largest
+        pipe, batch, wanted = self.place.pipe, self._largest, self.place.options.recompute
+        if wanted.budget is None and not wanted.every:
+            return frozenset()
         key = (microbatches, None if batch is None else _shapes(batch.inputs))
         if key not in self._recomputed:
+            from fsdpx.core.trainer.recompute_budget import recomputed_units
+
             orders = [pipe.order(microbatches, r) or one_by_one(microbatches) for r in range(pipe.width)]
             self._recomputed[key] = recomputed_units(self.place, orders, batch)
         return self._recomputed[key]
@@ -485,6 +487,8 @@ class Session:
             return values
         (batch,) = feed.batch
         assert batch is not None
+        from fsdpx.core.trainer.gather_full import whole_outputs
+
         return whole_outputs(self.place, values, self._fits[_shapes(batch.inputs)], batch)
 
     def save_trace(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdpx.core.base import hooks
 from fsdpx.core.base.extensions import load_extension
+from fsdpx.core.base.lazy_names import LazyMethod
 from fsdpx.core.base.name_hints import CALLS, demand_match, patterns_of
 from fsdpx.core.checkpoint.load import WeightsReport, load_weights
 from fsdpx.core.checkpoint.save import Choices
@@ -24,7 +25,6 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.step_inputs import Feed
 from fsdpx.core.trainer import batch as batches
-from fsdpx.core.trainer import fit as fitting
 from fsdpx.core.trainer.call_runner import (
     KEEPS,
     LOOKS,
@@ -37,19 +37,15 @@ from fsdpx.core.trainer.call_runner import (
     hosted,
     timed,
 )
-from fsdpx.core.trainer.gather_full import (
-    cut_output,
-    input_gradients,
-    whole_gradients,
-    whole_parameters,
-    whole_state,
-)
-from fsdpx.core.trainer.inspect import Inspection
 from fsdpx.core.trainer.recipe import demand, lacks
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.nn.container import one_or_all
 from fsdpx.nn.gradient_accumulation import as_taken
+
+if TYPE_CHECKING:
+    from fsdpx.core.trainer import fit as fitting
+    from fsdpx.core.trainer.inspect import Inspection
 
 __all__ = ["Trainer"]
 
@@ -82,6 +78,8 @@ class Trainer:
     @property
     def inspect(self) -> Inspection:
         """What is seen of the trainer: its engine, placement and last update, its fingerprint, reports of all ranks."""
+        from fsdpx.core.trainer.inspect import Inspection
+
         return Inspection(self._host, self.step, self.parameters)
 
     @property
@@ -162,6 +160,8 @@ class Trainer:
             raise ConfigError("backward: call forward first; each forward serves one backward")
         self._refuse_to_mix("backward")
         given, compute = (dy,) if len(self._shown) == 1 else dy, session.place.formats.compute
+        from fsdpx.core.trainer.gather_full import cut_output, input_gradients
+
         if not isinstance(given, tuple | list) or len(given) != len(self._shown):
             raise DataError(f"backward: the model has {len(self._shown)} outputs: dy must be a tuple of as many arrays")
         arrays = tuple(as_taken(batches.array_of(session.place, d), "numbers", compute) for d in given)
@@ -274,7 +274,10 @@ class Trainer:
         generate = load_extension("trainer", "generate")
         return generate(self._host, prompt, max_new_tokens, stop, sampling, stream, cache)
 
-    fit = fitting.fit
+    if TYPE_CHECKING:
+        fit = fitting.fit
+    else:
+        fit = LazyMethod("fsdpx.core.trainer.fit:fit")
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -293,6 +296,8 @@ class Trainer:
         if found is None:
             self._host.begin("parameters" if names is None else f"parameters(names={sorted(names)})")
             with self._host.having(with_):
+                from fsdpx.core.trainer.gather_full import whole_parameters, whole_state
+
                 found = whole_parameters(self._session.state, names) | whole_state(self._session.state)
         return {n: found[n] for n in self._place.layout.specs if names is None or n in names}
 
@@ -316,6 +321,8 @@ class Trainer:
         here = state.store.get(Slot("weight"), 0.0) if place.counts_loss else 0.0
         weight = math.fsum(row[0] for row in place.everyone([here], "gradients (weight)"))
         scale = 1.0 / ((weight or 1.0) * state.scaler.value)
+        from fsdpx.core.trainer.gather_full import whole_gradients
+
         found = whole_gradients(state)
         return {name: found[name] * scale for name in place.layout.specs if name in found}
 

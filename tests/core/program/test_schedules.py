@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdpx.core.program.drawing import arrow, draw_schedule
 from fsdpx.core.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, schedule
-from fsdpx.core.program.simulator import Costs, Event, PipelineSchedule, arrow, draw_schedule, simulate
+from fsdpx.core.program.simulator import Costs, Event, PipelineSchedule, simulate
 from fsdpx.core.program.verbs import Action, parse
 from fsdpx.core.program.verifier import validate
 from fsdpx.errors import ConfigError, ProgramError
