@@ -24,8 +24,8 @@ from fsdpx.core.engine.activations import HeapWatch
 from fsdpx.core.program import VERBS, Action, Program, compile
 from fsdpx.core.state.accumulation import microbatches_of
 from fsdpx.core.state.gradients import rows_of
-from fsdpx.core.trainer.assemble import make_session
 from fsdpx.core.trainer.call_runner import FixedRanks
+from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import OPTIONS, Recipe, Training, native
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError

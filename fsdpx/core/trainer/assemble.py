@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,34 +41,16 @@ from fsdpx.core.trainer.batch import share_errors
 from fsdpx.core.trainer.option_rules import CHUNKS, Beside, check_whole, demand_together
 from fsdpx.core.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
 from fsdpx.core.trainer.session import Commit, Session
-from fsdpx.errors import ConfigError, OutOfMemory, install_hint, warn
+from fsdpx.errors import ConfigError, install_hint, warn
 from fsdpx.nn.layer import Layer, runs_of
 from fsdpx.nn.linearize import Sorted, once, sort, with_numbers
 from fsdpx.nn.losses import Planned
 from fsdpx.optim import no_decay
 
-__all__ = ["make_session", "placement_of", "session_of"]
+__all__ = ["placement_of", "session_of"]
 
 Watch = Callable[[Axes], Observer | None]
 """Begins to look after this rank on its axes; what its engine tells what it does. Collective."""
-
-
-def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """Make the `session_of` a recipe, which says what to do when memory is too small, then and later."""
-    try:
-        session = session_of(recipe, world, tuning, **options)
-    except MemoryError as error:
-        raise _explained(recipe, world, None, error, None) from error
-
-    session.short = partial(_explained, recipe, world, session)
-    return session
-
-
-def _explained(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
-    """`explain_memory_error`, which is imported when there is one."""
-    from fsdpx.core.trainer.out_of_memory import explain_memory_error
-
-    return explain_memory_error(recipe, world, *about)
 
 
 def session_of(

@@ -28,18 +28,20 @@ from fsdpx.core.engine.engine import Engine
 from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice
+from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Stages
-from fsdpx.core.trainer.assemble import make_session
+from fsdpx.core.trainer.assemble import session_of
 from fsdpx.core.trainer.batch import begin, share_errors
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.initialize import default
 from fsdpx.core.trainer.option_rules import ELASTIC, Beside, demand_together
 from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
+from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, OutOfMemory
 
-__all__ = ["OPTIONS", "distribute"]
+__all__ = ["OPTIONS", "distribute", "make_session"]
 
 
 @hooks.visit()
@@ -179,6 +181,24 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     if device != "shape":
         release_given_values(recipe.training.model, world)
     return _hooked(Trainer(FixedRanks(session)), world)
+
+
+def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
+    """Make the `session_of` a recipe, which says what to do when memory is too small, then and later."""
+    try:
+        session = session_of(recipe, world, tuning, **options)
+    except MemoryError as error:
+        raise _explained(recipe, world, None, error, None) from error
+
+    session.short = partial(_explained, recipe, world, session)
+    return session
+
+
+def _explained(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
+    """`explain_memory_error`, which is imported when there is one."""
+    from fsdpx.core.trainer.out_of_memory import explain_memory_error
+
+    return explain_memory_error(recipe, world, *about)
 
 
 def _observe(engine: Engine, machinery: Machinery) -> None:

@@ -21,7 +21,7 @@ from fsdpx.core.state.allocate import initialise
 from fsdpx.core.state.ledger import saved_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.tuning import Tuning
-from fsdpx.core.trainer.assemble import make_session
+from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
