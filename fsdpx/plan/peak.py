@@ -17,7 +17,7 @@ from fsdpx.core.engine.activations import HeapWatch
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.operations import about
 from fsdpx.core.engine.run import lives
-from fsdpx.core.program import SLOTS, Slot
+from fsdpx.core.program import SCHEDULES, SLOTS, Slot
 from fsdpx.core.state.ledger import KINDS
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer.out_of_memory import ENOUGH, cheaper
@@ -46,8 +46,6 @@ KEPT = {
 """Of activations, by kind of slot: what lies in two of them counts in the first."""
 OF_UNITS = ("saved", "held", "kept")
 """Kinds of slots with a number of a unit; others have that of a value."""
-SCHEDULES = ("gpipe", "interleaved", "zb-h2", "zbv")
-"""That keep more microbatches alive than 1F1B."""
 BATCH = "the batch"
 PIECES = 16
 """For this many bytes of activations one byte lies free between them at the peak: their heap is never given back to the
@@ -261,7 +259,8 @@ def _changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
         names.add(name)
     if now.get("recompute") is None:
         yield {"recompute": "attention"}
-    if now.get("schedule") in SCHEDULES:
+    chosen = now.get("schedule")
+    if isinstance(chosen, str) and chosen in SCHEDULES and not SCHEDULES[chosen].frugal:
         yield {"schedule": "1f1b"}
     yield from ({name: 0} for name in ("group_bytes", "ahead") if now.get(name) != 0)
     if now.get("offload") is None:

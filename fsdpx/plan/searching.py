@@ -15,6 +15,7 @@ from fsdpx.core.base.config import PRESETS_BY_MEMORY, byte_count
 from fsdpx.core.base.messages import bytes_text
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Codecs, codec
+from fsdpx.core.program import SCHEDULES
 from fsdpx.core.trainer.recipe import Recipe, Training, native
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.offload.choice import Offload
@@ -51,8 +52,8 @@ CLOSE = 1.3
 RECOMPUTE = None, "all"
 NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
 """What plans leave to the user."""
-SCHEDULES = "1f1b", "interleaved", "zb-h1"
-"""Of pipes; without one the first means nothing."""
+PIPES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
+"""Schedules of pipes; without one the first means nothing."""
 
 
 def search(
@@ -171,8 +172,8 @@ class _Search:
         pipe, rows = self._pipe_rows(chosen)
         for recompute in self._choices("recompute", *RECOMPUTE):
             for microbatches in self._choices("microbatches", *_doubled(min(pipe, rows), rows)):
-                for schedule in self._choices("schedule", *SCHEDULES[: None if pipe > 1 else 1]):
-                    more = {} if schedule == SCHEDULES[0] or "schedule" in self.fixed else {"schedule": schedule}
+                for schedule in self._choices("schedule", *PIPES[: None if pipe > 1 else 1]):
+                    more = {} if schedule == PIPES[0] or "schedule" in self.fixed else {"schedule": schedule}
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _at_least(self, options: dict[str, Any]) -> float:

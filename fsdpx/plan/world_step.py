@@ -21,7 +21,7 @@ from fsdpx.core.base.name_hints import demand_known
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import Coordinates, Mesh
 from fsdpx.core.engine.activations import HeapWatch
-from fsdpx.core.program import VERBS, Action, Program, compile
+from fsdpx.core.program import SCHEDULES, VERBS, Action, Program, compile
 from fsdpx.core.state.accumulation import microbatches_of
 from fsdpx.core.state.gradients import rows_of
 from fsdpx.core.trainer.call_runner import FixedRanks
@@ -40,8 +40,6 @@ __all__ = [
     "step_of", "whole",
 ]  # fmt: skip
 
-ENOUGH = {"1f1b": 3, "interleaved": 4, "zb-h1": 3}
-"""Microbatches for each rank of a pipe until further ones take the same; of the other schedules all run."""
 LOSSES = nn.MSE(), nn.CrossEntropy()
 """If none is given: of targets that are numbers, and of whole ones."""
 Batch = tuple[tuple[tuple[int, ...], str], ...]
@@ -156,9 +154,16 @@ class WorldStep:
         return words if most < m else ""
 
     @property
+    def _steady(self) -> int | None:
+        """See `NamedSchedule`."""
+        chosen = self.options["schedule"]
+        found = SCHEDULES.get(chosen) if isinstance(chosen, str) else None
+        return None if found is None else found.steady
+
+    @property
     def alike(self) -> bool:
         """Whether all microbatches take the same, but for those at the beginning and the end."""
-        known = self.mesh.width("pipe") == 1 or self.options["schedule"] in (*ENOUGH,)
+        known = self.mesh.width("pipe") == 1 or self._steady is not None
         equal = self.samples % self.members == 0 and self.samples // self.members % self.microbatches == 0
         return known and equal and self.options.get("chunks") is None
 
@@ -167,7 +172,7 @@ class WorldStep:
         ranks, the longest way around which a rank waits for itself. All of them, and 0, where they differ or are few.
         """
         m, pipe = self.microbatches, self.mesh.width("pipe")
-        enough = ENOUGH[self.options["schedule"]] * pipe + 1 if pipe > 1 and self.alike else 2
+        enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.alike else 2
         return (enough + (m - enough) % pipe, pipe) if self.alike and m > enough + pipe else (m, 0)
 
     def few(self) -> int:

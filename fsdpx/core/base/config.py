@@ -127,8 +127,8 @@ PRESETS: dict[str, Sharding] = {
 }
 
 
-PRESETS_BY_MEMORY = ("ddp", "zero1", "zero2", "fsdp")
-"""Of one data axis, from the one that holds most on a rank to the one that holds least; "zero3" is the last, too."""
+PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
+"""Of one data axis, from the one that holds most on a rank to the one that holds least; of equal ones the last name."""
 
 
 def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
@@ -288,7 +288,7 @@ def precision(choice: str | Precision | None) -> Precision:
         return choice
     name = half_name(choice)
     if not isinstance(name, str) or name not in PRECISIONS:
-        names = "float64, float32, bf16, bf16-true, fp16"
+        names = ", ".join(PRECISIONS)
         raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
     return PRECISIONS[name]
 

@@ -2,7 +2,7 @@
 
 from fsdpx.core.compression.carrier import Carrier
 from fsdpx.core.compression.codec import Cast, Codec, Moves, Plain, Recut
-from fsdpx.core.compression.routing import Between, Choice, Codecs, Route, codec
+from fsdpx.core.compression.routing import Between, Choice, Codecs, Route, codec, codec_names
 
 __all__ = [
     "Between",
@@ -16,4 +16,5 @@ __all__ = [
     "Recut",
     "Route",
     "codec",
+    "codec_names",
 ]

@@ -15,7 +15,7 @@ from fsdpx.core.base.name_hints import knowing, meant
 from fsdpx.core.compression.codec import Cast, Codec, Plain, Recut
 from fsdpx.errors import ConfigError
 
-__all__ = ["Between", "Choice", "Codecs", "Route", "codec"]
+__all__ = ["Between", "Choice", "Codecs", "Route", "codec", "codec_names"]
 
 ANY = "*"
 
@@ -172,10 +172,9 @@ def codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
     if choice is None:
         return Plain() if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
     if isinstance(choice, str):
-        if choice in ("plain", "ring"):
-            return Plain("ring" if choice == "ring" else "library")
-        if half_name(choice) in ("bf16", "float16"):
-            return Cast(choice)
+        for name, known in CODECS.items():
+            if half_name(name) == half_name(choice):
+                return known()
         if (make := find_extension("codec", choice)) is not None:
             made: Codec = make()
             return made
@@ -186,5 +185,19 @@ def codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
     return choice
 
 
+CODECS: dict[str, Callable[[], Codec]] = {
+    "plain": Plain,
+    "ring": partial(Plain, "ring"),
+    "bf16": partial(Cast, "bf16"),
+    "fp16": partial(Cast, "fp16"),
+}
+"""By name; extensions have more."""
+
+
+def codec_names() -> list[str]:
+    """The names of all codecs, those of extensions among them."""
+    return [*CODECS, *name_extensions("codec")]
+
+
 def _names() -> str:
-    return ", ".join(["plain, ring, bf16, fp16", *name_extensions("codec")])
+    return ", ".join(codec_names())

@@ -7,6 +7,7 @@ ranks, of microbatches and of stages per rank. Messages and collectives are not 
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -174,20 +175,30 @@ def _check_numbers(name: str, ranks: int, microbatches: int, per_rank: int, take
         )
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zbv": zbv,
+@dataclass(frozen=True)
+class NamedSchedule:
+    """make: the schedule for numbers of ranks, of microbatches and of stages per rank. fixed: why stages cannot lie
+    elsewhere, "" where they can: where W fills the gaps is worked out for these places. steady: microbatches for each
+    rank of the pipe until further ones take the same; None: not known, and plans do not search it. frugal: no more
+    microbatches are alive than in 1F1B."""
+
+    make: Callable[[int, int, int], PipelineSchedule]
+    fixed: str = ""
+    steady: int | None = None
+    frugal: bool = False
+
+
+_IN_ORDER = "has one stage on each rank, in order"
+_IN_A_V = "goes down the ranks and comes back in a V, stage s on rank s and stage 2P - 1 - s as well"
+SCHEDULES = {
+    "gpipe": NamedSchedule(gpipe),
+    "1f1b": NamedSchedule(one_f_one_b, steady=3, frugal=True),
+    "interleaved": NamedSchedule(interleaved, steady=4),
+    "zb-h1": NamedSchedule(zb_h1, _IN_ORDER, steady=3, frugal=True),
+    "zb-h2": NamedSchedule(zb_h2, _IN_ORDER),
+    "zbv": NamedSchedule(zbv, _IN_A_V),
 }
-FIXED = {
-    "zb-h1": "has one stage on each rank, in order",
-    "zb-h2": "has one stage on each rank, in order",
-    "zbv": "goes down the ranks and comes back in a V, stage s on rank s and stage 2P - 1 - s as well",
-}
-"""Why stages cannot lie elsewhere: where W fills the gaps is worked out for these places."""
+"""By name. All that is known of a schedule is said here: plans, remedies and errors ask."""
 
 
 def schedule(
@@ -230,7 +241,7 @@ def schedule(
 
 @lru_cache(maxsize=64)
 def _named(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
-    return _from_function(SCHEDULES[name], ranks, microbatches, per_rank)
+    return _from_function(SCHEDULES[name].make, ranks, microbatches, per_rank)
 
 
 def placed(
@@ -240,7 +251,8 @@ def placed(
     number = isinstance(stages, int)
     home = tuple(s % ranks for s in range(stages)) if isinstance(stages, int) else tuple(stages)
     per_rank, rest = divmod(len(home), ranks)
-    free = isinstance(choice, str) and choice in SCHEDULES and choice not in FIXED
+    known = SCHEDULES.get(choice) if isinstance(choice, str) else None
+    free = known is not None and not known.fixed
     if not rest and (not free or (per_rank > 1) == (choice == "interleaved")):
         made = schedule(choice, ranks, microbatches, per_rank)
         if made.home == home or (number and not free):
@@ -250,9 +262,10 @@ def placed(
         validate(made)
         return made
     name = choice if isinstance(choice, str) else getattr(choice, "__name__", str(choice))
+    *some, last = [repr(one) for one, found in SCHEDULES.items() if not found.fixed]
     raise ConfigError(
-        f"schedule {name!r} {FIXED.get(str(name), 'says itself where its stages are')}; here {len(home)} stages are "
-        f"dealt out to ranks {', '.join(map(str, home))}: choose 'gpipe', '1f1b' or 'interleaved', which take any"
+        f"schedule {name!r} {'says itself where its stages are' if known is None else known.fixed}; here {len(home)} "
+        f"stages are dealt out to ranks {', '.join(map(str, home))}: choose {', '.join(some)} or {last}, which take any"
     )
 
 

@@ -23,8 +23,9 @@ from fsdpx.core.comm.init import adopt, carrier_of, resilient
 from fsdpx.core.comm.init import world as open_world
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.watched import note, unwatch, watch_axes
-from fsdpx.core.compression import Choice
+from fsdpx.core.compression import Choice, codec_names
 from fsdpx.core.engine.engine import Engine
+from fsdpx.core.program import SCHEDULES
 from fsdpx.core.state.sample_layout import Space
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import PaceChoice
@@ -80,7 +81,7 @@ def distribute(
     model : a layer, such as `nn.Chain(...)`, or a `torch.nn.Module` (docs: pytorch)
     loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well. Without an optimiser the
         trainer is for `predict`, `generate` and `evaluate`, which takes a loss, and holds parameters alone
-    strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
+    strategy : {strategies} or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
         `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs: local);
         or ranks at their own speed (docs: asynchronous): "async" or `fsdpx.Async(...)`, "gossip" or
         `fsdpx.Gossip(...)`; or "auto": what a plan finds to be the quickest, which needs `batch` and takes `memory` and
@@ -92,12 +93,12 @@ def distribute(
     precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
         but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
-    codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "topk", "powersgd" or a
+    codec : how gradients travel: {codecs} or a
         `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
         one of these: the first that fits counts (docs: compression)
     chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
     frozen : name patterns of parameters that are not trained
-    schedule : of a pipe: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
+    schedule : of a pipe: {schedules}, a function or a text file
     stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
         pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs: schedules)
     recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
@@ -142,6 +143,10 @@ def distribute(
     recipe = _planned(recipe, world, plan, asked)
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
+
+for _name, _values in (("strategies", PRESETS), ("codecs", codec_names()), ("schedules", SCHEDULES)):
+    _text = ", ".join(f'"{value}"' for value in _values)
+    distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)  # each list stands in one place
 
 PLANNED = ("batch", "memory", "machine")
 OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)] + [*PLANNED]

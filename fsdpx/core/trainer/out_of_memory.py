@@ -9,7 +9,7 @@ from typing import Any
 from fsdpx.core.array.arena import give_back
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.array import metered
-from fsdpx.core.base.config import PRESETS_BY_MEMORY
+from fsdpx.core.base.config import PRECISIONS, PRESETS_BY_MEMORY
 from fsdpx.core.base.messages import bytes_text, table
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
 from fsdpx.core.comm.communicator import Communicator
@@ -65,7 +65,7 @@ def cheaper(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
         yield "microbatches", pieces
         pieces *= 2
     if now.get("precision") in (None, "float32"):
-        yield from (("precision", name) for name in ("bf16", "bf16-true"))
+        yield from (("precision", name) for name, one in PRECISIONS.items() if one.compute == "bf16")
 
 
 def explain_memory_error(

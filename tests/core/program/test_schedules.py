@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.program.drawing import arrow, draw_schedule
-from fsdpx.core.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, schedule
+from fsdpx.core.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, placed, schedule
 from fsdpx.core.program.simulator import Costs, Event, PipelineSchedule, simulate
 from fsdpx.core.program.verbs import Action, parse
 from fsdpx.core.program.verifier import validate
@@ -25,7 +25,7 @@ PREFERRED = {"interleaved": 2, "zbv": 2}
 def plans(draw: st.DrawFn, least: int = 1) -> PipelineSchedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     per_rank = draw(st.integers(2, 4)) if name == "interleaved" else PREFERRED.get(name, 1)
-    return SCHEDULES[name](draw(st.integers(least, 6)), draw(st.integers(least, 12)), per_rank)
+    return SCHEDULES[name].make(draw(st.integers(least, 6)), draw(st.integers(least, 12)), per_rank)
 
 
 @PROPERTY
@@ -341,3 +341,17 @@ def test_the_arrow_stands_under_the_step(position: int) -> None:
 def test_the_arrow_works_for_plans_that_cannot_run() -> None:
     plan = PipelineSchedule.of("mine", ["B0.0 F0.0", "F1.0 B1.0 F1.1"], 2)
     assert arrow(plan, 0, 1) == "rank 0  B0.0 F0.0\n             ^\nrank 1  F1.0 B1.0 F1.1"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_said_of_a_schedule_is_so(name: str) -> None:
+    """Plans and remedies believe the table: how many microbatches are alive, and where stages may lie."""
+    known = SCHEDULES[name]
+    most, usual = (max(in_flight(schedule(one, 4, 12))) for one in (name, "1f1b"))
+    assert known.frugal == (most <= usual)
+    home = (0, 0, 1, 2, 3)
+    if known.fixed:
+        with pytest.raises(ConfigError, match=re.escape(known.fixed)):
+            placed(name, 4, 8, home)
+    else:
+        assert placed(name, 4, 8, home).home == home
