@@ -38,17 +38,42 @@ SPINE = (
 )
 """Where a path inside the package begins that belongs to the spine."""
 BRANCH = re.compile(r"\b(if|elif|else|and|or)\b")
-LOADED = """
-import sys
+STEPS = """
+with tempfile.TemporaryDirectory() as folder:
+    for _ in range(10):
+        trainer.step(x, y)
+    trainer.save(f"{folder}/saved")
+    trainer.load(f"{folder}/saved")
+"""
+MLP = f"""
+import sys, tempfile
 import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 model = nn.Chain(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
 trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
-for _ in range({steps}):
-    trainer.step(np.zeros((4, 8), np.float32), np.zeros(4, np.int64))
-print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("fsdpx") and module.__file__))
+x, y = np.zeros((4, 8), np.float32), np.zeros(4, np.int64)
+{STEPS}"""
+GPT = """
+import sys, tempfile
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+folder = tempfile.mkdtemp()
+def train(comm):
+    trainer = fsdpx.distribute(
+        nn.GPT(vocab=32, d_model=16, n_layers=4, n_heads=2, seq_len=8), loss=nn.CrossEntropy(),
+        optimizer=optim.AdamW(lr=1e-3), mesh=fsdpx.Mesh(pipe=2, tensor=2), microbatches=2, comm=comm,
+    )
+    x = np.zeros((4, 8), np.int64)
+    for _ in range(10):
+        trainer.step(x, x)
+    trainer.save(f"{folder}/saved")
+    trainer.load(f"{folder}/saved")
+    trainer.close()
+fsdpx.spawn(train, 4)
 """
+"""Two programs that train, save and load. Who runs them asks which files of fsdpx are loaded then."""
 
 
 def part_of(file: Path) -> str:
@@ -83,11 +108,15 @@ def imports(file: Path) -> set[str]:
     return {name for name in names if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()}
 
 
-def loaded(steps: int) -> list[Path]:
-    """The files that a process has loaded after this many steps of a small model."""
-    code = LOADED.format(steps=steps)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [Path(name) for name in done.stdout.split() if name.endswith(".py")]
+def loaded_files(program: str) -> list[str]:
+    """The files of fsdpx that a fresh process has loaded after `program`, as paths inside the package."""
+    tell = (
+        "\nprint(*(module.__file__ for name, module in sys.modules.items() if name.partition('.')[0] == 'fsdpx' and"
+        " getattr(module, '__file__', None)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program + tell], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [Path(name) for name in done.stdout.split("\n")[-2].split() if name.endswith(".py")]
+    return [file.relative_to(PACKAGE).as_posix() for file in files]
 
 
 def main() -> None:
@@ -114,11 +143,11 @@ def main() -> None:
     total = sum(count[file] for file in core)
     print(f"\ncore {total:,} lines in {len(core)} files; all {sum(count.values()):,} in {len(files)}")
     print(f"spine {sum(count[file] for file in spine):,} lines in {len(spine)} files")
-    for steps in (0, 10):
-        found = loaded(steps)
-        of_extensions = [file for file in found if not is_core(part_of(file)) and file.parent != PACKAGE]
-        size = f"{sum(count[file] for file in found):,} lines in {len(found)} files"
-        print(f"loaded by distribute and {steps} steps: {size}, {len(of_extensions)} of them extensions")
+    for name, program in (("an MLP", MLP), ("GPT, pipe 2 x tensor 2", GPT)):
+        files_loaded = [PACKAGE / file for file in loaded_files(program)]
+        of_extensions = [file for file in files_loaded if not is_core(part_of(file)) and file.parent != PACKAGE]
+        size = f"{sum(count[file] for file in files_loaded):,} lines in {len(files_loaded)} files"
+        print(f"{name} that trains, saves and loads reads {size}, {len(of_extensions)} of them extensions")
 
 
 if __name__ == "__main__":
