@@ -48,7 +48,7 @@ def pytest_in(folder: Path, *options: str, by: Sequence[str] = (), **variables: 
     quick = "[pytest]\naddopts = -p no:zarr -p no:anyio -p no:hypothesispytest\n"
     (folder / "pytest.ini").write_text(f"{quick}markers =\n    world: all ranks\n    jobs: starts some\n")
     (folder / "tmp").mkdir(exist_ok=True)
-    path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}"
+    path = f"{ROOT}:{ROOT / 'tests'}"
     return subprocess.run(
         [*by, sys.executable, "-m", "pytest", *options],
         cwd=folder, env=environment(PYTHONPATH=path, TMPDIR=str(folder / "tmp"), **variables),

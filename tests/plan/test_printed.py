@@ -38,7 +38,7 @@ def plans() -> list[Plan]:
     many: Any = {"machine": "a100-dgx-200g", "codecs": ("bf16", "int8"), "most": 60}
     return [
         fsdpx.plan(gpt(), batch=(X, X), ranks=8, memory="900KiB", **many),
-        fsdpx.plan(nn.UNet(3, 2, 2, 8, 2), batch=field, ranks=8, machine="ethernet-10g", space="any", most=40),
+        fsdpx.plan(nn.UNet(3, 2, 2, 8, 1), batch=field, ranks=4, machine="ethernet-10g", space="any", most=40),
         fsdpx.plan(gpt(), batch=(X, X), ranks=4, machine="ethernet-10g", memory="900KiB", most=60),
     ]
 

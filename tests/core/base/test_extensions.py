@@ -126,7 +126,7 @@ def test_what_is_declared_is_there(target: str) -> None:
     assert not attribute or re.search(rf"\b{attribute}\b", Path(spec.origin).read_text())
 
 
-@pytest.mark.parametrize("module", ["fsdpx.ext.gone", "fsdpx.ext.gone.file", "fsdpx.ext.compression.gone"])
+@pytest.mark.parametrize("module", ["fsdpx.ext.gone", "fsdpx.ext.gone.file", "fsdpx.core.gone"])
 def test_missing_files_are_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLE["codec"], "gone", f"{module}:Gone")
     missing = "fsdpx.ext.gone" if ".ext.gone" in module else module
