@@ -10,7 +10,7 @@ from functools import partial, wraps
 from inspect import Parameter, signature
 from os import PathLike
 from time import perf_counter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -32,8 +32,21 @@ from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, RankLost
 
 __all__ = [
-    "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "LastUpdate", "TrainerHost",
-    "check_which", "checked_together", "hosted", "timed",
+    "EVERY",
+    "KEEPS",
+    "LOOKS",
+    "REPLACES",
+    "SAVE",
+    "STEP",
+    "WAIT",
+    "FixedRanks",
+    "LastUpdate",
+    "TrainerHost",
+    "check_which",
+    "checked_together",
+    "hosted",
+    "shared_errors",
+    "timed",
 ]  # fmt: skip  # fmt: skip
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
@@ -45,6 +58,7 @@ SAVE, WAIT = "save", "wait_saved"
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hosted(how: str, name: str = "") -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
@@ -93,6 +107,11 @@ def checked_together(
         return method(self, *given, **options)
 
     return call
+
+
+def shared_errors(method: F) -> F:
+    """Like `checked_together`, for a call that looks at type hints itself."""
+    return cast(F, checked_together(method, hints=False))
 
 
 def check_which(which: Any) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from time import perf_counter
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -17,7 +16,7 @@ from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
 from fsdpx.core.base.messages import say
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.call_runner import TrainerHost, checked_together
+from fsdpx.core.trainer.call_runner import TrainerHost, shared_errors
 from fsdpx.core.trainer.callbacks import EPOCHS, Events, Limits, Metric, Metrics
 from fsdpx.core.trainer.fit_checkpoints import Checkpoints, History, Saves
 from fsdpx.core.trainer.loader_shares import SharingLoader, demand_shares
@@ -49,7 +48,7 @@ class Stopping(Protocol):
         """Between two steps, on all ranks: go on, or call `also` and raise what ends the run. Collective."""
 
 
-@partial(checked_together, hints=False)
+@shared_errors
 def fit(
     trainer: Any,
     loader: Iterable[Any],

@@ -44,6 +44,7 @@ from fsdpx.nn.container import one_or_all
 from fsdpx.nn.gradient_accumulation import as_taken
 
 if TYPE_CHECKING:
+    from fsdpx.core.trainer import fit as fitting
     from fsdpx.core.trainer.inspect import Inspection
 
 __all__ = ["Trainer"]
@@ -274,7 +275,7 @@ class Trainer:
         return generate(self._host, prompt, max_new_tokens, stop, sampling, stream, cache)
 
     if TYPE_CHECKING:
-        from fsdpx.core.trainer.fit import fit
+        fit = fitting.fit
     else:
         fit = LazyMethod("fsdpx.core.trainer.fit:fit")
 

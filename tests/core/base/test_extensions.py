@@ -21,7 +21,7 @@ from fsdpx.core.base.extensions import TABLE, find_extension, load_extension, na
 from fsdpx.core.comm import Communicator, spawn, world
 from fsdpx.errors import ConfigError
 
-PACKAGE = '''
+THEIRS = '''
 import numpy as np
 from fsdpx import Plain, nn
 from fsdpx.core.comm.local import single
@@ -58,7 +58,7 @@ theirs_of_fsdpx = theirs_of_fsdpx:adapt
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package of a user that adds a codec, a backend and a library."""
-    (tmp_path / "theirs_of_fsdpx.py").write_text(PACKAGE)
+    (tmp_path / "theirs_of_fsdpx.py").write_text(THEIRS)
     info = tmp_path / "theirs_of_fsdpx-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs-of-fsdpx\nVersion: 1\n")
