@@ -108,7 +108,7 @@ def test_layers_that_nobody_asks_for_are_not_loaded() -> None:
     code = "import sys; from fsdpx import nn, optim, data, models; nn.Linear, nn.sort, optim.SGD; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "fsdpx.nn.linear" in loaded
-    heavy = "ext.moe ext.lora ext.fields nn.decoders optim.muon data.loader models.pretrained_reader".split()
+    heavy = "ext.moe ext.lora ext.fields nn.gpt nn.llama optim.muon data.loader models.pretrained_reader".split()
     assert [name for name in heavy if f"fsdpx.{name}" in loaded] == []
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fsdpx.nn.activation import GELU, ReLU
 from fsdpx.nn.container import Chain
-from fsdpx.nn.decoders import GPT
+from fsdpx.nn.gpt import GPT
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import BatchNorm

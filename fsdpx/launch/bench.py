@@ -21,13 +21,12 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import byte_count, sharding
-from fsdpx.core.base.messages import table
+from fsdpx.core.base.messages import ranks_text, table
 from fsdpx.core.base.safe_files import home
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.calls import Steps
 from fsdpx.core.comm.communicator import Array, Communicator, Handle, ReduceOp
 from fsdpx.core.comm.init import backend_name, carrier_of, first_line, node_of
-from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.comm.node.node import SMALL
 from fsdpx.core.comm.node.rendezvous import Meeting
 from fsdpx.core.trainer.distribute import distribute

@@ -18,11 +18,10 @@ import numpy as np
 from fsdpx.core.array import parallel
 from fsdpx.core.array.devices import gpus as seen
 from fsdpx.core.base import environment
-from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.base.messages import bytes_text, ranks_text
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import backend_name, first_line, node_of
-from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices

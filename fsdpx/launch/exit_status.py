@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdpx.core.base.messages import ranks_text
 from fsdpx.core.comm.mpi.start import waiting
-from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.ext.watch.flight_recorder import FlightRecord
 from fsdpx.ext.watch.preempt import PREEMPTED
 from fsdpx.ext.watch.rank_exits import LEFT

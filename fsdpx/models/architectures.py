@@ -27,8 +27,9 @@ from fsdpx.models.fields import (
     ConfigField as Field,
 )
 from fsdpx.nn.container import Container
-from fsdpx.nn.decoders import GPT, Llama
 from fsdpx.nn.encoders import Bert, ViT
+from fsdpx.nn.gpt import GPT
+from fsdpx.nn.llama import Llama
 
 __all__ = ["ARCHITECTURES", "Architecture", "Config"]
 

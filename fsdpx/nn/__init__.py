@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         Column as Column, Cut as Cut, CutRequest as CutRequest, Features as Features, Own as Own,
         Positions as Positions, Row as Row, Samples as Samples, Vocab as Vocab, Whole as Whole,
     )  # fmt: skip
-    from fsdpx.nn.decoders import GPT as GPT, Llama as Llama
+    from fsdpx.nn.gpt import GPT as GPT
+    from fsdpx.nn.llama import Llama as Llama
     from fsdpx.ext.fields.derivatives import (
         Curl as Curl, Derivative as Derivative, Divergence as Divergence, Gradient as Gradient, Laplacian as Laplacian,
     )  # fmt: skip
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from fsdpx.nn.lambda_layer import Lambda as Lambda
     from fsdpx.nn.graph import Graph as Graph
-    from fsdpx.nn.attention_layer import (
+    from fsdpx.nn.attention_layer import MultiHeadAttention as MultiHeadAttention
+    from fsdpx.nn.grouped_query_attention import (
         AttentionBlock as AttentionBlock, GroupedQueryAttention as GroupedQueryAttention,
-        MultiHeadAttention as MultiHeadAttention,
     )  # fmt: skip
-    from fsdpx.nn.per_head import Attention as Attention, HeadNorm as HeadNorm, Rotary as Rotary
+    from fsdpx.nn.per_head import Attention as Attention, HeadNorm as HeadNorm
+    from fsdpx.nn.rotary import Rotary as Rotary
     from fsdpx.nn.layer import Env as Env, Layer as Layer, Portion as Portion, Spec as Spec
     from fsdpx.nn.linear import ColumnLinear as ColumnLinear, Linear as Linear, RowLinear as RowLinear
     from fsdpx.nn.losses import (

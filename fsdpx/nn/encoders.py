@@ -7,10 +7,10 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import Dropout, Tanh, activation_of
-from fsdpx.nn.attention_layer import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.container import Composite, Container, chained
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.gradient_accumulation import add_product, add_sum, affine, flat, product
+from fsdpx.nn.grouped_query_attention import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, remember
 from fsdpx.nn.linear import Linear

@@ -17,7 +17,7 @@ from setting import env  # noqa: E402
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.core.comm import Communicator, spawn  # noqa: E402
-from fsdpx.nn.per_head import frequencies  # noqa: E402
+from fsdpx.nn.rotary import frequencies  # noqa: E402
 
 VOCAB, WIDTH, LAYERS, HEADS, TIME, SAMPLES = 53, 32, 2, 4, 12, 4
 

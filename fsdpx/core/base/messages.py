@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, TextIO
@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from fsdpx.errors import printable
 
 __all__ = [
-    "LOGGER", "SILENCE", "TIMER", "Count", "Slow", "bytes_text", "last_words", "line", "on_terminal", "say", "shorten",
-    "slow", "table",
+    "LOGGER", "SILENCE", "TIMER", "Count", "Slow", "bytes_text", "last_words", "line", "on_terminal", "ranks_text",
+    "say", "shorten", "slow", "table",
 ]  # fmt: skip
 
 SILENCE = 1.0
@@ -145,6 +145,12 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 def _row(cells: tuple[str, ...], widths: list[int]) -> str:
     right = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
     return "  ".join([cells[0].ljust(widths[0]), *right])
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 3" or "ranks 0, 2"."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def shorten(value: Any) -> str:

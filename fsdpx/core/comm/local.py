@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fsdpx.core.base.messages import ranks_text
 from fsdpx.core.comm.backend import Backend, staged
 from fsdpx.core.comm.calls import NOT_ALONE, Array, Call, Handle, Progress, copy, named
 from fsdpx.core.comm.communicator import Communicator, Survivor, loss, terms
 from fsdpx.core.comm.message_backend import TIMEOUT
-from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.comm.reduction import fold
 from fsdpx.core.comm.windows import ThreadWindow, aligned
 from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost

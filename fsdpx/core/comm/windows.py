@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.base.messages import ranks_text
 from fsdpx.core.comm.calls import Array
-from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.errors import CommTimeout
 
 __all__ = ["LINE", "SharedParts", "ThreadWindow", "Window", "aligned"]

@@ -16,13 +16,12 @@ from fsdpx.core.array.namespace import namespace
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.extensions import load_extension
-from fsdpx.core.base.messages import say, slow
+from fsdpx.core.base.messages import ranks_text, say, slow
 from fsdpx.core.base.name_hints import demand_match
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import Guarded
 from fsdpx.core.comm.mesh import Axes, Mesh, connect
-from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.compression import Codecs
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.half import WORD, mixed
+from fsdpx.core.array.kernels.compiled.elements import WORD
+from fsdpx.core.array.kernels.compiled.half import mixed
 from fsdpx.core.array.kernels.compiled.scalar import order, unorder, widest
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import GRAIN, cuts, run

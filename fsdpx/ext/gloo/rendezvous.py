@@ -21,7 +21,8 @@ import numpy as np
 
 from fsdpx.core.base import environment
 from fsdpx.core.base.environment import Environment, Store
-from fsdpx.core.comm.mpi.start_watchdog import began, ranks_text
+from fsdpx.core.base.messages import ranks_text
+from fsdpx.core.comm.mpi.start_watchdog import began
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_hint
 
 __all__ = ["CHALLENGE", "SEAL", "Roll", "opened", "proof"]

@@ -13,12 +13,12 @@ from importlib import import_module
 from typing import Any
 
 from fsdpx.core.array.devices import cupy, is_on_gpu
+from fsdpx.core.base.messages import ranks_text
 from fsdpx.core.comm.backend import Backend
 from fsdpx.core.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay, spin
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import Asked, open_mpi
 from fsdpx.core.comm.message_backend import TIMEOUT
-from fsdpx.core.comm.mpi.start_watchdog import ranks_text
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import fold, is_half
 from fsdpx.core.comm.windows import Window

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["CAME", "LATE", "began", "came", "ranks_text"]
+__all__ = ["CAME", "LATE", "began", "came"]
 
 CAME = "came-"
 _MARK = re.compile(rf"{CAME}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
@@ -86,19 +86,19 @@ def report(found: dict[int, tuple[str, str]], seconds: float, size: int, local_s
         who = f"all ranks of {host} but not those of other hosts have"
     elif size == local_size:
         missing = set(range(size)) - set(found)
-        who = f"{ranks_text(missing)} of {size} {'has' if len(missing) == 1 else 'have'} not"
+        who = f"{_ranks_text(missing)} of {size} {'has' if len(missing) == 1 else 'have'} not"
     else:
-        who = f"on {host} local {ranks_text(missing)} of {local_size} {'has' if len(missing) == 1 else 'have'} not"
+        who = f"on {host} local {_ranks_text(missing)} of {local_size} {'has' if len(missing) == 1 else 'have'} not"
     come = f"{who} come to the start of MPI within {seconds:g} s after the first rank of {host}"
     return (
-        f"fsdpx: {come}; {ranks_text(found)} "
+        f"fsdpx: {come}; {_ranks_text(found)} "
         "waited, and the job ends. A rank that is missing has not begun, has ended, or is busy: call fsdpx.init() "
         "before other long work, or set FSDPX_START_TIMEOUT to more seconds\n"
     )
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 3" or "ranks 0, 2"."""
+def _ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 3" or "ranks 0, 2", as `base.messages` has it, which a file that runs alone cannot import."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 

@@ -14,7 +14,7 @@ from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation as plain
 from fsdpx.core.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.half import fallback, number, owned, put, real, wide
+from fsdpx.core.array.kernels.compiled.elements import fallback, number, owned, put, real, wide
 from fsdpx.core.array.kernels.compiled.memory_order import alike
 from fsdpx.core.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.core.array.lazy_numba import register_jitable

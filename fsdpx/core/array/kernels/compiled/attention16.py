@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, fixed, jit
-from fsdpx.core.array.kernels.compiled.half import dot, largest, put
+from fsdpx.core.array.kernels.compiled.elements import dot, largest, put
 from fsdpx.core.array.kernels.compiled.scalar import exp, widest
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 from fsdpx.core.base import environment

@@ -16,7 +16,7 @@ from fsdpx.core.array.jit import REORDER, fixed, jit
 from fsdpx.core.array.kernels.choice import form
 from fsdpx.core.array.kernels.compiled import attention16
 from fsdpx.core.array.kernels.compiled.attention16 import available
-from fsdpx.core.array.kernels.compiled.half import (
+from fsdpx.core.array.kernels.compiled.elements import (
     dot,
     exponentials,
     fallback,

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.half import exponentials, largest, number, numbers, owned, put, real, wide
+from fsdpx.core.array.kernels.compiled.elements import exponentials, largest, number, numbers, owned, put, real, wide
 from fsdpx.core.array.kernels.compiled.scalar import exp, widest
 from fsdpx.core.array.kernels.squares import BLOCK
 from fsdpx.core.array.parallel import over, over_columns

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.half import owned
+from fsdpx.core.array.kernels.compiled.elements import owned
 from fsdpx.core.array.parallel import over
 
 __all__ = ["alike", "as_first", "as_last", "cells_last", "rows_first", "rows_of", "turn"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.half import number, owned, put, real, square_distance, total, wide, zero
+from fsdpx.core.array.kernels.compiled.elements import number, owned, put, real, square_distance, total, wide, zero
 from fsdpx.core.array.kernels.compiled.memory_order import rows_first, rows_of
 from fsdpx.core.array.parallel import over, over_columns
 

@@ -14,7 +14,7 @@ import numpy as np
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.half import put, real, wide, zero
+from fsdpx.core.array.kernels.compiled.elements import put, real, wide, zero
 from fsdpx.core.array.kernels.compiled.scalar import fma, nearest, polynomial, product_high, widest
 from fsdpx.core.array.kernels.dropout import scale, threshold
 from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types

@@ -14,7 +14,7 @@ import numpy as np
 from fsdpx.core.array.blas.libraries import FEW
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.activation import column_sums
-from fsdpx.core.array.kernels.compiled.half import dot, in_line, prefetch, put, real
+from fsdpx.core.array.kernels.compiled.elements import dot, in_line, prefetch, put, real
 from fsdpx.core.array.kernels.compiled.scalar import widest
 from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.half import real
+from fsdpx.core.array.kernels.compiled.elements import real
 from fsdpx.core.array.kernels.squares import BLOCK, LANES, add_in_lanes
 from fsdpx.core.array.parallel import GRAIN, cuts, run
 

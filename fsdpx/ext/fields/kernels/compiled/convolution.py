@@ -19,7 +19,7 @@ from fsdpx.core.array import blas, parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.half import owned
+from fsdpx.core.array.kernels.compiled.elements import owned
 from fsdpx.core.array.kernels.compiled.memory_order import as_first, as_last, cells_last, turn
 from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.core.array.kernels.compiled.scalar import widest

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.half import owned
+from fsdpx.core.array.kernels.compiled.elements import owned
 from fsdpx.core.array.kernels.compiled.scalar import widest
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 from fsdpx.ext.fields.kernels.convolution import Strides

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.half import owned
+from fsdpx.core.array.kernels.compiled.elements import owned
 from fsdpx.core.array.kernels.compiled.memory_order import as_first, cells_last
 from fsdpx.core.array.lazy_numba import register_jitable
 from fsdpx.core.array.parallel import over

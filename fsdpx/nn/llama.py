@@ -1,4 +1,4 @@
-"""Decoder-only transformers: GPT (Radford et al. 2019), Llama (Touvron et al. 2023), and models built like them."""
+"""Llama (Touvron et al. 2023), and models built like it."""
 
 from __future__ import annotations
 
@@ -8,80 +8,19 @@ from typing import Any
 
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.errors import ConfigError
-from fsdpx.nn.activation import Dropout
-from fsdpx.nn.attention_layer import AttentionBlock, GroupedQueryAttention
-from fsdpx.nn.container import Chain, Container, chained
-from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.init import normal, sinusoid
+from fsdpx.nn.container import Container, chained
+from fsdpx.nn.embedding import Embedding
+from fsdpx.nn.grouped_query_attention import AttentionBlock, GroupedQueryAttention
+from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Layer, positive, remember
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.norm import LayerNorm, RMSNorm
-from fsdpx.nn.per_head import Rotary
+from fsdpx.nn.norm import RMSNorm
+from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.shape import Scale
 from fsdpx.nn.sharding import Vocab
-from fsdpx.nn.transformer import GatedMLP, TransformerBlock
+from fsdpx.nn.transformer import GatedMLP
 
-__all__ = ["GPT", "Llama"]
-
-class GPT(Chain):
-    """Tokens `(samples, time)` -> logits `(samples, time, vocab)`.
-
-    Children: "embed" (`embed.weight`, `embed.position`), "blocks.0" ..., "norm", "head" (Linear without bias). Weights
-    begin as in GPT-2: N(0, 0.02), those that end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0; positions
-    begin as sinusoids with a root mean square of 0.04.
-
-    Parameters
-    ----------
-    vocab : tokens are integers in [0, vocab)
-    d_model : features between the blocks; a multiple of n_heads
-    n_layers : transformer blocks
-    n_heads : attention heads per block
-    seq_len : the longest time
-    tie : `head.weight` is `embed.weight`
-    dropout : of the embedding, the attention weights and the residual branches
-    bias : whether Linear and LayerNorm layers have biases
-    hidden : features inside the MLP of a block; None: 4 d_model
-    activation : of the MLP: "gelu", "gelu_new" (its tanh form, which GPT-2 was trained with), "relu", "silu" or "tanh"
-    eps : of the LayerNorm layers
-    frozen : name patterns (fnmatch) of parameters that are not trained
-    """
-
-    plan = {"embed": Vocab(), "head": Vocab()}  # noqa: RUF012
-
-    def __init__(
-        self,
-        vocab: int,
-        d_model: int,
-        n_layers: int,
-        n_heads: int,
-        seq_len: int,
-        tie: bool = True,
-        dropout: float = 0.0,
-        *,
-        bias: bool = True,
-        hidden: int | None = None,
-        activation: str = "gelu",
-        eps: float = 1e-5,
-        frozen: Sequence[str] = (),
-    ) -> None:
-        positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
-        remember(self, locals())
-        init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
-        block = TransformerBlock(
-            d_model, n_heads, hidden, dropout=dropout, bias=bias, activation=activation, eps=eps, init=init,
-            out_init=out_init,
-        )  # fmt: skip
-        layers: dict[str, Layer] = {
-            "embed": TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=sinusoid(0.04))
-        }
-        layers |= {"dropout": Dropout(dropout)} if dropout else {}
-        layers["blocks"] = Chain(*[block] * n_layers)
-        layers["norm"] = LayerNorm(d_model, eps, bias=bias)
-        layers["head"] = Linear(d_model, vocab, bias=False, init=init)
-        super().__init__(layers, ties={"head.weight": "embed.weight"} if tie else None, frozen=frozen)
-
-    def __repr__(self) -> str:
-        return Layer.__repr__(self)
+__all__ = ["Llama"]
 
 
 class Llama(Container):

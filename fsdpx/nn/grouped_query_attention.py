@@ -1,0 +1,102 @@
+"""Attention whose heads of queries share heads of keys and values, and the block of a transformer around it."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from fsdpx.nn.attention_layer import Attending, share_of_head
+from fsdpx.nn.container import Composite
+from fsdpx.nn.init import Init, zeros
+from fsdpx.nn.layer import Layer, positive, remember
+from fsdpx.nn.linear import Linear
+from fsdpx.nn.per_head import Attention, HeadNorm
+from fsdpx.nn.rotary import Rotary
+from fsdpx.nn.sharding import Column, Row
+
+__all__ = ["AttentionBlock", "GroupedQueryAttention"]
+
+class GroupedQueryAttention(Attending, Composite):
+    """Attention of Llama and its kin: `(samples, time, d_model)` to the same, one unit.
+
+    Weights `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, `out.weight
+    (d_model, n_heads d_head)`; with `qk_norm` also `q_norm.weight` and `k_norm.weight (d_head,)`. With "attention" in
+    `env.recompute` only queries, keys and values are saved for backward of the attention itself.
+
+    Parameters
+    ----------
+    d_model : features of the input and the result
+    n_heads, kv_heads : heads of queries, and of keys and values, as in `Attention`
+    rotary : how positions turn queries and keys; its d_head is that of all heads. None: they do not, and d_head is
+        d_model / n_heads
+    causal, window, segments : as in `Attention`; with segments they are a second input
+    qk_norm : None, or the eps of an RMSNorm of each head of queries and keys, before positions (Qwen3)
+    qkv_bias, out_bias : whether q, k and v, and the last Linear, have biases
+    init, out_init : of the weights; None: as in `Linear`
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        kv_heads: int,
+        rotary: Rotary | None,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        qk_norm: float | None = None,
+        segments: bool = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        init: Init | None = None,
+        out_init: Init | None = None,
+    ) -> None:
+        positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
+        remember(self, locals())
+        d_head = rotary.d_head if rotary else share_of_head(self, d_model, n_heads)
+        self.attend = Attention(n_heads, kv_heads, d_head, causal, window, segments)
+        self.rotary = rotary
+        self.reads = ("x", "segments") if segments else ("x",)
+        self.q = Linear(d_model, n_heads * d_head, qkv_bias, init=init, bias_init=zeros)
+        self.k = Linear(d_model, kv_heads * d_head, qkv_bias, init=init, bias_init=zeros)
+        self.v = Linear(d_model, kv_heads * d_head, qkv_bias, init=init, bias_init=zeros)
+        self.out = Linear(n_heads * d_head, d_model, out_bias, init=out_init or init, bias_init=zeros)
+        if qk_norm is not None:
+            self.q_norm, self.k_norm = HeadNorm(d_head, qk_norm), HeadNorm(d_head, qk_norm)
+        grain = n_heads // kv_heads * d_head  # a rank that has a head of keys has all queries that read it
+        keys = Column(grain=d_head)
+        self.plan = {"q": Column(grain=grain), "k": keys, "v": keys, "out": Row()}
+
+    def compose(self, x: Any, *segments: Any) -> Any:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        return self.out(self.attend(q, k, v, *segments))
+
+
+class AttentionBlock(Composite):
+    """x + attn(norm1(x)), then x + mlp(norm2(x)): `(samples, time, d_model)` to the same, one unit.
+
+    Parameters
+    ----------
+    attn : the attention; a second input of it, its segments, is one of the block
+    mlp : a layer
+    norm : what both norms are like
+    post : norm1(x + attn(x)), then norm2(x + mlp(x)), as in BERT
+    """
+
+    unit = True
+
+    def __init__(self, attn: GroupedQueryAttention, mlp: Layer, norm: Layer, post: bool = False) -> None:
+        self.norm1, self.attn, self.norm2, self.mlp = copy(norm), attn, copy(norm), mlp
+        self.post = bool(post)
+        self.reads = attn.reads
+
+    def compose(self, x: Any, *segments: Any) -> Any:
+        if self.post:
+            x = self.norm1(x + self.attn(x, *segments))
+            return self.norm2(x + self.mlp(x))
+        x = x + self.attn(self.norm1(x), *segments)
+        return x + self.mlp(self.norm2(x))
