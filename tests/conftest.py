@@ -12,7 +12,7 @@ import pytest
 from bits import explained
 from contracts import is_contract, merge_checks
 from hypothesis import settings
-from present import ABSENT, extension_of, is_present
+from present import ABSENT, absent, extension_of
 from ranks import OVER_GLOO
 from ranks_of_mpi import TRANSPORTS, Ranks
 
@@ -26,7 +26,6 @@ settings.register_profile("suite", max_examples=60, derandomize=True, database=N
 settings.register_profile("thorough", max_examples=3000, database=None, deadline=None)
 settings.load_profile("suite")
 
-TESTS = Path(__file__).parent
 os.environ.setdefault("FSDPX_TUNE", "0")  # measurements belong to the tests that are about them
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a job would compile all modules again
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it a print is several writes, and lines of the ranks of a job mix
@@ -95,13 +94,12 @@ class Absent(pytest.Module):
     """Tests of an extension whose folder was deleted: none of them is looked for."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
-        pytest.skip(ABSENT.format(extension_of(self.path, TESTS)), allow_module_level=True)
+        pytest.skip(ABSENT.format(absent()[str(extension_of(self.path))]), allow_module_level=True)
 
 
 @pytest.hookimpl
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    name = extension_of(module_path, TESTS) if module_path.is_relative_to(TESTS) else None
-    return Absent.from_parent(parent, path=module_path) if name and not is_present(name) else None
+    return Absent.from_parent(parent, path=module_path) if extension_of(module_path) in absent() else None
 
 
 @pytest.hookimpl

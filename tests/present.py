@@ -1,30 +1,61 @@
 """Which extensions are there: a test that needs one which is not is skipped by its name."""
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from reading import used_at_import
 
-__all__ = ["ABSENT", "extension_of", "is_present", "needs"]
+__all__ = ["ABSENT", "absent", "extension_of", "is_present", "needs"]
 
 ABSENT = "the extension {} is not there"
+BESIDE = ("data", "examples", "launch", "models", "plan")
+"""Extensions whose folders are not in `fsdpx/ext/`."""
+TESTS = Path(__file__).parent
+
+
+def package_of(name: str) -> str:
+    return f"fsdpx.{name}" if name in BESIDE else f"fsdpx.ext.{name}"
+
+
+@cache
+def absent() -> dict[str, str]:
+    """Extensions without files, and those that import such a one as soon as they are imported: name -> what is not
+    there."""
+    names = [*BESIDE, *(path.name for path in (TESTS / "ext").glob("[a-z]*"))]
+    found = {name: find_spec(package_of(name)) for name in names}
+    # a folder that holds old .pyc alone is not there
+    homes = {name: Path(spec.origin).parent for name, spec in found.items() if spec is not None and spec.origin}
+    gone = {name: name for name in names if name not in homes}
+    if not gone:
+        return gone
+    used = {
+        name: {module for file in home.rglob("*.py") for module in used_at_import(file.read_text(), {})}
+        for name, home in homes.items()
+    }
+    for _ in names:
+        for name in used.keys() - gone.keys():
+            for other in [*gone]:
+                if any(f"{module}.".startswith(f"{package_of(other)}.") for module in used[name]):
+                    gone[name] = gone[other]
+    return gone
 
 
 def is_present(name: str) -> bool:
     """name: of a folder in `fsdpx/ext/`, or of one in `fsdpx/` itself, such as "plan"."""
-    found = find_spec(f"fsdpx.ext.{name}") or find_spec(f"fsdpx.{name}")
-    return found is not None and found.origin is not None  # a folder that holds old .pyc alone is not there
+    return name not in absent()
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
     """Mark a test, or a case of one, that uses extensions: it is skipped where the files of one are missing."""
-    absent = [name for name in names if not is_present(name)]
-    return pytest.mark.skipif(bool(absent), reason=ABSENT.format(" and ".join(absent)))
+    missing = sorted({absent()[name] for name in names if name in absent()})
+    return pytest.mark.skipif(bool(missing), reason=ABSENT.format(" and ".join(missing)))
 
 
-def extension_of(path: Path, tests: Path) -> str | None:
+def extension_of(path: Path) -> str | None:
     """Return the extension that a file of tests is for: that of its folder."""
-    parts = path.relative_to(tests).parts
+    parts = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ("",)
     if parts[0] == "ext":
         return parts[1]
-    return parts[0] if parts[0] in ("data", "examples", "launch", "models", "plan") else None
+    return parts[0] if parts[0] in BESIDE else None
