@@ -152,9 +152,9 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     with share_errors(world, "distribute", agree_at_end=True):
         formats = _asked(recipe.training.precision, ranks.xp)
         model = _model(recipe, ranks, formats)
-        reducing = _reducing(recipe, ranks, formats, model.ordered)
+        reducing = _reducing(recipe, ranks, formats)
         pages = _pages(recipe, ranks, formats, model, reducing)
-        options = _options(recipe, ranks, formats, model.ordered, pages)
+        options = _options(recipe, ranks, formats, model.ordered, reducing, pages)
         optimizer = _optimizer(recipe.training, formats)
         place = Placement(
             xp=ranks.xp,
@@ -249,16 +249,13 @@ def _planned(
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted) -> Reducing:
+def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> Reducing:
     """What carries gradients, and in which tree they add up."""
-    training, axes = recipe.training, ranks.axes
+    training, axes, choice = recipe.training, ranks.axes, recipe.distribution.codec
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
-    codecs = Codecs.chosen(recipe.distribution.codec, formats, ranks.pace.carried)
-    if training.chunks is not None:
-        chosen = Beside(recipe, model, formats, axes.mesh, xp=ranks.xp, rounding=codecs.rounding)
-        demand_together(CHUNKS, chosen, f"chunks={training.chunks}: ")
     sums = accumulation(training.chunks, axes)
-    return Reducing(codecs, sums, microbatches, sums.microbatches(microbatches))
+    each = sums.microbatches(microbatches)
+    return Reducing(Codecs.chosen(choice, formats, ranks.pace.carried), sums, microbatches, each)
 
 
 def _pages(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: Reducing) -> Pages:
@@ -300,7 +297,9 @@ def _check_patterns(optimizer: Any, layout: Layout) -> None:
         demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
 
 
-def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, pages: Pages) -> Options:
+def _options(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, reducing: Reducing, pages: Pages
+) -> Options:
     """What a step is asked for beside; ConfigError for options that exclude each other."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
     recomputing, schedule = recompute(training.recompute), distribution.schedule
@@ -308,8 +307,11 @@ def _options(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: So
     if every > count:
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
     distribution.storage.check(training.optimizer, training.average)
-    chosen = Beside(recipe, model, formats, ranks.axes.mesh, xp=ranks.xp, state=pages.layout.state)
+    mesh, state, rounding = ranks.axes.mesh, pages.layout.state, reducing.codecs.rounding
+    chosen = Beside(recipe, model, formats, mesh, state, ranks.xp, rounding)
     demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
+    if training.chunks is not None:
+        demand_together(CHUNKS, chosen, f"chunks={training.chunks}: ")
     return Options(
         **training.chosen(),
         check_finite=machinery.check_finite,
