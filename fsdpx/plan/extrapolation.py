@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import cast
 
 from fsdpx.core.array.arena import Life
-from fsdpx.core.engine.run import lives
+from fsdpx.core.engine.slab_plan import lives
 from fsdpx.core.program import SLOTS, VERBS, Event, Slot
 from fsdpx.core.program.simulator import by_rank
 from fsdpx.core.program.traffic import filled

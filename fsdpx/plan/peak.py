@@ -16,7 +16,7 @@ from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.engine.activations import HeapWatch
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.operations import about
-from fsdpx.core.engine.run import lives
+from fsdpx.core.engine.slab_plan import lives
 from fsdpx.core.program import SCHEDULES, SLOTS, Slot
 from fsdpx.core.state.ledger import KINDS
 from fsdpx.core.state.train_state import TrainState

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["demand_kinds", "flag", "option", "positive", "whole"]
+__all__ = ["demand_kinds", "flag", "option", "positive", "values_of", "whole"]
 
 
 def positive(value: object) -> bool:
@@ -38,3 +38,8 @@ def demand_kinds(owner: Any) -> None:
         value, fits = getattr(owner, one.name), one.metadata.get("fits")
         if fits is not None and not (value is None and one.default is None) and not fits(value):
             raise ConfigError(f"{one.name}={value!r}: {one.metadata['words']}")
+
+
+def values_of(kind: type[Any], owner: Any) -> dict[str, Any]:
+    """The fields of one dataclass, by name, as another one that has them too has their values."""
+    return {one.name: getattr(owner, one.name) for one in fields(kind)}

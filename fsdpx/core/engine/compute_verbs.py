@@ -8,7 +8,8 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
-from fsdpx.core.engine.run import ProgramRun, Values, demand_finite, microbatch_of, number_of
+from fsdpx.core.engine.not_finite import demand_finite
+from fsdpx.core.engine.run import ProgramRun, Values, microbatch_of, number_of
 from fsdpx.core.program import Action, StageUnit
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.units import Unit

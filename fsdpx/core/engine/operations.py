@@ -22,6 +22,7 @@ from fsdpx.core.comm.calls import Finish, Transfer
 from fsdpx.core.comm.communicator import DONE, Communicator
 from fsdpx.core.compression import Carrier
 from fsdpx.core.engine import compute_verbs
+from fsdpx.core.engine.not_finite import find_not_finite
 from fsdpx.core.engine.run import (
     GradientScale,
     Mean,
@@ -30,7 +31,6 @@ from fsdpx.core.engine.run import (
     Values,
     Workspace,
     demand_alike,
-    find_not_finite,
     number_of,
     words,
 )

@@ -4,20 +4,20 @@ flat buffers."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.arena import Life, SlabPlan, place
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import grouped
 from fsdpx.core.comm.mesh import REPLICA
+from fsdpx.core.engine.slab_plan import agreed, plan, scratch_nbytes
 from fsdpx.core.engine.stage_messages import StageMessages
-from fsdpx.core.program import KINDS, SLOTS, Action, Program, Slot, Stage, lifetimes
+from fsdpx.core.program import KINDS, SLOTS, Action, Program, Slot, Stage
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.ledger import Key, local_gradient
@@ -25,14 +25,14 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Feed, Microbatch
 from fsdpx.core.state.train_state import Scaler, Tie, TrainState
 from fsdpx.core.state.units import Layout, Unit
-from fsdpx.errors import ConfigError, NumericsError
+from fsdpx.errors import ConfigError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.gradient_accumulation import Entries, GradientEntry, Gradients
 from fsdpx.nn.layer import Env, Parameters, dotted, time_of
 
 __all__ = [
     "GradientScale", "Mean", "Operation", "ProgramRun", "Values", "Views", "Workspace", "Worlds", "demand_alike",
-    "demand_finite", "find_not_finite", "lives", "microbatch_of", "number_of", "plan", "words",
+    "microbatch_of", "number_of", "words",
 ]  # fmt: skip
 
 
@@ -150,7 +150,7 @@ class Workspace:
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
         self.place = state.placement
-        self.plan = _agreed(state, plan(state, program))
+        self.plan = agreed(state, plan(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
         pages, ledger = self.place.pages, state.ledger  # looked up once: what is kept stays where it is
@@ -219,76 +219,6 @@ class Workspace:
             made = self.place.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view(0, 0, dtype)
             self._nothing[kind] = made
         return self._nothing[kind]
-
-
-def plan(state: TrainState, program: Program) -> SlabPlan:
-    """Where each life of each buffer lies; lives of one buffer are numbered in order of birth."""
-    births: Counter[Hashable] = Counter()
-    named = []
-    for life in lives(state, program):
-        named.append(replace(life, name=(life.name, births[life.name])))
-        births[life.name] += 1
-    return place(named)
-
-
-def _agreed(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Shared memory is made together: the slab is as large as the largest plan of all ranks."""
-    if state.arena.memory is None:
-        return own
-    return replace(own, nbytes=max(state.placement.axes.world.all_gather_plain(own.nbytes)))
-
-
-def lives(state: TrainState, program: Program) -> list[Life]:
-    """All short-lived buffers of a program with their bytes on this rank, by birth; none has memory of its own."""
-    sized = ((life, _nbytes(state, life.slot)) for life in lifetimes(program))
-    return [Life(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
-
-
-def _nbytes(state: TrainState, slot: Slot) -> int:
-    if (nbytes := state.storage.buffer_nbytes(slot)) is not None:
-        return nbytes
-    row = state.ledger.rows.get(Key(slot.kind, slot.at))
-    if row is not None:
-        return 0 if row.kept else row.nbytes
-    return scratch_nbytes(state, slot)
-
-
-def scratch_nbytes(state: TrainState, slot: Slot) -> int:
-    """Memory that an action on a page needs beside its slots."""
-    place, itemsize = state.placement, state.placement.formats.gradients.itemsize
-    assert slot.at is not None
-    if slot.kind == "tie":
-        tie = state.ties[slot.at]
-        one = next(p for p in tie.pages if p in place.pages)
-        return tie.elements(place.pages[one].mine.size) * itemsize
-    page = place.pages[slot.at]
-    if slot.kind == "wire":
-        sent = place.formats.wire
-        return 0 if sent is None else place.pages[slot.at].size * sent.itemsize
-    if slot.kind == "parcel":
-        replicas = place.axes.replica.size
-        return place.route(slot.at).replica.scratch(page.mine.size, replicas) if replicas > 1 else 0
-    return place.accumulation.scratch_nbytes(slot.kind, place.route(slot.at), page, itemsize)
-
-
-def demand_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
-    """NumericsError naming rank, tensor, action and the first bad element, if there is one."""
-    if text := find_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
-        raise NumericsError(text)
-
-
-def find_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
-    """Name rank, tensor and the first element that is NaN or Inf; "" if there is none."""
-    xp = placement.xp
-    if placement.imaginary or array.dtype.kind not in "fV" or bool(xp.isfinite(array).all()):
-        return ""
-    bad = xp.asarray(~xp.isfinite(array)).reshape(-1)
-    first = int(xp.argmax(bad))
-    value = float(array.reshape(-1)[first])
-    return (
-        f"rank {placement.axes.world.rank}: {what} has {int(bad.sum())} of {bad.size} elements NaN or Inf{where}, "
-        f"the first is {value} at flat index {first}"
-    )
 
 
 Values = tuple[Any, ...]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from fsdpx.core.base.option_kinds import option, positive, whole
 
@@ -21,7 +20,3 @@ class StepChoices:
     seed: int = option(0, whole(0), "a whole number, 0 or more")
     clip_norm: float | None = option(None, positive, "a positive number, or None")
     chunks: int | None = None
-
-    def chosen(self) -> dict[str, Any]:
-        """These alone, by name."""
-        return {one.name: getattr(self, one.name) for one in fields(StepChoices)}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.base.config import Precision, Sharding, byte_count
+from fsdpx.core.base.option_kinds import values_of
 from fsdpx.core.comm.backend import TAGS
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import DONE, Communicator, split_evenly
@@ -217,7 +218,7 @@ class Placement:
     @cached_property
     def choices(self) -> StepChoices:
         """Of a step, as programs may depend on them."""
-        return StepChoices(**self.options.chosen())
+        return StepChoices(**values_of(StepChoices, self.options))
 
     @cached_property
     def pace(self) -> Pace:

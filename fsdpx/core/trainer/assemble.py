@@ -18,6 +18,7 @@ from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.messages import ranks_text, say, slow
 from fsdpx.core.base.name_hints import demand_match
+from fsdpx.core.base.option_kinds import values_of
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import Guarded
@@ -26,7 +27,7 @@ from fsdpx.core.compression import Codecs
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.warmup import make_ready, warm_calls
-from fsdpx.core.program import Stage, pipeline
+from fsdpx.core.program import Stage, StepChoices, pipeline
 from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatches_of
 from fsdpx.core.state.allocate import allocate
 from fsdpx.core.state.placement import Formats, Options, Pipe, Placement, recompute, statistics_of
@@ -313,7 +314,7 @@ def _options(
     if training.chunks is not None:
         demand_together(CHUNKS, chosen, f"chunks={training.chunks}: ")
     return Options(
-        **training.chosen(),
+        **values_of(StepChoices, training),
         check_finite=machinery.check_finite,
         schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recompute=recomputing,

@@ -17,8 +17,9 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.mesh import alone
 from fsdpx.core.engine.clock import BATCHES
 from fsdpx.core.engine.engine import Direct, Engine
+from fsdpx.core.engine.not_finite import demand_finite
 from fsdpx.core.engine.operations import Executable
-from fsdpx.core.engine.run import GradientScale, Mean, demand_finite
+from fsdpx.core.engine.run import GradientScale, Mean
 from fsdpx.core.program import KINDS, Program, Request, Slot, Stage, Sync, compile, one_by_one
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Feed, Microbatch

@@ -1,0 +1,31 @@
+"""Finds the first number of an array that is NaN or Inf, and names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpx.core.program import Action
+from fsdpx.core.state.placement import Placement
+from fsdpx.errors import NumericsError
+
+__all__ = ["demand_finite", "find_not_finite"]
+
+
+def demand_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
+    """NumericsError naming rank, tensor, action and the first bad element, if there is one."""
+    if text := find_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
+        raise NumericsError(text)
+
+
+def find_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
+    """Name rank, tensor and the first element that is NaN or Inf; "" if there is none."""
+    xp = placement.xp
+    if placement.imaginary or array.dtype.kind not in "fV" or bool(xp.isfinite(array).all()):
+        return ""
+    bad = xp.asarray(~xp.isfinite(array)).reshape(-1)
+    first = int(xp.argmax(bad))
+    value = float(array.reshape(-1)[first])
+    return (
+        f"rank {placement.axes.world.rank}: {what} has {int(bad.sum())} of {bad.size} elements NaN or Inf{where}, "
+        f"the first is {value} at flat index {first}"
+    )
