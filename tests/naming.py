@@ -156,8 +156,8 @@ def describe_docstrings(title: str, functions: list[Function]) -> str:
 
 def print_draw(functions: list[Function], signatures: int, bare: int, seed: int) -> None:
     """Print `signatures` functions with their signatures and `bare` by name alone, and then where each of them is."""
-    long_enough = [one for one in functions if 6 <= one.size <= 60 and one.kind != "overload"]
-    drawn = random.Random(seed).sample([one for one in long_enough if "<locals>" not in one.qualified], signatures + bare)
+    fit = [one for one in functions if 6 <= one.size <= 60 and one.kind != "overload" and "<" not in one.qualified]
+    drawn = random.Random(seed).sample(fit, signatures + bare)
     for number, one in enumerate(drawn, 1):
         module = one.file.relative_to(PACKAGE).with_suffix("").as_posix()
         if number <= signatures:
