@@ -68,7 +68,7 @@ def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> N
 
 
 def test_names_of_other_formats_are_refused() -> None:
-    names = "float64, float32, bf16, bf16-true, fp16"
+    names = "float64, float32, bf16, bf16-true, float16"
     with pytest.raises(ConfigError, match=f"unknown precision 'half': choose one of {names}, or pass"):
         precision("half")
 
