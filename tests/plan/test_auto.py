@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caches import set_own_cache
 
 import fsdpx
 from fsdpx import data, nn, optim, spawn
@@ -113,7 +114,7 @@ def test_measure_machine_writes_where_plans_look(
     monkeypatch.setattr(measuring, "LAYERS", (1, 3))
     monkeypatch.setattr(measuring.Processors, "large", 128)
     monkeypatch.setenv("FSDPX_TUNE", "1")
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "cache"))
+    set_own_cache(monkeypatch, tmp_path / "cache")
     assert main(["measure-machine", "--name", "ours"]) == 0
     found = Machine.load(MACHINE)
     assert found.name == "ours"

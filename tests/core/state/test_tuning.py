@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 from amount import few, in_full
+from caches import set_own_cache
 from present import needs
 
 import fsdpx
@@ -25,9 +26,8 @@ from fsdpx.core.state.tuning import stored, tune_for
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache of its own, and the library of before afterwards."""
-    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "cache"))
     before = blas.chosen()
-    yield tmp_path / "cache"
+    yield set_own_cache(monkeypatch, tmp_path / "cache")
     blas.choose(before)
 
 
