@@ -91,7 +91,7 @@ def words(note: bytes | None) -> str:
 def _strategy(sharding: Sharding) -> str:
     """The name of a sharding, if it has one."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
-    for name in (*PRESETS_BY_MEMORY, "hybrid"):
+    for name in (*PRESETS_BY_MEMORY, *PRESETS):
         if replace(sharding_of(PRESETS[name], ranks), ahead=sharding.ahead) == sharding:
             return name
     return str(sharding)
