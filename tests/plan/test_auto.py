@@ -110,7 +110,7 @@ def test_measure_machine_writes_where_plans_look(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(measuring, "TIMES", 1)
-    monkeypatch.setattr(measuring, "ROUND", 0.001)
+    monkeypatch.setattr(measuring, "BRIEF", 0.001)
     monkeypatch.setattr(measuring, "LAYERS", (1, 3))
     monkeypatch.setattr(measuring.Processors, "large", 128)
     monkeypatch.setenv("FSDPX_TUNE", "1")
