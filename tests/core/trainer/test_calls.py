@@ -314,7 +314,7 @@ def test_a_folder_of_offloaded_state_is_free_again(tmp_path: Path) -> None:
 def test_among_processes(tmp_path: Path) -> None:
     from trials import job  # ranks run this file without the folders of the tests
 
-    done = job(tmp_path, Path(__file__).read_text(), ranks=2)
+    done = job(tmp_path, Path(__file__).read_text(), ranks=2, PYTHONPATH=str(Path(__file__).parents[2]))
     assert done.status == 0, done.out + done.err
 
 
