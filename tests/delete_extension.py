@@ -20,6 +20,10 @@ from present import ABSENT
 
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = ("compression", "elastic", "moe", "offload", "plan")
+ALONE = """import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+"""
+"""For all processes of the copy: an editable installation would find there what is missing here."""
 TESTS = ["tests/core", "tests/nn", "tests/optim"]
 OPTIONS = ["-m", "not world and not jobs", "--hypothesis-profile=check", "-p", "no:cacheprovider", "-rsfE"]
 
@@ -37,6 +41,7 @@ def run_core_without(name: str, options: list[str]) -> tuple[int, int, str]:
     with tempfile.TemporaryDirectory(prefix=f"without-{name}-") as place:
         Path(place).chmod(0o755)  # some tests act as another user
         copy_checkout(Path(place))
+        (Path(place) / "sitecustomize.py").write_text(ALONE)
         inside = Path(place) / "fsdpx" / "ext" / name
         shutil.rmtree(inside if inside.exists() else Path(place) / "fsdpx" / name)
         command = [sys.executable, "-m", "pytest", *OPTIONS, *TESTS, *options]
