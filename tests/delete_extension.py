@@ -53,7 +53,9 @@ def run_core_without(name: str, options: list[str]) -> tuple[int, int, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("names", nargs="*", help=f"folders of fsdpx/ext/ or fsdpx/; else {', '.join(EXTENSIONS)}")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)

@@ -2,16 +2,9 @@
 
 import numpy as np
 import pytest
+from modes import mode as mode
 
 from fsdpx.core.array import dtype as dtype_of
-from fsdpx.core.array import kernels
-
-
-@pytest.fixture(params=["plain", "numba"])
-def mode(request):
-    """Each test runs with both versions of a kernel."""
-    with kernels.use(request.param):
-        yield request.param
 
 
 @pytest.fixture(params=["float64", "float32", "float16", "bf16"])

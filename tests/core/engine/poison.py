@@ -1,0 +1,26 @@
+"""Gradient buffers are not zeroed: what was in them before must never show, whatever is or is not written into them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx.core.state import gradients
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer holds NaN when it becomes a gradient."""
+    begin, close = gradients.WholeGradient.__init__, gradients.ChunkGradients._close
+
+    def born(self: gradients.WholeGradient, buffer: Any, at_home: bool) -> None:
+        buffer[...] = np.nan
+        begin(self, buffer, at_home)
+
+    def closed(self: gradients.ChunkGradients) -> None:
+        close(self)
+        for leaf in self.free:
+            leaf[...] = np.nan
+
+    monkeypatch.setattr(gradients.WholeGradient, "__init__", born)
+    monkeypatch.setattr(gradients.ChunkGradients, "_close", closed)
