@@ -172,7 +172,9 @@ def print_draw(functions: list[Function], signatures: int, bare: int, seed: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--draw", type=int, default=0, metavar="N", help="functions with path and signature")
     parser.add_argument("--bare", type=int, default=0, metavar="N", help="functions by name alone")
     parser.add_argument("--seed", type=int, default=0)

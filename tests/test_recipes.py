@@ -296,7 +296,7 @@ def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forge
         for name, values in plain.items():
             np.testing.assert_allclose(got[name], values - 0.05 * 0.5, rtol=1e-12, atol=1e-12)
         wrong = tuple(a for a in program.actions if str(a) != "UPDATE0")
-        with pytest.raises(ProgramError, match="leaves total0 behind"):
+        with pytest.raises(ProgramError, match="leaves part0 behind"):
             check(Program(program.kind, wrong, program.stage, 1, program.begins, program.ends, program.results))
 
 
