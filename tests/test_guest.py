@@ -48,6 +48,7 @@ def unlike(before, now):
 """
 HOOKS = """
 import fsdpx.core.base.messages
+import threadpoolctl  # for `pools`: importing it sets a variable of OpenMP
 from mpi4py import MPI
 def hook(*_): pass
 sys.excepthook = hook

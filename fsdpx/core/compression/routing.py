@@ -37,7 +37,7 @@ One = str | Codec | Between
 Choice = One | Mapping[str, One] | Sequence[tuple[str, One]] | None
 
 
-class Kept(NamedTuple):
+class MemoryOnAxis(NamedTuple):
     """What a codec keeps of a gradient over an axis. name: "axis/name". recut: how it reaches other ranks."""
 
     name: str
@@ -56,7 +56,7 @@ class Route(NamedTuple):
         """The same for a gradient that holds tensors of these shapes, whole and in this rank's part."""
         return Route(self.shard.shaped(whole), self.replica.shaped(mine))
 
-    def kept(self, sizes: Mapping[str, int], alone: bool) -> Iterator[Kept]:
+    def kept(self, sizes: Mapping[str, int], alone: bool) -> Iterator[MemoryOnAxis]:
         """What is kept of a gradient. sizes: axes over which it is summed, and its elements there. alone: no other rank
         sums; then memory whose recut is "reset" is not kept."""
         for axis, size in sizes.items():
@@ -69,7 +69,7 @@ class Route(NamedTuple):
                         "so there must be as many"
                     )
                 if recut != "reset" or not alone:
-                    yield Kept(f"{axis}/{name}", axis, elements, recut)
+                    yield MemoryOnAxis(f"{axis}/{name}", axis, elements, recut)
 
     def recut_of(self, kept: str) -> Recut:
         """How a memory, "axis/name", reaches other ranks."""

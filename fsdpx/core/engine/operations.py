@@ -20,7 +20,7 @@ from fsdpx.core.array.shapes.flop_counter import note
 from fsdpx.core.array.sums import block_squares, exact_sum, padded
 from fsdpx.core.comm.calls import Finish, Transfer
 from fsdpx.core.comm.communicator import DONE, Communicator
-from fsdpx.core.compression import Carrier
+from fsdpx.core.compression import BoundCodec
 from fsdpx.core.engine import compute_verbs
 from fsdpx.core.engine.not_finite import find_not_finite
 from fsdpx.core.engine.run import (
@@ -189,7 +189,7 @@ def _reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: 
     kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
     sizes = work.state.ledger.sizes.setdefault((axis, p), [math.nan, math.nan])
     scratch = work.scratch("carry" if over_shards else "join", p)
-    carrier = Carrier(getattr(place.route(p), axis), comm, kept, scratch, sizes, words(run, action))
+    carrier = BoundCodec(getattr(place.route(p), axis), comm, kept, scratch, sizes, words(run, action))
     trade = work.scratch("trade", p) if over_shards else None
     return Reduction(carrier, place.pages[p], work.part(p), first, trade)
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from fsdpx.core.comm.calls import Transfer
 from fsdpx.core.comm.communicator import DONE, Communicator, Handle, split_evenly
-from fsdpx.core.compression import Carrier
+from fsdpx.core.compression import BoundCodec
 from fsdpx.core.state.flat_parameters import ShardedPage
 
 __all__ = [
@@ -99,7 +99,7 @@ class Reduction(NamedTuple):
     """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
     is nothing in it yet. scratch: short-lived memory of a tree."""
 
-    carrier: Carrier
+    carrier: BoundCodec
     page: ShardedPage
     part: Any
     first: bool

@@ -120,7 +120,7 @@ class Ledger:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[Key, Any] = {}
         self.sizes: dict[tuple[str, int], list[float]] = {}
-        """(axis, page) -> of the last reduce there, for reports: see `Carrier`."""
+        """(axis, page) -> of the last reduce there, for reports: see `BoundCodec`."""
         self._slower = slower
         self.planned = self.nbytes()
         self.most = Counter(self.planned)

@@ -48,7 +48,7 @@ LOOKS = ("evaluate", "predict")
 """Programs that only look: their requests depend on what is in the store and on what is frozen, and on nothing else."""
 
 
-class Meeting(NamedTuple):
+class BatchAgreement(NamedTuple):
     """How ranks agree on a batch, which is decided before anybody looks at it.
 
     ranks: those that come together, None where no other rank comes to this program. may_be_settled: a rank asks its
@@ -189,16 +189,16 @@ class Session:
         self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit, batched=given.batched)
 
-    def _meeting_about(self, kind: str) -> Meeting:
+    def _meeting_about(self, kind: str) -> BatchAgreement:
         """How ranks agree on a batch of this kind."""
         axes, own_speed = self.place.axes, self.place.pace.own_speed and kind == "step"
         doubted = kind in TRAINS and self._twins.doubted and self.place.sample_layout.is_whole
         if own_speed or not axes.world.has_peers:
-            return Meeting(None, False, digests=False, doubted=doubted)
+            return BatchAgreement(None, False, digests=False, doubted=doubted)
         digests = doubted or axes.data.size < axes.world.size
-        return Meeting(self._meeting(kind), kind == "predict" and self._settled is not None, digests, doubted)
+        return BatchAgreement(self._meeting(kind), kind == "predict" and self._settled is not None, digests, doubted)
 
-    def _given(self, x: Any, y: Any, kind: str, meeting: Meeting, also: str) -> GivenBatch:
+    def _given(self, x: Any, y: Any, kind: str, meeting: BatchAgreement, also: str) -> GivenBatch:
         """A batch as it was given here, checked by this rank alone, with what others must have alike. also: more of
         that."""
         place, given = self.place, GivenBatch()
@@ -219,7 +219,7 @@ class Session:
             given.error = batches.as_given(problem, x, y)
         return given
 
-    def _agree(self, meeting: Meeting, given: GivenBatch, kind: str) -> tuple[int, ...]:
+    def _agree(self, meeting: BatchAgreement, given: GivenBatch, kind: str) -> tuple[int, ...]:
         """The samples of all data ranks. Raises the same error on all ranks that meet, if the batch of one is not
         good."""
         place, about = self.place, (given.features, given.rows)

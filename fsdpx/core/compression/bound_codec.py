@@ -12,10 +12,10 @@ from fsdpx.core.comm.calls import Handle
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.compression.codec import Codec
 
-__all__ = ["Carrier"]
+__all__ = ["BoundCodec"]
 
 
-class Carrier(NamedTuple):
+class BoundCodec(NamedTuple):
     """A codec on a communicator. memory: what it keeps of this page. scratch: bytes that it may use until its sum is
     there. sizes: of the last gradient with all that was owed, and of what is owed after it; Euclidean, of a part of the
     elements, for reports. what: names the gradient in errors."""
