@@ -47,6 +47,17 @@ def test_unknown_names_cost_nothing():
 
 
 @in_full
+def test_a_kernel_is_the_same_code_whoever_asked_for_it_first():
+    """Warming asks for the kernels of a model before their files are imported; a rank may have imported them."""
+    code = (
+        "import sys; from fsdpx.core.array.kernels import choice; choice.chosen('unknown')\n"
+        "print(*(name for name in sys.argv[1:] if choice.chosen(name) == 'numba'))"
+    )
+    names = sorted(n for n in choice.names() if choice.FILES[n].startswith("fsdpx.core."))
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == names
+
+
 def test_a_warm_kernel_compiles_and_loads_nothing():
     code = (
         COUNT

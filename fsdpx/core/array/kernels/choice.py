@@ -118,9 +118,15 @@ def _warn() -> None:
     )
 
 
-@functools.cache
 def _compiled(name: str) -> Callable[..., Any] | None:
-    file = FILES.get(name)
+    """Return the compiled code of a kernel; what it is never depends on which files are imported already."""
+    if name not in FILES:  # one of the core that nobody has used yet; those of an extension come with its layers
+        getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
+    return _import_form(name, FILES.get(name))
+
+
+@functools.cache
+def _import_form(name: str, file: str | None) -> Callable[..., Any] | None:
     if file and importlib.util.find_spec(file):
         importlib.import_module(file)
     return FORMS.get(name)
