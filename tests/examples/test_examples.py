@@ -236,7 +236,7 @@ def test_gpt_leaves_a_folder_and_goes_on_there(tmp_path: Path) -> None:
     assert f"fsdpx: goes on from {folder / 'checkpoints' / 'step-2'}: step 2, epoch 1\n" in more.stderr
     assert "2 steps, " in more.stdout
     assert "time by verb" in more.stdout
-    assert "outside of programs: reading data, saving," in more.stdout
+    assert "outside of programs: reading data, printing," in more.stdout
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
 

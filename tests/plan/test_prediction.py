@@ -110,7 +110,7 @@ def test_bytes_and_calls_are_those_of_whole_programs(
 ) -> None:
     """Also of an option that the plan has never heard of: gradients are reduced once in so many microbatches."""
 
-    def reduce_seldom(actions: list[Action], stage: Stage, _: bool, behind: int, join: str) -> list[Action]:
+    def reduce_seldom(actions: list[Action], stage: Stage, _: bool, behind: int, join: bool) -> list[Action]:
         added = [passes._pages("grad", VERBS[action.op].adds, action, stage) for action in actions]
         turns = [(action.mb or 0) // (each or 1) for action in actions]
         last = {(page, turns[at]): at for at, pages in enumerate(added) for page in pages}
@@ -118,7 +118,7 @@ def test_bytes_and_calls_are_those_of_whole_programs(
         found = passes._reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
         ends = {action.unit: at for at, action in enumerate(found) if join and action.op == "SETTLE"}
         for page, at in sorted(ends.items(), key=lambda item: -item[1]):
-            found.insert(at + 1, Action(join, page))
+            found.insert(at + 1, Action("JOIN", page))
         return found
 
     if each is not None:
