@@ -140,3 +140,14 @@ print("numba" in sys.modules, "llvmlite" in sys.modules)
     run = [sys.executable, "-W", "error", "-c", code]
     results = [subprocess.run(run, check=True, timeout=120, capture_output=True, text=True).stdout for _ in range(2)]
     assert results[1].split() == ["False", "False"]
+
+
+def test_kernels_are_warmed_whose_files_nobody_has_imported():
+    """A loss is warmed before its layer computes anything."""
+    code = (
+        "import sys, numpy as np\n"
+        "from fsdpx.core.engine.warmup import kernel_calls\n"
+        "assert not any(name.startswith('fsdpx.core.array.kernels.loss') for name in sys.modules)\n"
+        "assert len(kernel_calls(['cross_entropy', 'layer_norm'], np.float32)) == 2"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
