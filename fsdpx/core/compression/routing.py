@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 from fsdpx.core.array.namespace import dtype as dtype_of
 from fsdpx.core.base.config import Precision, half_name
-from fsdpx.core.base.extensions import find_extension, name_extensions
+from fsdpx.core.base.extensions import TABLE, find_extension, name_extensions
 from fsdpx.core.base.name_hints import knowing, meant
 from fsdpx.core.compression.codec import Cast, Codec, Plain, Recut
 from fsdpx.errors import ConfigError
@@ -195,9 +195,9 @@ CODECS: dict[str, Callable[[], Codec]] = {
 
 
 def codec_names() -> list[str]:
-    """The names of all codecs, those of extensions among them."""
-    return [*CODECS, *name_extensions("codec")]
+    """The names of our codecs, those of extensions among them."""
+    return [*CODECS, *TABLE["codec"]]
 
 
 def _names() -> str:
-    return ", ".join(codec_names())
+    return ", ".join([*CODECS, *name_extensions("codec")])

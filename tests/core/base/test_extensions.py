@@ -172,6 +172,11 @@ def test_nothing_is_loaded_that_was_not_asked_for(program: str, most: int) -> No
     assert sum(len((PACKAGE / file).read_text().splitlines()) for file in files) <= most
 
 
+def test_importing_distribute_reads_no_list_of_installed_packages() -> None:
+    code = "import sys, fsdpx.core.trainer.distribute; assert 'importlib.metadata' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 GONE = """
 import sys
 sys.modules |= dict.fromkeys(("fsdpx.ext.compression", "fsdpx.ext.fields", "fsdpx.ext.offload"))
