@@ -91,7 +91,7 @@ def test_a_duel_counts_whole_steps_by_turn_and_the_median_ratio() -> None:
 JOB = """
 import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--turns") + 1])
-(folder / "new").write_text("0.3")
+(folder / "new").write_text("1.0")
 (folder / "new").rename(folder / "ready")
 begun = []
 while not (folder / "stop").exists():
@@ -114,7 +114,7 @@ def test_only_one_of_two_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     for mine, rival in ((one, other), (other, one)):
         assert len(mine["turns"]) == 2
         inside = [sum(begin + 0.05 < at < end - 0.05 for at in mine["begun"]) for begin, end in mine["turns"]]
-        assert max(inside) > 3  # on a busy machine a rival may hardly run in its turn
+        assert min(inside) > 3
         assert not [at for begin, end in rival["turns"] for at in mine["begun"] if begin + 0.05 < at < end - 0.05]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from setting import env, gradients, normal, parameters
 
 from fsdpx import nn
@@ -17,7 +18,7 @@ from fsdpx.core.engine.warmup import warm_kernels
 from fsdpx.nn.layer import runs_of
 from fsdpx.testing import LayerContract
 
-__all__ = ["check_16_bits", "check_kernels", "check_refusal", "check_text", "contracts_of", "ids", "layers_of", "rows"]
+__all__ = ["check_16_bits", "check_refusal", "contract_tests", "contracts_of", "ids", "rows"]
 
 SHAPE = LayerContract()
 rows, ids = SHAPE.normal, SHAPE.integers
@@ -35,6 +36,28 @@ def contracts_of(cases: Cases) -> dict[str, type[LayerContract]]:
             body |= given
         found[f"Test{name}"] = type(f"Test{name}", (LayerContract,), body)
     return found
+
+
+def contract_tests(cases: Cases, package: str) -> dict[str, Any]:
+    """Return the tests of a package of layers, by name: the contract of each case, and that no layer is without one."""
+
+    @pytest.mark.parametrize("name", cases)
+    def test_no_kernel_is_compiled_in_a_step(name: str) -> None:
+        check_kernels(cases, name)
+
+    @pytest.mark.parametrize("name", cases)
+    def test_the_text_of_a_layer_shows_every_argument(name: str) -> None:
+        check_text(cases, name)
+
+    def test_every_layer_of_the_package_is_tested_here() -> None:
+        assert layers_of(package) <= {type(make()) for make, *_ in cases.values()}
+
+    tests = (
+        test_no_kernel_is_compiled_in_a_step,
+        test_the_text_of_a_layer_shows_every_argument,
+        test_every_layer_of_the_package_is_tested_here,
+    )
+    return contracts_of(cases) | {test.__name__: test for test in tests}
 
 
 def layers_of(package: str) -> set[type[nn.Layer]]:

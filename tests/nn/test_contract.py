@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from layer_cases import check_kernels, check_text, contracts_of, ids, layers_of, rows
+from layer_cases import contract_tests, ids, rows
 
 from fsdpx import nn
 from fsdpx.nn.init import normal
@@ -119,21 +119,7 @@ CASES = {
     "Framed": (lambda: nn.Framed(nn.MLP(4), nn.Enter(), nn.Leave(4)), lambda: rows(4, 3, 4)),
 }
 
-globals().update(contracts_of(CASES))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_kernel_is_compiled_in_a_step(name):
-    check_kernels(CASES, name)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_text_of_a_layer_shows_every_argument(name):
-    check_text(CASES, name)
-
-
-def test_every_layer_of_the_package_is_tested_here():
-    assert layers_of("fsdpx.nn") <= {type(make()) for make, *_ in CASES.values()}
+globals().update(contract_tests(CASES, "fsdpx.nn"))
 
 
 def test_of_a_container_of_ones_own_the_text_shows_what_its_arguments_decided_on():

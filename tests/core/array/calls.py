@@ -8,9 +8,10 @@ import numpy as np
 from present import is_present
 
 from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.random import Stretch
 
-__all__ = ["CALLS", "DY", "ROWS", "SEGMENTS", "B", "N", "Q", "W", "X", "arguments_of", "each", "noise"]
+__all__ = ["CALLS", "DY", "ROWS", "SEGMENTS", "B", "N", "Q", "W", "X", "arguments_of", "each", "kernel_of", "noise"]
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -107,6 +108,11 @@ WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2
         "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,),
         "channel_scales": (3, 4)}  # fmt: skip
 """Arguments that are of the format of sums."""
+
+
+def kernel_of(name: str) -> Any:
+    """A kernel of the core or of an extension, or one of the two casts that are made of another kernel."""
+    return choice.KERNELS.get(name) or getattr(kernels, name)
 
 
 def each(change: Any, value: Any) -> Any:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import examples
-from calls import CALLS, arguments_of, each, noise
+from calls import CALLS, arguments_of, each, kernel_of, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from references import KERNELS
 
-from fsdpx.core.array import kernels, shapes
+from fsdpx.core.array import shapes
 from fsdpx.core.array import shapes as xp
-from fsdpx.core.array.kernels import attention, choice, embedding_backward
+from fsdpx.core.array.kernels import attention, embedding_backward
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes import shape_cache as known_of
 from fsdpx.core.array.shapes.array import metered
@@ -327,11 +327,6 @@ def test_every_kernel_is_here():
 def described(results):
     results = results if isinstance(results, tuple) else (results,)
     return [(tuple(r.shape), r.dtype) if hasattr(r, "shape") else type(r) for r in results]
-
-
-def kernel_of(name):
-    """A kernel of the core or of an extension, or one of the two casts that are made of another kernel."""
-    return choice.KERNELS.get(name) or getattr(kernels, name)
 
 
 @pytest.mark.parametrize("name", ALL)

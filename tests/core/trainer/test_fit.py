@@ -1,6 +1,5 @@
 """The loop around the step: metrics, callbacks, logs, progress, the best weights, and runs that are finished."""
 
-import csv
 import functools
 import io
 import json
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from amount import in_full
 from bits import bits
+from metric_rows import rows_of
 from models import CASES, make, part
 from present import needs
 
@@ -398,14 +398,6 @@ def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    with (folder / "metrics.csv").open(newline="") as file:
-        table = [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
-    assert table == lines
-    return lines
 
 
 def logged(comm: Communicator, folder: Path, steps: int | None = None, **options: Any) -> History:

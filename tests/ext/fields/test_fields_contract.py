@@ -1,7 +1,6 @@
 """The layers of fields keep the contract that `fsdpx.testing.LayerContract` tests."""
 
-import pytest
-from layer_cases import check_kernels, check_text, contracts_of, layers_of, rows
+from layer_cases import contract_tests, rows
 
 from fsdpx import nn
 
@@ -57,18 +56,4 @@ CASES = {
     "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
 }
 
-globals().update(contracts_of(CASES))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_kernel_is_compiled_in_a_step(name):
-    check_kernels(CASES, name)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_text_of_a_layer_shows_every_argument(name):
-    check_text(CASES, name)
-
-
-def test_every_layer_of_the_package_is_tested_here():
-    assert layers_of("fsdpx.ext.fields") <= {type(make()) for make, *_ in CASES.values()}
+globals().update(contract_tests(CASES, "fsdpx.ext.fields"))

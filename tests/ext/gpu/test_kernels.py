@@ -15,13 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from amount import few, in_full
-from calls import CALLS, ROWS, SEGMENTS, N, Q, W, X, arguments_of, each, noise
+from calls import CALLS, ROWS, SEGMENTS, N, Q, W, X, arguments_of, each, kernel_of, noise
 from stand_in import Cupy, Device
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
 from fsdpx.core.array.devices import is_on_gpu
-from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.random import Stretch
 from fsdpx.ext.gpu import gemm
 from fsdpx.ext.gpu import kernels as cuda
@@ -63,7 +62,7 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     """One call on the stand-in and the same, plain, on NumPy: results, and what is changed in place."""
     if name == "correlate" and len(arguments) == 6 and dtype == "bfloat16":
         return  # plain code rounds after each place of the window, and no layer adds to 16 bits
-    kernel = choice.KERNELS.get(name) or getattr(kernels, name)
+    kernel = kernel_of(name)
     host = arguments_of(name, arguments, dtype)
     there = [each(cupy.asarray, a) for a in host]
     assert on_gpu(name, tuple(there)) is not None

@@ -1,7 +1,5 @@
 """Logs of fit: two jobs, hostile folders, numbers that are none."""
 
-import csv
-import json
 import math
 import os
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from metric_rows import rows_of
 from models import CASES, make
 
 from fsdpx import data, spawn
@@ -33,14 +32,6 @@ def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
 
 RANK_0 = SimpleNamespace(host=SimpleNamespace(rank=0))
 """As much of a trainer as a log looks at."""
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    with (folder / "metrics.csv").open(newline="") as file:
-        table = [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
-    assert table == lines
-    return lines
 
 
 def test_two_jobs_do_not_write_one_log(tmp_path: Path) -> None:
