@@ -17,24 +17,8 @@ from fsdpx.core.program.verbs import VERBS, Action, Slot, marked, parse, partner
 from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
-    "UNIT",
-    "ActionTimes",
-    "Costs",
-    "Event",
-    "PipelineSchedule",
-    "Stuck",
-    "Task",
-    "Waits",
-    "bubble",
-    "by_rank",
-    "done_as",
-    "idle",
-    "needs",
-    "run",
-    "simulate",
-    "simulate_programs",
-    "walk",
-    "walked",
+    "UNIT", "ActionTimes", "Costs", "Event", "PipelineSchedule", "Stuck", "Task", "Waits", "bubble", "by_rank",
+    "done_as", "idle", "needs", "run", "simulate", "simulate_programs", "walk", "walked",
 ]  # fmt: skip
 
 

@@ -32,22 +32,9 @@ from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, RankLost
 
 __all__ = [
-    "EVERY",
-    "KEEPS",
-    "LOOKS",
-    "REPLACES",
-    "SAVE",
-    "STEP",
-    "WAIT",
-    "FixedRanks",
-    "LastUpdate",
-    "TrainerHost",
-    "check_which",
-    "checked_together",
-    "hosted",
-    "shared_errors",
-    "timed",
-]  # fmt: skip  # fmt: skip
+    "EVERY", "KEEPS", "LOOKS", "REPLACES", "SAVE", "STEP", "WAIT", "FixedRanks", "LastUpdate", "TrainerHost",
+    "check_which", "checked_together", "hosted", "shared_errors", "timed",
+]  # fmt: skip
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
 """What a call does: it makes the next step; it finds a result and changes nothing; it gives the trainer another state;
