@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[1]
 
 def missing() -> str | None:
     """Why there is nothing to measure, or None."""
-    from fsdpx.core.array.devices import gpus
     from fsdpx.errors import ConfigError
+    from fsdpx.ext.gpu.cupy_devices import gpus
 
     try:
         gpus()

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpx.core.array import parallel
-from fsdpx.core.array.devices import gpus as seen
 from fsdpx.core.base import environment
 from fsdpx.core.base.messages import bytes_text, ranks_text
 from fsdpx.core.base.version import __version__
@@ -25,6 +24,7 @@ from fsdpx.core.comm.init import backend_name, first_line, node_of
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
+from fsdpx.ext.gpu.cupy_devices import gpus as seen
 from fsdpx.launch import info
 from fsdpx.launch.launchers import trial
 

@@ -77,7 +77,7 @@ def _stored(state: TrainState) -> dict[str, Stored]:
 
 
 def _demand(state: TrainState, dtype: str | None) -> None:
-    if state.placement.imaginary:
+    if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to save")
     if dtype is not None and dtype_of(dtype).name not in ("float64", "float32", "float16", "bfloat16"):
         raise CheckpointError(f"dtype={dtype!r}: choose float64, float32, float16 or bf16")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import blas, kernels
-from fsdpx.core.array.devices import gpu_function, is_on_gpu
+from fsdpx.core.array.devices import device_of
 from fsdpx.core.array.shapes.array import as_one
 from fsdpx.core.array.shapes.flop_counter import one_product
 
@@ -164,10 +164,6 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.halves().product(out, a, b)
         return out
-    if is_on_gpu(a) and gpu_function("takes")(a, b):
-        out = xp.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
-        gpu_function("gemm")(out, a, b)
-        return out
     return products(xp, a, b)
 
 
@@ -178,10 +174,8 @@ def along(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
 
 def products(xp: Any, a: Any, b: Any) -> Any:
     """`a @ b` of stacks of matrices in the dtype of `a`; 16 bits are added in float32."""
-    if a.ndim == b.ndim == 3 and a.dtype == b.dtype and is_on_gpu(a) and a.size and b.size:
-        out = xp.empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
-        gpu_function("batched")(out, xp.broadcast_to(a, (len(b), *a.shape[1:])), b)
-        return out
+    if (found := device_of(a).product(a, b)) is not None:
+        return found
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
     with one_product(a, b):
@@ -200,7 +194,7 @@ def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
         blas.halves().product(out, x, weight.T, bias=bias)
         return out
     y = product(xp, x, weight.T)
-    if bias is not None and is_on_gpu(y):
+    if bias is not None and device_of(y).sums_by_kernel:
         kernels.add_bias(xp, y, bias)
     elif bias is not None:
         y += bias
@@ -213,7 +207,7 @@ def add_linear(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
         blas.linear_gradients(destination(g, "weight"), destination(g, "bias"), dy, x)
         return
     add_product(xp, g, "weight", dy.T, x)
-    if (_halves(xp, dy, x) or is_on_gpu(dy)) and (into := destination(g, "bias")):
+    if (_halves(xp, dy, x) or device_of(dy).sums_by_kernel) and (into := destination(g, "bias")):
         kernels.sum_rows(xp, dy, *into)
     elif "bias" in g:
         add_sum(xp, g["bias"], dy, 0)
@@ -241,9 +235,7 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
         blas.gemm(out, a, b, add)
     elif _halves(xp, a, b):
         blas.halves().product(out, a, b, add)
-    elif is_on_gpu(a) and gpu_function("takes")(a, b):
-        gpu_function("gemm")(out, a, b, add)
-    else:
+    elif not device_of(a).multiply_into(out, a, b, add):
         with one_product(a, b):
             as_one(_matmul_into, xp, out, add, a, b)
 
@@ -259,7 +251,7 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 
 def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """`out += a.sum(dim)`; the sum is rounded once."""
-    if is_on_gpu(a) and a.ndim > 2 and dim == (0, *range(2, a.ndim)):  # CuPy's sum over outer dims is slow
+    if a.ndim > 2 and dim == (0, *range(2, a.ndim)) and device_of(a).sums_by_kernel:  # array code is slow there
         out += kernels.channel_sums(xp, a)
         return
     out += xp.sum(a, axis=dim, dtype=wide(a.dtype))

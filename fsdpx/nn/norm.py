@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.devices import is_on_gpu
+from fsdpx.core.array.devices import device_of
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.gradient_accumulation import wide
 from fsdpx.nn.init import ones, zeros
@@ -246,6 +246,6 @@ class BatchNorm(Layer):
 
 
 def _beside(x: Array, *channels: Array) -> tuple[Array, ...]:
-    """In the dtype in which x is computed; kernels of GPUs take them in float64."""
-    dtype = np.dtype(np.float64) if is_on_gpu(x) else wide(x.dtype)
+    """In the dtype in which x is computed; some kernels take them in float64."""
+    dtype = np.dtype(np.float64) if device_of(x).sums_by_kernel else wide(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

@@ -16,7 +16,7 @@ from fsdpx.optim.optimizer import (
     Slots,
     Wrapping,
     check_number,
-    has_data,
+    check_shard,
     kept_of,
     update_parameters,
 )
@@ -117,8 +117,7 @@ class Averaged(Wrapping):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`."""
-        if not has_data(self, xp, p, g, slots, step, segments):
-            return
+        check_shard(self, p, g, slots, step, segments)
         own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
             _add(xp, distance, p)

@@ -14,7 +14,7 @@ from fsdpx.optim.optimizer import (
     check_betas,
     check_number,
     check_options,
-    has_data,
+    check_shard,
     square_toward,
     toward,
     update,
@@ -114,8 +114,7 @@ class LAMB:
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
-        if not has_data(self, xp, p, g, slots, step, segments):
-            return
+        check_shard(self, p, g, slots, step, segments)
         m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
         moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
         runs = segments.overrides(self.groups)

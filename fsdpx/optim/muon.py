@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.core.base.name_hints import knowing, patterns_of
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, check_options, has_data
+from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, check_options, check_shard
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 
 __all__ = ["BUT", "Muon", "orthogonal"]
@@ -76,8 +76,7 @@ class Muon:
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
         """One step in place, see `Optimizer.update`."""
-        if not has_data(self, xp, p, g, slots, step, segments):
-            return
+        check_shard(self, p, g, slots, step, segments)
         parts: dict[str, Any] = {}
         for s in segments.items:
             at = slice(s.start, s.stop)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpx.core.array.devices import gpu_function
+from fsdpx.core.array.devices import device_of
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.parallel import over
@@ -141,21 +141,25 @@ def update_parameters(
     step: int,
     segments: Segments,
     scale: float = 1.0,
-) -> None:
+) -> bool:
     """Update a shard, every parameter by its own count of updates, as `torch.optim` does. Arguments as of
-    `Optimizer.update`, with the step of the trainer.
+    `Optimizer.update`, with the step of the trainer. False: nothing ran, since the device has no values to change.
 
     An optimiser that works element by element is called for each stretch of parameters with equal counts, and its
     `step` is that count. One that communicates is called once on every rank, and so are `Elementwise` and `Wrapping`
     ones: these read `missed` of segments."""
     rates = {"lr": lr, "scale": scale}
     whole = isinstance(optimizer, Elementwise | Wrapping) or any(hasattr(optimizer, n) for n in ("gathers", "sends"))
-    if whole or not any(s.missed for s in segments.items):
-        optimizer.update(xp, p, g, slots, step=step, segments=segments, **rates)
-        return
-    for at, missed, part in segments.stretches:
-        mine = {name: array[at] for name, array in slots.items()}
-        optimizer.update(xp, p[at], g[at], mine, step=step - missed, segments=part, **rates)
+
+    def run() -> None:
+        if whole or not any(s.missed for s in segments.items):
+            optimizer.update(xp, p, g, slots, step=step, segments=segments, **rates)
+            return
+        for at, missed, part in segments.stretches:
+            mine = {name: array[at] for name, array in slots.items()}
+            optimizer.update(xp, p[at], g[at], mine, step=step - missed, segments=part, **rates)
+
+    return device_of(p).run_update(run, p, g, slots)
 
 
 def rate(optimizer: Optimizer, step: int) -> float:
@@ -264,21 +268,16 @@ def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments
         raise ConfigError(f"{kind}: step {step} is below 1, the first")
 
 
-def has_data(owner: object, xp: Any, p: Any, g: Any, slots: Slots, step: int, segments: Segments) -> bool:
-    """Whether there are numbers to update: not in a dry run, which only checks. Errors as of `check_shard`."""
-    check_shard(owner, p, g, slots, step, segments)
-    return not getattr(xp, "holds_no_data", False)
-
-
 BLOCK = 1 << 16  # elements
 DEVICE_BLOCK = 1 << 24  # a launch costs more than a pass over 64 Ki elements
 
 
 class Formula:
-    """One update by its name: as array code, as a loop in Numba, and on GPUs by the kernel that CUDA C has for it.
+    """One update by its name: as array code, as a loop in Numba, and where a device has code of its own, as that.
 
     Array code works through the arrays in blocks that stay in cache, with two blocks of scratch; it is the reference,
-    and what runs on CuPy or without Numba. The loop has its operations in the same order and so gives the same bits."""
+    and what runs where there is nothing else. The loop has its operations in the same order and so gives the same
+    bits."""
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain, self.name = plain, plain.__name__
@@ -293,13 +292,13 @@ class Formula:
     def __call__(self, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
         """Change flat arrays of one size in place. numbers: rounded to the format of the arrays once."""
         dtype = arrays[0].dtype
-        if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
+        if arrays[0].size == 0:
             return
         values = tuple(map(dtype.type, numbers))
-        plain = choice.active == "plain"
-        if not plain and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays) and choice.installed():
+        compiles = choice.active != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays)
+        if compiles and choice.installed():
             over(self.loop, arrays, *values)
-        elif xp.__name__ != "cupy" or plain or not gpu_function("update")(self.name, arrays, values):
+        elif not device_of(arrays[0]).update(self.name, arrays, values):
             self.in_blocks(xp, arrays, values)
 
     def in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:

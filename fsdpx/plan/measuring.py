@@ -19,13 +19,13 @@ import numpy as np
 from fsdpx import nn, optim
 from fsdpx.core.array import shapes
 from fsdpx.core.array.cores import cores, share_cores, threads_of
-from fsdpx.core.array.devices import cupy, gpus
 from fsdpx.core.array.kernels import relu
 from fsdpx.core.array.namespace import dtype
 from fsdpx.core.array.shapes.flop_counter import Work, counting
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.init import node_of
 from fsdpx.core.comm.local import single
+from fsdpx.ext.gpu.cupy_devices import cupy, gpus
 from fsdpx.ext.offload.disk import rates_of
 from fsdpx.nn.gradient_accumulation import product
 from fsdpx.plan import probes

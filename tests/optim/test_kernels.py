@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx import optim
-from fsdpx.core.array import kernels
+from fsdpx.core.array import kernels, shapes
 from fsdpx.core.array.kernels import choice
+from fsdpx.core.array.shapes.flop_counter import Pass, counting
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim import optimizer as updates
 from fsdpx.optim.average import Averaged
-from fsdpx.optim.optimizer import AVERAGE, zeros
+from fsdpx.optim.optimizer import AVERAGE, update_parameters, zeros
 from fsdpx.testing import demand_close
 from fsdpx.testing.optimizer import OptimizerContract
 
@@ -118,24 +119,17 @@ def test_without_numba_the_plain_version_runs(monkeypatch):
     train(optim.AdamW(), np.ones(3), np.ones(3))
 
 
-def test_arrays_that_hold_no_data_cost_nothing():
-    class Shapes:
-        holds_no_data = True
-
-    class Flat:
-        dtype = np.dtype("float32")
-
-        def __init__(self, size):
-            self.shape, self.size = (size,), size
-
-        def __getitem__(self, at):
-            return self
-
+def test_arrays_that_hold_no_data_are_passed_over_once_and_not_updated():
     n = 10**12
     segments = Segments((Segment("w", 0, n, 0, n),))
     for optimizer in OPTIMIZERS.values():
-        slots = {name: Flat(segments.size) for name in optimizer.slots}
-        optimizer.update(Shapes, Flat(n), Flat(n), slots, lr=0.1, step=1, segments=segments)
+        p, g, slots = shapes.empty(n, "float32"), shapes.empty(n, "float32"), {}
+        for name in optimizer.slots:
+            slots[name] = shapes.empty(n, "float32")
+        with counting() as work:
+            ran = update_parameters(optimizer, shapes, p, g, slots, lr=0.1, step=1, segments=segments)
+        assert not ran
+        assert dict(work.passes) == {Pass("update", 4, 4 * n * (3 + 2 * len(slots))): 1}
 
 
 SIZES = {"w": 300, "w.bias": 7, "norm.weight": 20}

@@ -136,6 +136,11 @@ def _untouched(nbytes: int) -> Any:
 class WindowMemory(Protocol):
     """Where buffers can lie that other ranks read: windows of a `NodeCommunicator`. All calls are collective."""
 
+    @property
+    def xp(self) -> Any:
+        """The namespace of the arrays that it gives."""
+        ...
+
     def share(self, nbytes: int) -> Any:
         """This many bytes as an array of uint8; None on all ranks if there is no room."""
         ...

@@ -1,4 +1,5 @@
-"""The GPUs that this process sees: how many, which one is taken, and where an array lies."""
+"""Devices: where arrays lie and what computes on them. The processor is here; each other one is a subclass with methods
+of the same names, which is found by its name, its namespace or its arrays."""
 
 from __future__ import annotations
 
@@ -7,100 +8,150 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from fsdpx.core.base import environment
-from fsdpx.core.base.extensions import load_extension
-from fsdpx.errors import ConfigError, install_hint
+import numpy as np
 
-__all__ = [
-    "DeviceMap", "choose", "cupy", "current", "gpu_function", "gpu_of", "gpus", "is_on_gpu", "on", "take", "where",
-]  # fmt: skip
+from fsdpx.core.base.extensions import find_extension, load_extension, name_extensions
+from fsdpx.errors import ConfigError, DataError
+
+__all__ = ["CPU", "Device", "DeviceMap", "device_of", "device_with", "load_device", "unmasked"]
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
-"""GPU of each local rank, numbered as this process sees them; None: one after the other."""
+"""Number of the device of each local rank, where a host has several; None: one after the other."""
 
 
-def cupy() -> Any:
-    """The module; ConfigError if it is not installed."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise ConfigError(
-            f"device 'cuda' needs CuPy, as the driver supports: {install_hint('cuda12', 'cuda13')}"
-        ) from error
-    return cupy
+class Device:
+    """The processor, with arrays of NumPy. There is one object of each class.
+
+    name: as in `distribute(device=...)`. holds_data: whether arrays have values. sums_by_kernel: whether sums over rows
+    and channels have kernels of their own, which take numbers of channels in float64."""
+
+    name, holds_data, sums_by_kernel = "cpu", True, False
+
+    @property
+    def xp(self) -> Any:
+        """The namespace of its arrays; ConfigError where it cannot be used."""
+        return np
+
+    def take(self, world: Any, device_map: DeviceMap) -> list[str]:
+        """Take this rank's own one of several, and return what users should hear of it. Collective."""
+        return []
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def as_array(self, value: Any) -> Any:
+        """A value of this device as an array; DataError, TypeError or ValueError if it is none."""
+        return unmasked(value)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """An array of this device as NumPy's: itself if it is one."""
+        return unmasked(array)
+
+    def from_host(self, array: np.ndarray) -> Any:
+        """A NumPy array as one of this device: itself, if that is the processor."""
+        return self.xp.asarray(array)
+
+    def locate(self, array: Any) -> str:
+        """Say where an array of this device lies."""
+        return "on the host"
+
+    def demand_one_place(self, arrays: Sequence[Any]) -> None:
+        """DataError unless this rank can compute with all of these arrays, which may be of other devices."""
+
+    def computing_on(self, array: Any) -> AbstractContextManager[Any]:
+        """Inside, this thread computes where an array of this device lies."""
+        return nullcontext()
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def is_zero(self, number: float) -> bool:
+        """Whether a number that was computed from arrays is 0."""
+        return number == 0
+
+    def is_finite(self, array: Any) -> bool:
+        """Whether no element is NaN or Inf."""
+        return bool(self.xp.isfinite(array).all())
+
+    def are_finite(self, arrays: Sequence[Any]) -> bool:
+        """Whether flat arrays have no element that is NaN or Inf; also False where squares overflow."""
+        with np.errstate(all="ignore"):
+            return bool(np.isfinite(float(sum([array.dot(array) for array in arrays]))))
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def form(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """The device's own code of a kernel for these arguments; None: array code, or that of Numba."""
+        return None
+
+    def product(self, a: Any, b: Any) -> Any | None:
+        """Return the product of two matrices, or of stacks of them; None: there is no code of its own for these."""
+        return None
+
+    def multiply_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
+        """Put the product of two matrices into `out`, or add it there; False as None of `product`."""
+        return False
+
+    def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+        """Run an optimizer's formula by its name; False: there is no code of its own for it."""
+        return False
+
+    def run_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
+        """Run what updates a shard; False: nothing was run, since there are no values to change."""
+        run()
+        return True
+
+    # -- copies that go on while it computes ---------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Return when all that this thread has issued is done."""
+
+    def copier(self, array: Any) -> Any:
+        """What copies between an array and memory of `pinned` meanwhile: `copy(target, source)` returns a `Handle`."""
+        raise NotImplementedError
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Memory of the host from and to which the device copies by itself."""
+        raise NotImplementedError
 
 
-def gpus() -> tuple[str, ...]:
-    """The PCI address of every GPU that this process sees, which tells it apart on its host; ConfigError if none."""
-    library = cupy()
-    runtime = library.cuda.runtime
-    try:
-        count = runtime.getDeviceCount()
-    except Exception as error:  # of the driver, which CuPy has its own classes for
-        why = " ".join(str(error).split())
-        raise ConfigError(
-            f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_mask()}: see what "
-            "nvidia-smi lists, or use device='cpu'"
-        ) from error
-    if not count:
-        raise ConfigError(f"device 'cuda' needs a GPU, and this process sees none{_mask()}: use device='cpu'")
-    return tuple(str(runtime.deviceGetPCIBusId(number)) for number in range(count))
+CPU = Device()
 
 
-def choose(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """The GPU of a local rank, of `count`: what the map says, else one after the other, and again from the first."""
-    if device_map is None:
-        return local_rank % count
-    named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))
-    if local_rank not in named:
-        raise ConfigError(f"device_map={device_map!r} has no GPU for local rank {local_rank}: name one for each")
-    found = named[local_rank]
-    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < count:
-        raise ConfigError(
-            f"device_map={device_map!r}: local rank {local_rank} sees GPUs 0 to {count - 1}{_mask()}, not {found!r}"
-        )
+def load_device(name: str) -> Device:
+    """The device of this name; ConfigError if there is none."""
+    if name == "cpu":
+        return CPU
+    if find_extension("device", str(name)) is None:
+        hint = "; which GPU is for device_map to say" if str(name).startswith("cuda:") else ""
+        choices = ", ".join(["cpu", *name_extensions("device")])
+        raise ConfigError(f"unknown device {name!r}: choose one of {choices}{hint}")
+    found: Device = load_extension("device", name)
     return found
 
 
-def take(number: int) -> None:
-    """This thread computes and allocates on this GPU from now on. GPUs that a launcher has hidden stay hidden."""
-    cupy().cuda.Device(number).use()
+def device_of(array: Any) -> Device:
+    """The device of an array; of what is no array, the processor."""
+    kind = type(array)
+    return CPU if kind is np.ndarray else _of_module(kind.__module__)
 
 
-def current() -> int:
-    """The GPU on which this thread computes."""
-    return int(cupy().cuda.Device().id)
+def device_with(xp: Any) -> Device:
+    """The device whose arrays have this namespace."""
+    return CPU if xp is np else _of_module(xp.__name__)
 
 
 @cache
-def gpu_function(name: str) -> Callable[..., Any]:
-    """The function of the extension for GPUs that has this name in the table of extensions."""
-    function: Callable[..., Any] = load_extension("gpu", name)
-    return function
+def _of_module(name: str) -> Device:
+    if name.partition(".")[0] in ("builtins", "numpy"):
+        return CPU
+    known = [one for one in name_extensions("array") if f"{name}.".startswith(f"{one}.")]
+    found: Device = load_extension("array", known[0]) if known else CPU
+    return found
 
 
-def is_on_gpu(array: Any) -> bool:
-    """Whether an array is CuPy's."""
-    return type(array).__module__.partition(".")[0] == "cupy"
-
-
-def gpu_of(array: Any) -> int | None:
-    """The number of the GPU that an array lies on; None: in the memory of the host."""
-    return int(array.device.id) if is_on_gpu(array) else None
-
-
-def on(array: Any) -> AbstractContextManager[Any]:
-    """Inside, this thread computes on the GPU of `array`, if it lies on one: threads begin on GPU 0."""
-    return array.device if is_on_gpu(array) else nullcontext()
-
-
-def where(array: Any) -> str:
-    """Where `array` lies, as text."""
-    number = gpu_of(array)
-    return "on the host" if number is None else f"on GPU {number}"
-
-
-def _mask() -> str:
-    """The mask of GPUs set by the user or a launcher, as text for messages."""
-    mask = environment.visible_gpus()
-    return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"
+def unmasked(value: Any) -> np.ndarray:
+    """`np.asarray(value)`; DataError where that would make numbers of masked elements, as of netCDF4's fill values."""
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(value).sum())):
+        raise DataError(f"{count:,} of {value.size:,} elements are masked: give them values, as x.filled(0.0) does")
+    return np.asarray(value)

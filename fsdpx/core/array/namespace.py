@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array import devices
+from fsdpx.core.array.devices import device_of, device_with, load_device, unmasked
 from fsdpx.core.base.config import half_name
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DEVICES",
     "DTYPES",
     "dtype",
     "from_host",
@@ -23,7 +22,6 @@ __all__ = [
     "unmasked",
 ]  # fmt: skip
 
-DEVICES = ("cpu", "cuda", "shape")
 DTYPES = (
     "float64", "float32", "float16", "fp16", "bf16", "bfloat16", "int8", "int16", "int32", "int64",
     "uint8", "uint16", "uint32", "uint64", "bool",
@@ -32,17 +30,7 @@ DTYPES = (
 
 def namespace(device: str) -> Any:
     """The module of array functions for a device: "cpu" NumPy, "cuda" CuPy, "shape" arrays that hold no data."""
-    if device == "cpu":
-        return np
-    if device == "shape":
-        from fsdpx.core.array import shapes
-
-        return shapes
-    if device == "cuda":
-        devices.gpus()
-        return devices.cupy()
-    hint = "; which GPU is for device_map to say" if str(device).startswith("cuda:") else ""
-    raise ConfigError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}{hint}")
+    return load_device(device).xp
 
 
 def joined(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
@@ -58,36 +46,17 @@ def joined(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
 
 def namespace_of(array: Any) -> Any:
     """The module of array functions that `array` belongs to."""
-    if type(array) is np.ndarray:
-        return np
-    if devices.is_on_gpu(array):
-        return devices.cupy()
-    return namespace("shape") if getattr(array, "holds_no_data", False) else np
+    return device_of(array).xp
 
 
 def to_host(array: Any) -> np.ndarray:
     """`array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if there is no data."""
-    if type(array) is np.ndarray:
-        return array
-    if devices.is_on_gpu(array):
-        return array.get()
-    if getattr(array, "holds_no_data", False):
-        return np.zeros(array.shape, array.dtype)
-    return unmasked(array)
-
-
-def unmasked(value: Any) -> np.ndarray:
-    """`np.asarray(value)`; DataError where that would make numbers of masked elements, as of netCDF4's fill values."""
-    if type(value) is np.ndarray:
-        return value
-    if isinstance(value, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(value).sum())):
-        raise DataError(f"{count:,} of {value.size:,} elements are masked: give them values, as x.filled(0.0) does")
-    return np.asarray(value)
+    return device_of(array).to_host(array)
 
 
 def from_host(xp: Any, array: np.ndarray) -> Any:
     """A NumPy array as an array of `xp`; NumPy's own is not copied."""
-    return xp.asarray(array)
+    return device_with(xp).from_host(array)
 
 
 def dtype(name: str | np.dtype) -> np.dtype:

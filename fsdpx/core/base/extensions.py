@@ -26,18 +26,8 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "kernels": {"fields": "fsdpx.ext.fields.kernels"},
     "code": {"disk": "fsdpx.ext.native.store:STORE"},
-    "gpu": {
-        "on_gpu": "fsdpx.ext.gpu.kernels:on_gpu",
-        "update": "fsdpx.ext.gpu.kernels:update",
-        "takes": "fsdpx.ext.gpu.gemm:takes",
-        "gemm": "fsdpx.ext.gpu.gemm:gemm",
-        "batched": "fsdpx.ext.gpu.gemm:batched",
-        "synchronise": "fsdpx.ext.gpu.streams:synchronise",
-        "side_of": "fsdpx.ext.gpu.streams:side_of",
-        "pinned": "fsdpx.ext.gpu.streams:pinned",
-        "take": "fsdpx.ext.gpu.visible_devices:take",
-        "shared": "fsdpx.ext.gpu.visible_devices:shared",
-    },
+    "device": {"cuda": "fsdpx.ext.gpu.device:CUDA", "shape": "fsdpx.core.array.shapes.device:SHAPES"},
+    "array": {"cupy": "fsdpx.ext.gpu.device:CUDA", "fsdpx.core.array.shapes": "fsdpx.core.array.shapes.device:SHAPES"},
     "half": {"matmul": "fsdpx.ext.half:matmul", "rounded": "fsdpx.ext.half.rounded:Rounded"},
     "strategy": {
         "async": "fsdpx.ext.asynchronous:Async",
@@ -78,7 +68,8 @@ codec : a function without arguments, or a class, that makes a `Codec`
 backend : a function of `core.comm.init.Asked` that opens a communicator
 kernels : a package of kernels, the compiled ones in its folder `compiled`; `python -m fsdpx compile --all` asks for all
 code : what keeps machine code, see `core.array.jit.CodeStore`
-gpu : a function that is called with arrays of CuPy, or where `device="cuda"` is asked for
+device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
+array : the same, by the module in which the class of its arrays is
 half : arithmetic in 16 bits: the module of products, and the optimizer whose parameters are held in bfloat16
 strategy : makes a `PaceChoice`, of ranks that do not make every step together
 verbs : the table of verbs, to which the module adds its own when it is imported; for those who read other runs

@@ -107,7 +107,7 @@ def fill(state: TrainState, where: str, read: Callable[[Iterable[Held]], None], 
 
 
 def demand_data_here(state: TrainState) -> None:
-    if state.placement.imaginary:
+    if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to load into")
 
 

@@ -201,7 +201,7 @@ def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Ma
 
 
 def _checked(state: TrainState, path: Path, choices: Choices, scalars: Scalars) -> Scalars:
-    if state.placement.imaginary:
+    if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to save")
     if state.adding:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fsdpx.core.array.devices import gpu_of, on, where
-from fsdpx.core.array.shapes import ShapeArray
+from fsdpx.core.array import shapes
+from fsdpx.core.array.devices import device_of
 from fsdpx.core.base.arguments import check_arguments
 from fsdpx.core.comm.calls import (
     DONE,
@@ -132,8 +132,10 @@ def check(comm: Ranks, call: Call) -> None:
         send, recv = call.arrays
         if send.dtype != recv.dtype:
             complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
-        if not type(send) is type(recv) is np.ndarray and gpu_of(send) != gpu_of(recv):
-            complain(ConfigError, comm, call, f"send lies {where(send)}, recv {where(recv)}: put both on one device")
+        if not type(send) is type(recv) is np.ndarray:
+            places = [device_of(array).locate(array) for array in (send, recv)]
+            if places[0] != places[1]:
+                complain(ConfigError, comm, call, f"send lies {places[0]}, recv {places[1]}: put both on one device")
     if verb.cut:
         _check_cut(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:
@@ -254,7 +256,7 @@ def check_group(comm: Ranks, ranks: Sequence[int]) -> None:
         complain(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
 
 
-# -- arrays of a GPU ---------------------------------------------------------------------------------------------------
+# -- arrays of other devices -------------------------------------------------------------------------------------------
 
 
 def staged(call: Call, move: Callable[[Call], Handle]) -> Handle:
@@ -267,21 +269,21 @@ def staged(call: Call, move: Callable[[Call], Handle]) -> Handle:
 
 
 def _through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
-    from fsdpx.core.array.namespace import from_host, namespace_of, to_host
-
     verb, arrays = VERBS[call.verb], call.arrays
     host = list(arrays)
     for index in {*verb.reads, *verb.writes}:
         if arrays[index] is not None:
+            array = arrays[index]
             fresh = index not in verb.reads
-            host[index] = np.empty(arrays[index].shape, arrays[index].dtype) if fresh else to_host(arrays[index])
+            host[index] = np.empty(array.shape, array.dtype) if fresh else device_of(array).to_host(array)
     handle = move(call.on(tuple(host)))
 
     def back() -> None:
         for index in verb.writes:
             if arrays[index] is not None:
-                with on(arrays[index]):
-                    arrays[index][...] = from_host(namespace_of(arrays[index]), host[index])
+                device = device_of(arrays[index])
+                with device.computing_on(arrays[index]):
+                    arrays[index][...] = device.from_host(host[index])
 
     return Finish(handle, back)
 
@@ -350,7 +352,7 @@ class FakeNode(FakeCommunicator):
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))
-        self.hosts = tuple(hosts)
+        self.hosts, self.xp = tuple(hosts), shapes
         self.machines = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
         self.machine = next(machine for machine in self.machines if rank in machine)
         self.shares = len({len(machine) for machine in self.machines}) == 1 and len(self.machine) > 1
@@ -360,9 +362,9 @@ class FakeNode(FakeCommunicator):
         check_group(self, ranks)
         return FakeNode(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
-    def share(self, nbytes: int) -> ShapeArray:
+    def share(self, nbytes: int) -> Array:
         """Memory that the others of the host could reach, if there were any."""
-        return ShapeArray(nbytes, "uint8")
+        return shapes.empty(nbytes, dtype="uint8")
 
     share_one = share
 

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.array.devices import gpu_function, is_on_gpu
+from fsdpx.core.array.devices import CPU, device_of
 from fsdpx.core.comm.backend import Backend, staged
 from fsdpx.core.comm.calls import Array, Call, Handle, Steps, copy, spin
 from fsdpx.core.comm.communicator import VERBS
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 
-__all__ = ["CHUNK", "SLOTS", "TIMEOUT", "Carrier", "in_chunks", "inside", "of_gpu", "relayed"]
+__all__ = ["CHUNK", "SLOTS", "TIMEOUT", "Carrier", "in_chunks", "inside", "of_gpu", "relayed", "synchronize"]
 
 
 def inside(comm: Any, name: str) -> Any:
@@ -38,7 +38,13 @@ SLOTS = 4
 
 def of_gpu(arrays: Iterable[Array]) -> bool:
     """Whether there is one of a GPU among the arrays of a call; some may be None."""
-    return any(type(array) is not np.ndarray and is_on_gpu(array) for array in arrays)
+    return any(type(array) is not np.ndarray and device_of(array) is not CPU for array in arrays)
+
+
+def synchronize(arrays: Iterable[Array]) -> None:
+    """Return when the devices of the arrays of a call have done what this thread has issued: MPI knows no streams."""
+    for device in {device_of(array) for array in arrays}:
+        device.synchronize()
 
 
 def in_chunks(call: Call) -> bool:
@@ -50,7 +56,7 @@ def in_chunks(call: Call) -> bool:
 def relayed(comm: Carrier, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
     """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
-    side = gpu_function("side_of")(arrays[0])
+    side = device_of(arrays[0]).copier(arrays[0])
 
     def send(rank: int, host: Array, gpu: Array) -> Handle:
         return comm.exchange(call, [(rank, host)], [])
@@ -81,7 +87,7 @@ class _Belt:
         self._left = deque(data[start : start + CHUNK] for start in range(0, data.size, CHUNK))
         self._phases = first, second
         self._under_way: tuple[deque[Any], deque[Any]] = deque(), deque()
-        self._free = [gpu_function("pinned")(min(CHUNK, data.size)) for _ in range(min(SLOTS, len(self._left)))]
+        self._free = [device_of(array).pinned(min(CHUNK, data.size)) for _ in range(min(SLOTS, len(self._left)))]
 
     def test(self) -> bool:
         (first, second), (begun, ending) = self._phases, self._under_way

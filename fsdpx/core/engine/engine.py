@@ -82,8 +82,7 @@ class Engine:
     def run(self, executable: Executable, feed: Feed) -> dict[Slot, Any]:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
         overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
-        trains = feed.training and not self.placement.imaginary
-        statistics = self.state.copy_statistics() if trains else []
+        statistics = self.state.copy_statistics() if feed.training else []
         with flushed(), blas.limited(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
             try:
                 run = self._begin(executable, feed)

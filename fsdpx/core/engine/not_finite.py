@@ -20,7 +20,7 @@ def demand_finite(placement: Placement, array: Any, what: str, action: Action | 
 def find_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
     """Name rank, tensor and the first element that is NaN or Inf; "" if there is none."""
     xp = placement.xp
-    if placement.imaginary or array.dtype.kind not in "fV" or bool(xp.isfinite(array).all()):
+    if array.dtype.kind not in "fV" or placement.device.is_finite(array):
         return ""
     bad = xp.asarray(~xp.isfinite(array)).reshape(-1)
     first = int(xp.argmax(bad))

@@ -13,10 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from fsdpx.core.array.kernels import square_sum, store
-from fsdpx.core.array.shapes.flop_counter import note
 from fsdpx.core.array.sums import block_squares, exact_sum, padded
 from fsdpx.core.comm.calls import Finish, Transfer
 from fsdpx.core.comm.communicator import DONE, Communicator
@@ -51,23 +48,20 @@ __all__ = [
 
 def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = number_of(action), read[0], added
-    if run.place.imaginary:
-        for axis, call, nbytes in run.place.parts_moved(p):
+    own = run.place.segments[p]
+    if not scale.skip and not move(run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor):
+        for axis, call, nbytes in run.place.parts_moved(p):  # what the optimiser would have sent
             run.place.axes.counters.add(axis, call, nbytes)
-        # all are read, and written but the gradient
-        note(master, taken[0], *slots.values(), master, *slots.values(), kernel="update")
-    if not scale.skip:
-        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor)
     return (master, slots)
 
 
 def move(
     run: ProgramRun, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float
-) -> None:
-    """Run the optimiser on elements of a page. step: of the trainer."""
+) -> bool:
+    """Run the optimiser on elements of a page; False: see `update_parameters`. step: of the trainer."""
     place, counted = run.place, segments.count_missed(run.missed)
     with left_alone(run, segments, master, slots):
-        update_parameters(
+        return update_parameters(
             place.optimizer, place.xp, master, gradient, slots, lr=lr, step=step, segments=counted, scale=factor
         )
 
@@ -136,7 +130,7 @@ def _mean(run: ProgramRun, rows: list[list[float]]) -> Mean:
         return Mean(math.nan, 1.0, shared, lr)
     total = exact_sum([number for row in rows for number in row[1:-2:2]])
     weight = exact_sum([number for row in rows for number in row[2:-2:2]])
-    if weight == 0 and run.together.size == run.place.axes.world.size and not run.place.imaginary:
+    if run.place.device.is_zero(weight) and run.together.size == run.place.axes.world.size:
         raise DataError("no target of the global batch counts for the loss: it is empty, or every label is ignored")
     return Mean(total, weight, shared, lr)
 
@@ -323,12 +317,8 @@ def demand_finite_loss(run: ProgramRun, mean: Mean, comm: Communicator | None = 
 
 def _demand_finite_gradients(run: ProgramRun, totals: Values) -> None:
     """The same of the gradients that this rank updates with; other ranks do not know."""
-    if run.place.imaginary:
-        note(*totals)
+    if run.place.device.are_finite(totals):
         return
-    with np.errstate(all="ignore"):
-        if math.isfinite(sum([total.dot(total) for total in totals])):
-            return
     found = _bad_gradient(run, totals)  # squares can overflow where nothing else does
     if found and run.together.size > 1:
         found += (

@@ -10,7 +10,6 @@ import numpy as np
 
 from fsdpx.core.array.arena import ALIGN, Arena, WindowMemory, address
 from fsdpx.core.array.namespace import from_host
-from fsdpx.core.comm.backend import FakeNode
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import node_of
 from fsdpx.core.comm.mesh import Axes
@@ -25,12 +24,11 @@ from fsdpx.nn.layer import Spec
 __all__ = ["allocate", "fill", "initialise", "lay_out_in_windows", "memory_of", "sharers_of"]
 
 def memory_of(world: Communicator, xp: Any) -> WindowMemory | None:
-    """Memory that ranks share, if arrays are NumPy's and some machine has several ranks: alike on all ranks.
-
-    Arrays without data share the memory of ranks that do not exist."""
+    """Memory that ranks share, if it is of arrays of `xp` and some machine has several ranks: alike on all ranks."""
     node = node_of(world)
-    able = xp is np or (getattr(xp, "holds_no_data", False) and isinstance(node, FakeNode))
-    return node if able and node is not None and max(map(len, node.machines)) > 1 else None
+    if node is None or node.xp is not xp or max(map(len, node.machines)) == 1:
+        return None
+    return node
 
 
 def sharers_of(placement: Placement, arena: Arena) -> int:
@@ -102,10 +100,9 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
         if row.kept and not row.passing:
             ledger.arrays[row.key] = _memory(arena, ledger, row, storage)
     state = TrainState(placement, arena, ledger, _connect_ties(placement), storage)
-    if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
-        _initial_statistics(placement, ledger)
-        if initial:
-            initialise(state)
+    _initial_statistics(placement, ledger)
+    if initial:
+        initialise(state)
     return state
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.devices import Device, device_with
 from fsdpx.core.base.config import Precision, Sharding, byte_count
 from fsdpx.core.base.option_kinds import values_of
 from fsdpx.core.comm.backend import TAGS
@@ -194,9 +195,9 @@ class Placement:
         return self.stages[self.axes.pipe.rank]
 
     @cached_property
-    def imaginary(self) -> bool:
-        """Whether arrays have shapes only: a dry run."""
-        return bool(getattr(self.xp, "holds_no_data", False))
+    def device(self) -> Device:
+        """Where arrays lie, and what computes."""
+        return device_with(self.xp)
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:

@@ -10,13 +10,12 @@ import numpy as np
 
 from fsdpx.core.array import blas
 from fsdpx.core.array.arena import keep_pages
-from fsdpx.core.array.devices import gpu_function
+from fsdpx.core.array.devices import load_device
 from fsdpx.core.array.namespace import dtype as dtype_of
-from fsdpx.core.array.namespace import namespace
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.extensions import load_extension
-from fsdpx.core.base.messages import ranks_text, say, slow
+from fsdpx.core.base.messages import say, slow
 from fsdpx.core.base.name_hints import demand_match
 from fsdpx.core.base.option_kinds import values_of
 from fsdpx.core.comm.backend import FakeCommunicator
@@ -78,7 +77,7 @@ def session_of(
         with slow(_speaks(world), "compiling kernels") as count:
             calls = warm_calls(runs, optimizers, dtypes, norm) + place.codecs.warm_calls(place.formats.gradients)
             make_ready(calls, _share(world), count)
-    state = allocate(place, initial)
+    state = allocate(place, initial and place.device.holds_data)  # random numbers take time, and need a place
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
     for text in place.codecs.remarks(shapes):
@@ -190,11 +189,11 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
 
 
 def _namespace(machinery: Machinery, world: Communicator) -> Any:
-    """The namespace of arrays on the device; on GPUs this rank takes its own one first, which is collective."""
-    if machinery.device == "cuda":
-        for ranks in gpu_function("shared")(gpu_function("take")(world, machinery.device_map)):
-            say(world, f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU")
-    return namespace(machinery.device)
+    """The namespace of arrays on the device, of which this rank takes its own one first. Collective."""
+    device = load_device(machinery.device)
+    for remark in device.take(world, machinery.device_map):
+        say(world, remark)
+    return device.xp
 
 
 def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Sharding]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.devices import current, is_on_gpu, where
-from fsdpx.core.array.namespace import from_host, to_host, unmasked
+from fsdpx.core.array.devices import CPU, device_of
+from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.desync_check import compare, grouped
@@ -219,7 +219,7 @@ def given_of(placement: Placement, x: Any) -> list[Any]:
 
 def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
     """An input as its first layers take it; DataError for whole numbers that the model's format has no number for."""
-    narrow = takes == "numbers" and placement.formats.compute == np.float16 and not placement.imaginary
+    narrow = takes == "numbers" and placement.formats.compute == np.float16
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > HALF:
         raise DataError(f"input {name!r} is {array.dtype} and holds numbers beyond {HALF}, the largest of float16")
     return as_taken(array, takes, placement.formats.compute)
@@ -260,10 +260,9 @@ def array_of(placement: Placement, value: Any, name: str = "") -> Any:
             return value
     if value is None:
         raise DataError(f"got None where an array is needed: {_called(name)}")
-    if placement.imaginary:
-        return value.astype(compute) if value.dtype.kind == "f" and value.dtype != compute else value
+    home = device_of(value)
     try:
-        array = value if is_on_gpu(value) else unmasked(value)
+        array = home.as_array(value)
     except (TypeError, ValueError) as error:
         found = "" if isinstance(error, DataError) else " is no array"
         raise DataError(f"{_called(name)}{found}: {error}") from error
@@ -273,25 +272,20 @@ def array_of(placement: Placement, value: Any, name: str = "") -> Any:
         array = array.astype(compute)
     elif not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if not is_on_gpu(array):
-        return from_host(placement.xp, array)
-    if placement.xp is np:
-        raise DataError(f"{_called(name)} lies {where(array)}, and device='cpu': pass array.get()")
+    if home is CPU:
+        return placement.device.from_host(array)
+    if home is not placement.device:
+        own = placement.device.name
+        raise DataError(f"{_called(name)} lies {home.locate(array)}, and device={own!r}: pass array.get()")
     return array
 
 
 def check_places(placement: Placement, x: Any, y: Any) -> None:
-    """DataError unless the arrays of a batch for a GPU, as they were given, lie on one device: the host, from which
-    they are copied, or the GPU of this rank."""
-    if placement.xp is np or placement.imaginary:
+    """DataError unless the device of this rank can take the arrays of a batch, as they were given."""
+    if placement.device is CPU:
         return
     inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
-    places = [where(array) for array in (*inputs, *([] if y is None else [y]))]
-    own = f"on GPU {current()}"
-    if len({*places}) > 1:
-        raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
-    if places[0] not in ("on the host", own):
-        raise DataError(f"the batch lies {places[0]}, and this rank computes {own}: put it there, or on the host")
+    placement.device.demand_one_place([*inputs, *([] if y is None else [y])])
 
 
 ENDED = "no batch: its loader has come to its end"

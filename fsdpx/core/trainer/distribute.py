@@ -9,7 +9,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from fsdpx.core.array.devices import DeviceMap
+from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import check_arguments, demand_arguments
 from fsdpx.core.base.config import PRESETS, Elastic, Precision, Sharding
@@ -177,13 +177,12 @@ def _planned(
 
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
-    device = recipe.machinery.device
-    if device != "shape":
+    has_values = load_device(recipe.machinery.device).holds_data
+    if has_values:
         broadcast_given_values(recipe.training.model, world)
     session = make_session(recipe, world, watch=watch_axes)
-    if not session.place.imaginary:
+    if has_values:
         _observe(session.engine, recipe.machinery)
-    if device != "shape":
         release_given_values(recipe.training.model, world)
     return _hooked(Trainer(FixedRanks(session)), world)
 

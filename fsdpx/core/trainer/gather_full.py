@@ -148,7 +148,7 @@ def put_averages(state: TrainState) -> Callable[[], None]:
     if place.pace.owner == "replica":
         raise ConfigError("with_='average': in local training each replica has another one; leave with_ out")
     put_back = remember(state)
-    for p in () if place.imaginary else place.stage.trained:
+    for p in place.stage.trained:
         master, kept = state.ledger.array("master", p), state.ledger.array("average", p, AVERAGE)
         for at in (slice(start, start + BLOCK) for start in range(0, master.size, BLOCK)):
             x, difference = (narrowed(place.xp, array[at], place.formats.gradients) for array in (master, kept))

@@ -429,7 +429,7 @@ def delta(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     """outer gradient = reduce-scatter of share (outer parameters - parameters): n - n/R elements per rank."""
     p, place, (master, start, mine), kept = number_of(action), run.place, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.array("delta", p), place.axes.replica
-    if not place.imaginary:
+    if place.device.holds_data:
         place.xp.subtract(start, master, out=buffer)
         buffer *= buffer.dtype.type(mine.own)
     if replica.size == 1:
@@ -468,7 +468,7 @@ def adopt(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     (found,), (master,), mix = taken, added, _of(run)[0].choice.mix
     if not mix:
         master[...] = found
-    elif not run.place.imaginary:
+    elif run.place.device.holds_data:
         master *= master.dtype.type(mix)
         master += found * master.dtype.type(1.0 - mix)
     return (master,)

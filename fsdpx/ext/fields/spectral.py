@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.devices import is_on_gpu
+from fsdpx.core.array.devices import device_of
 from fsdpx.core.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.conv import for_each, window_specs
@@ -190,7 +190,7 @@ class ChannelLinear(Layer):
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
-        if is_on_gpu(dy):
+        if device_of(dy).sums_by_kernel:
             into, window = (destination(g, "weight"), destination(g, "bias")), Strides((1,), (1,), (1,), (0,), 1)
             correlate_backward_params(env.xp, _in_a_row(x), _in_a_row(dy), window, *into)
             return

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.devices import cupy, is_on_gpu
+from fsdpx.ext.gpu.cupy_devices import cupy, is_on_gpu
 
 __all__ = ["Gemm", "batched", "gemm", "plan", "takes"]
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpx.core.array.devices import cupy, is_on_gpu
 from fsdpx.core.array.kernels.head_layout import merged, time_first
+from fsdpx.ext.gpu.cupy_devices import cupy, is_on_gpu
 from fsdpx.ext.gpu.gemm import batched, gemm
 
 __all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]

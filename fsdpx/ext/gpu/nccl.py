@@ -12,7 +12,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from fsdpx.core.array.devices import cupy, is_on_gpu
 from fsdpx.core.base.messages import ranks_text
 from fsdpx.core.comm.backend import Backend
 from fsdpx.core.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay, spin
@@ -23,6 +22,7 @@ from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import fold, is_half
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError
+from fsdpx.ext.gpu.cupy_devices import cupy, is_on_gpu
 from fsdpx.ext.gpu.streams import Side
 from fsdpx.ext.gpu.visible_devices import Seat, shared, take
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.devices import cupy, gpu_of, is_on_gpu, on
+from fsdpx.ext.gpu.cupy_devices import cupy, gpu_of, is_on_gpu, on
 
 __all__ = ["Landmark", "Side", "pinned", "side_of", "synchronise"]
 

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpx.core.array import devices
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
@@ -22,6 +21,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import running_mpi
 from fsdpx.core.comm.message_backend import inside
 from fsdpx.errors import ConfigError
+from fsdpx.ext.gpu import cupy_devices as devices
 
 __all__ = ["Awareness", "Seat", "awareness", "claims", "library_path", "probed", "seats", "settle", "shared", "take"]
 

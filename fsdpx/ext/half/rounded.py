@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdpx.core.array.kernels.half import add_widened, narrowed, round_randomly, store
 from fsdpx.core.array.random import Stretch
-from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, has_data, inside, update_parameters
+from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, check_shard, inside, update_parameters
 from fsdpx.optim.segments import Segments
 
 __all__ = ["Rounded"]
@@ -40,8 +40,7 @@ class Rounded(Wrapping):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
-        if not has_data(self, xp, p, g, slots, step, segments):
-            return
+        check_shard(self, p, g, slots, step, segments)
         if not isinstance(inside(self), Elementwise):
             self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
             return

@@ -325,7 +325,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         disk_seconds=state.storage.seconds,
         high_water={**state.high_water(), **({"activations": (None, traced.activations.most)} if traced else {})},
         planned=place.options.planned,
-        read_footprint=None if place.imaginary else reading(state),
+        read_footprint=reading(state) if place.device.holds_data else None,
     )
 
 

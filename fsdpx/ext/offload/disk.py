@@ -482,7 +482,7 @@ def open_disk(
 
     option: what was asked for, as text"""
     disk = Disk(rows, placement.stage.elsewhere, placement.xp)
-    if not placement.imaginary:
+    if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):
             raise ConfigError(f"{option}: this system cannot set a part of a disk aside; Linux can")
         _open(disk, Path(folder), direct, placement.axes.world)

@@ -12,13 +12,13 @@ from stand_in import Cupy, Device
 from threads import on_ranks
 
 from fsdpx import nn, optim, spawn
-from fsdpx.core.array.devices import choose, gpus
 from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.backend import staged
 from fsdpx.core.comm.calls import DONE, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.ext.gpu import visible_devices
+from fsdpx.ext.gpu.cupy_devices import choose, gpus
 from fsdpx.ext.gpu.visible_devices import Seat, seats, shared
 
 X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])

@@ -15,8 +15,8 @@ from stand_in import Cupy, Device
 from test_space import MODELS, wanted
 
 from fsdpx import nn, optim, spawn
-from fsdpx.core.array.devices import gpus
 from fsdpx.errors import ConfigError
+from fsdpx.ext.gpu.cupy_devices import gpus
 
 try:
     gpus()

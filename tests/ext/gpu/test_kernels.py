@@ -20,10 +20,10 @@ from stand_in import Cupy, Device
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.devices import is_on_gpu
 from fsdpx.core.array.random import Stretch
 from fsdpx.ext.gpu import gemm
 from fsdpx.ext.gpu import kernels as cuda
+from fsdpx.ext.gpu.cupy_devices import is_on_gpu
 from fsdpx.ext.gpu.kernels import FORMS, OPTIONS, UPDATES, on_gpu
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.optimizer import BY_NAME, update_parameters

@@ -12,9 +12,9 @@ from trials import job
 
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array import kernels
-from fsdpx.core.array.devices import gpus
 from fsdpx.core.array.random import Stretch
 from fsdpx.errors import ConfigError
+from fsdpx.ext.gpu.cupy_devices import gpus
 from fsdpx.ext.gpu.gemm import gemm
 from fsdpx.optim.optimizer import BY_NAME
 

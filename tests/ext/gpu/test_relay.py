@@ -14,7 +14,6 @@ from ranks import carrier, together
 from stand_in import Cupy, Device, Stream
 
 from fsdpx import nn, optim, spawn
-from fsdpx.core.array.devices import gpu_function
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm import message_backend as relay
 from fsdpx.core.comm.calls import Call, Handle, Steps
@@ -22,6 +21,7 @@ from fsdpx.core.comm.message_backend import Carrier, relayed
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 from fsdpx.ext.gpu import streams
+from fsdpx.ext.gpu.device import CUDA
 from fsdpx.testing.communicator import CommunicatorContract
 
 
@@ -81,8 +81,7 @@ class TestContract(CommunicatorContract):
 def test_a_large_array_goes_in_chunks_in_few_slots(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """While chunks are copied others are under way, and never more than there are slots."""
     taken: list[int] = []
-    counted = {"pinned": lambda nbytes: (taken.append(nbytes), streams.pinned(nbytes))[1]}
-    monkeypatch.setattr(relay, "gpu_function", lambda name: counted.get(name) or gpu_function(name))
+    monkeypatch.setattr(CUDA, "pinned", lambda nbytes: (taken.append(nbytes), streams.pinned(nbytes))[1])
 
     def body(comm: Any) -> None:
         over, other = Threads(comm), 1 - comm.rank

@@ -8,7 +8,7 @@ from bits import Bits, bits
 from models import CASES, placed, train
 
 from fsdpx import optim, spawn
-from fsdpx.core.array.devices import is_on_gpu
+from fsdpx.ext.gpu.cupy_devices import is_on_gpu
 from fsdpx.testing import demand_close
 
 cupy = pytest.importorskip("cupy", reason="no CuPy: GPU parity was not checked")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from fsdpx.core.array.devices import gpu_function
+from fsdpx.core.array.devices import device_with
 from fsdpx.core.base.extensions import find_extension, name_extensions
 from fsdpx.errors import ConfigError, warn
 
@@ -97,11 +97,8 @@ def compiled(name: str) -> Callable[..., Any] | None:
 
 
 def on_device(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """The CUDA C of kernel `name` for these arrays of CuPy, unless "plain" code is wanted; None: there is none."""
-    if active == "plain" or getattr(xp, "__name__", "") != "cupy":
-        return None
-    body: Callable[..., Any] | None = gpu_function("on_gpu")(name, arguments)
-    return body
+    """The own code of the device of `xp` for kernel `name` with these arguments; None: there is none."""
+    return device_with(xp).form(name, arguments)
 
 
 @functools.cache

@@ -16,11 +16,10 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx.core.array.devices import gpu_function
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.comm.calls import Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, overlay, spin
 from fsdpx.core.comm.communicator import Communicator, Survivor, loss, settle
-from fsdpx.core.comm.message_backend import TIMEOUT, Carrier, of_gpu, relayed
+from fsdpx.core.comm.message_backend import TIMEOUT, Carrier, of_gpu, relayed, synchronize
 from fsdpx.core.comm.node.shared_windows import MappedWindow
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import in_rank_order, is_half
@@ -252,15 +251,16 @@ class MpiCommunicator(Carrier):
         begin = _LIBRARY.get(call.verb)
         if begin is None or (call.verb in _REDUCTIONS and in_rank_order(call.op, call.arrays[0].dtype)):
             return super().move(call)
-        if self.takes_gpus and of_gpu(call.arrays):
-            gpu_function("synchronise")()
+        if self.takes_gpus:
+            synchronize(call.arrays)
         return begin(self, call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        if of_gpu([part for _, part in (*outgoing, *incoming)]):
-            if not self.takes_gpus:
-                return relayed(self, call, outgoing, incoming)
-            gpu_function("synchronise")()
+        parts = [part for _, part in (*outgoing, *incoming)]
+        if self.takes_gpus:
+            synchronize(parts)
+        elif of_gpu(parts):
+            return relayed(self, call, outgoing, incoming)
         comm, chunks, tag = self.raw, self._chunks, call.tag
         try:
             requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]

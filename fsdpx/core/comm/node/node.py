@@ -54,6 +54,8 @@ class NodeCommunicator(Backend):
     machine of each rank, instead of what is found out (for tests). Groups whose machines hold different numbers of
     ranks use messages throughout."""
 
+    xp = np
+
     def __init__(self, carrier: Carrier, machines: Sequence[int] | None = None) -> None:
         names = carrier.all_gather_plain(memory_here()) if machines is None else machines
         ranks = [rank for rank, name in enumerate(names) if name == names[carrier.rank]]

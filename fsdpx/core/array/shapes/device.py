@@ -1,0 +1,50 @@
+"""Arrays without data as a device: it computes nothing, and counts what others would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array import shapes
+from fsdpx.core.array.devices import Device
+from fsdpx.core.array.shapes.flop_counter import note
+
+__all__ = ["SHAPES"]
+
+
+class ShapeDevice(Device):
+    """What depends on values is as in a step that goes well."""
+
+    name, holds_data = "shape", False
+
+    @property
+    def xp(self) -> Any:
+        return shapes
+
+    def as_array(self, value: Any) -> Any:
+        return value
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return np.zeros(array.shape, array.dtype)
+
+    def is_zero(self, number: float) -> bool:
+        return False
+
+    def is_finite(self, array: Any) -> bool:
+        return True
+
+    def are_finite(self, arrays: Sequence[Any]) -> bool:
+        note(*arrays)
+        return True
+
+    def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+        return True
+
+    def run_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
+        note(p, g, *slots.values(), p, *slots.values(), kernel="update")  # all are read, and written but the gradient
+        return False
+
+
+SHAPES = ShapeDevice()

@@ -1,0 +1,96 @@
+"""The GPU as a device: what the core asks of it, and the files that answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array.devices import Device, DeviceMap, device_of
+from fsdpx.core.array.kernels import choice
+from fsdpx.core.base.messages import ranks_text
+from fsdpx.errors import DataError
+from fsdpx.ext.gpu import gemm, kernels, streams, visible_devices
+from fsdpx.ext.gpu.cupy_devices import cupy, current, gpu_of, gpus
+
+__all__ = ["CUDA"]
+
+
+class Cuda(Device):
+    """GPUs of NVIDIA, by CuPy: each thread computes on the one that it took."""
+
+    name, sums_by_kernel = "cuda", True
+
+    @property
+    def xp(self) -> Any:
+        gpus()
+        return cupy()
+
+    def take(self, world: Any, device_map: DeviceMap) -> list[str]:
+        shared = visible_devices.shared(visible_devices.take(world, device_map))
+        return [f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
+
+    def as_array(self, value: Any) -> Any:
+        return value
+
+    def to_host(self, array: Any) -> np.ndarray:
+        found: np.ndarray = array.get()
+        return found
+
+    def from_host(self, array: np.ndarray) -> Any:
+        return cupy().asarray(array)
+
+    def locate(self, array: Any) -> str:
+        return f"on GPU {gpu_of(array)}"
+
+    def demand_one_place(self, arrays: Sequence[Any]) -> None:
+        """They lie on one device: the host, from which they are copied, or the GPU of this rank."""
+        places = [device_of(array).locate(array) for array in arrays]
+        own = f"on GPU {current()}"
+        if len({*places}) > 1:
+            raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
+        if places[0] not in ("on the host", own):
+            raise DataError(f"the batch lies {places[0]}, and this rank computes {own}: put it there, or on the host")
+
+    def computing_on(self, array: Any) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = array.device
+        return found
+
+    def is_finite(self, array: Any) -> bool:
+        return bool(cupy().isfinite(array).all())
+
+    def form(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+        return None if choice.active == "plain" else kernels.on_gpu(name, arguments)
+
+    def product(self, a: Any, b: Any) -> Any | None:
+        if gemm.takes(a, b):
+            out = cupy().empty((a.shape[0], b.shape[1]), dtype=a.dtype)
+            gemm.gemm(out, a, b)
+            return out
+        if not (a.ndim == b.ndim == 3 and a.dtype == b.dtype and a.size and b.size):
+            return None
+        out = cupy().empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
+        gemm.batched(out, cupy().broadcast_to(a, (len(b), *a.shape[1:])), b)
+        return out
+
+    def multiply_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
+        if able := gemm.takes(a, b):
+            gemm.gemm(out, a, b, add)
+        return able
+
+    def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+        return choice.active != "plain" and kernels.update(name, arrays, numbers)
+
+    def synchronize(self) -> None:
+        streams.synchronise()
+
+    def copier(self, array: Any) -> streams.Side:
+        return streams.side_of(array)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return streams.pinned(nbytes)
+
+
+CUDA = Cuda()
