@@ -29,8 +29,11 @@ class Device:
 
     @property
     def xp(self) -> Any:
-        """The namespace of its arrays; ConfigError where it cannot be used."""
+        """The namespace of its arrays."""
         return np
+
+    def require_usable(self) -> None:
+        """ConfigError where this process cannot compute on it."""
 
     def take(self, world: Any, device_map: DeviceMap) -> list[str]:
         """Take this rank's own one of several, and return what users should hear of it. Collective."""

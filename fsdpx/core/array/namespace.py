@@ -30,7 +30,9 @@ DTYPES = (
 
 def namespace(device: str) -> Any:
     """The module of array functions for a device: "cpu" NumPy, "cuda" CuPy, "shape" arrays that hold no data."""
-    return load_device(device).xp
+    found = load_device(device)
+    found.require_usable()
+    return found.xp
 
 
 def joined(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:

@@ -189,10 +189,11 @@ def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> Traini
 
 
 def _namespace(machinery: Machinery, world: Communicator) -> Any:
-    """The namespace of arrays on the device, of which this rank takes its own one first. Collective."""
+    """Take this rank's own device, and return the namespace of its arrays. Collective."""
     device = load_device(machinery.device)
     for remark in device.take(world, machinery.device_map):
         say(world, remark)
+    device.require_usable()
     return device.xp
 
 

@@ -25,8 +25,10 @@ class Cuda(Device):
 
     @property
     def xp(self) -> Any:
-        gpus()
         return cupy()
+
+    def require_usable(self) -> None:
+        gpus()
 
     def take(self, world: Any, device_map: DeviceMap) -> list[str]:
         shared = visible_devices.shared(visible_devices.take(world, device_map))
@@ -38,9 +40,6 @@ class Cuda(Device):
     def to_host(self, array: Any) -> np.ndarray:
         found: np.ndarray = array.get()
         return found
-
-    def from_host(self, array: np.ndarray) -> Any:
-        return cupy().asarray(array)
 
     def locate(self, array: Any) -> str:
         return f"on GPU {gpu_of(array)}"
@@ -57,9 +56,6 @@ class Cuda(Device):
     def computing_on(self, array: Any) -> AbstractContextManager[Any]:
         found: AbstractContextManager[Any] = array.device
         return found
-
-    def is_finite(self, array: Any) -> bool:
-        return bool(cupy().isfinite(array).all())
 
     def form(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         return None if choice.active == "plain" else kernels.on_gpu(name, arguments)

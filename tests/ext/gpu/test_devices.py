@@ -12,12 +12,13 @@ from stand_in import Cupy, Device
 from threads import on_ranks
 
 from fsdpx import nn, optim, spawn
+from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.backend import staged
 from fsdpx.core.comm.calls import DONE, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
-from fsdpx.ext.gpu import visible_devices
+from fsdpx.ext.gpu import cupy_devices, device, visible_devices
 from fsdpx.ext.gpu.cupy_devices import choose, gpus
 from fsdpx.ext.gpu.visible_devices import Seat, seats, shared
 
@@ -31,6 +32,13 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
     return made
+
+
+def test_the_namespace_of_an_array_asks_no_driver(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = cupy.asarray(np.ones(3))
+    monkeypatch.setattr(cupy_devices, "gpus", lambda: pytest.fail("each look at an array asked for all GPUs"))
+    monkeypatch.setattr(device, "gpus", cupy_devices.gpus)
+    assert namespace_of(array) is sys.modules["cupy"]
 
 
 def test_local_ranks_take_gpus_one_after_the_other_or_by_the_map() -> None:
